@@ -1,0 +1,270 @@
+"""Times what happens on the host before a model runs: forest, packing, block tables.
+
+    python benchmarks/packing.py --rollouts FILE.jsonl.gz --out results/packing.json
+
+Every figure is a median after a warm-up, on this machine, with the threads it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from workloads import AIRLINE, NAMES, workload
+
+from prefixtree import PrefixForest, TileShape, TreeMask, pack
+
+REPEATS = 9
+SHAPES = {
+    "grid 128x128": TileShape(128, 128),
+    "cut 128x128": TileShape(128, 128, cut=True),
+    "grid 16x64": TileShape(16, 64),
+    "cut 16x64": TileShape(16, 64, cut=True),
+}
+Row = dict[str, Any]
+
+
+def median_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median milliseconds of `run`, after one warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+def per_turn(dtype: type = np.int64) -> list[np.ndarray]:
+    """2,500 sequences of 7.6M tokens: a sample per turn of 200 conversations on one prompt."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 150_000, 400)
+    sequences = []
+    for conversation in range(200):
+        turns = 12 + conversation % 2
+        lengths = rng.integers(150, 628, turns)
+        whole = np.concatenate([system, rng.integers(0, 150_000, lengths.sum())]).astype(dtype)
+        # copies, as a data loader hands them over, not views of one array
+        sequences += [whole[: 400 + end].copy() for end in np.cumsum(lengths)]
+    return sequences
+
+
+def short_groups() -> list[np.ndarray]:
+    """100,000 sequences of 76 tokens: 1,000 prompts of 26 tokens, 100 answers each."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 150_000, (1000, 26)).repeat(100, axis=0)
+    rows = np.concatenate([prompts, rng.integers(0, 150_000, (100_000, 50))], axis=1)
+    return [row.copy() for row in rows[rng.permutation(len(rows))]]
+
+
+def short_random() -> list[np.ndarray]:
+    """100,000 sequences of 76 tokens over 50 ids: prefixes part after three or four tokens."""
+    rng = np.random.default_rng(0)
+    return [row.copy() for row in rng.integers(0, 50, (100_000, 76))]
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def peak_memory(dtype: type) -> float:
+    """Greatest resident memory while a forest is built, beyond the input's, over the input's.
+
+    tracemalloc does not see what numba allocates: so the kernel's own count, in a new process,
+    whose allocator has no freed memory to hide in.
+    """
+    PrefixForest.from_sequences([np.array([1, 2], dtype), np.array([1, 3], dtype)])
+    sequences = per_turn(dtype)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = _status("VmRSS")
+    forest = PrefixForest.from_sequences(sequences)
+    peak = _status("VmHWM") - before
+    assert forest.num_sequences == len(sequences)
+    return peak / sum(array.nbytes for array in sequences)
+
+
+def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+# ---- measurements -------------------------------------------------------------------------------
+
+
+def measure_forests() -> list[Row]:
+    """Building a forest from arrays, from lists, and from many short sequences."""
+    rows: list[Row] = []
+
+    def add(name: str, sequences: list[Any], **more: Any) -> None:
+        forest = PrefixForest.from_sequences(sequences)
+        ms = median_ms(lambda: PrefixForest.from_sequences(sequences))
+        replicated = forest.num_replicated_tokens
+        rows.append(
+            {
+                "case": name,
+                "sequences": forest.num_sequences,
+                "replicated": replicated,
+                "distinct": forest.num_tokens,
+                "ms": ms,
+                "ns_a_token": 1e6 * ms / replicated,
+                **more,
+            }
+        )
+
+    linux = Path("/proc/self/clear_refs").exists()
+    for dtype in (np.int64, np.int32):
+        memory = in_new_process(peak_memory, dtype) if linux else None
+        add(f"per turn, {dtype.__name__} arrays", per_turn(dtype), memory_over_input=memory)
+    lists = [array.tolist() for array in per_turn()]
+    conversion = median_ms(lambda: [np.asarray(one) for one in lists])
+    add("per turn, lists", lists, conversion_ms=conversion)
+    add("100,000 short, in groups", short_groups())
+    add("100,000 short, random", short_random())
+    return rows
+
+
+def measure_packed() -> list[Row]:
+    """What happens with a packed forest of the per-turn sequences, on the CPU."""
+    sequences = per_turn()
+    forest = PrefixForest.from_sequences(sequences)
+    packed = pack(forest)
+    rng = np.random.default_rng(1)
+    masks = [rng.random(len(s)) < 0.1 for s in sequences]
+    values = torch.randn(packed.num_tokens, requires_grad=True)
+    grad = torch.randn(forest.num_replicated_tokens)
+
+    def backward() -> float:
+        """The backward alone, plan included: the forward is not timed."""
+        times = []
+        for _ in range(REPEATS + 1):
+            out = torch.cat(packed.unpack(values))
+            start = time.perf_counter()
+            torch.autograd.grad(out, values, grad)
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times[1:])
+
+    detached = values.detach()
+    per_sequence = packed.unpack(detached)
+    figures = {
+        "pack": median_ms(lambda: pack(forest)),
+        "edges": median_ms(packed.edges),
+        "edges, loss mask 10 %": median_ms(lambda: packed.edges(masks)),
+        "unpack": median_ms(lambda: packed.unpack(detached)),
+        "unpack backward": backward(),
+        "unpack, loss mask 10 %": median_ms(lambda: packed.unpack(detached, loss_mask=masks)),
+        "unpack_padded": median_ms(lambda: packed.unpack_padded(detached)),
+        "pack_values": median_ms(lambda: packed.pack_values(per_sequence)),
+    }
+    return [{"step": name, "ms": ms} for name, ms in figures.items()]
+
+
+def measure_tables(names: list[str], rollouts: Path | None) -> list[Row]:
+    """Building block tables, and how well the tiles fit, a workload and a shape."""
+    rows = []
+    for name in names:
+        forest = workload(name, rollouts)
+        ends = np.repeat(forest.node_subtree_end, forest.node_length)
+        for label, shape in SHAPES.items():
+            # tables are kept on the mask: a new one each time
+            masks = [TreeMask(ends) for _ in range(REPEATS + 1)]
+            fresh = iter(masks)
+            ms = median_ms(lambda fresh=fresh, shape=shape: next(fresh).tables(shape))
+            stats = masks[0].stats(shape)
+            rows.append(
+                {
+                    "workload": name,
+                    "tokens": forest.num_tokens,
+                    "replicated": forest.num_replicated_tokens,
+                    "tiles": label,
+                    "ms": ms,
+                    "useful_share": stats.useful_share,
+                    "partial_share": stats.partial_tiles / stats.tile_pairs,
+                    "key_tiles": stats.key_tiles,
+                }
+            )
+    return rows
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def show(console: Console, figures: dict[str, Any]) -> None:
+    table = Table("sequences", "tokens", "distinct", "ms", "ns a token", "extra memory", "note")
+    table.title = "PrefixForest.from_sequences"
+    for row in figures["forest"]:
+        memory, conversion = row.get("memory_over_input"), row.get("conversion_ms")
+        table.add_row(
+            row["case"],
+            f"{row['replicated']:,}",
+            f"{row['distinct']:,}",
+            f"{row['ms']:.1f}",
+            f"{row['ns_a_token']:.1f}",
+            f"{memory:.2f} x input" if memory else "",
+            f"{conversion:.1f} ms of it conversion" if conversion else "",
+        )
+    console.print(table)
+    table = Table("step", "ms", title="a packed forest of the per-turn sequences, CPU, float32")
+    for row in figures["packed"]:
+        table.add_row(row["step"], f"{row['ms']:.1f}")
+    console.print(table)
+    table = Table("workload", "tokens", title="tables: build ms, useful share, partial share")
+    for label in SHAPES:
+        table.add_column(label, justify="right")
+    for name in dict.fromkeys(row["workload"] for row in figures["tables"]):
+        rows = [row for row in figures["tables"] if row["workload"] == name]
+        cells = [
+            f"{row['ms']:5.2f}  {row['useful_share']:.3f}  {row['partial_share']:4.0%}"
+            for row in rows
+        ]
+        table.add_row(name, f"{rows[0]['tokens']:,}", *cells)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=Path, help=f"JSONL.gz file for {AIRLINE!r}")
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    options = parser.parse_args()
+    names = [name for name in NAMES if name != AIRLINE or options.rollouts]
+    figures = {
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "torch_threads": torch.get_num_threads(),
+        },
+        "forest": measure_forests(),
+        "packed": measure_packed(),
+        "tables": measure_tables(names, options.rollouts),
+    }
+    show(Console(width=150), figures)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

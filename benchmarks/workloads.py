@@ -1,0 +1,114 @@
+"""The ten forests every benchmark of this project uses, by name.
+
+Nine are synthetic and need nothing; "airline per turn" reads a JSONL file of rollouts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefixtree import PrefixForest
+
+AIRLINE = "airline per turn"
+
+# a tree is (tokens, [children])
+Tree = tuple[int, list[Any]]
+
+
+def single(prompt: int, responses: int, response: int) -> list[Tree]:
+    """One prompt with equal responses: DualKV's case."""
+    return [(prompt, [(response, []) for _ in range(responses)])]
+
+
+def full(lengths: list[int], branching: list[int]) -> list[Tree]:
+    """A tree in which every node of level k has `branching[k]` children."""
+
+    def level(k: int) -> Tree:
+        last = k + 1 == len(lengths)
+        return lengths[k], [] if last else [level(k + 1) for _ in range(branching[k])]
+
+    return [level(0)]
+
+
+def caterpillar(turns: int, spine: int, leaf: int, root: int, trials: int) -> list[Tree]:
+    """Agent histories whose thinking is stripped: every turn leaves a leaf and goes on along the
+    spine. Lengths vary by half, from a fixed seed.
+    """
+    rng = np.random.default_rng(0)
+
+    def about(tokens: int) -> int:
+        return max(1, int(tokens * (1 + 0.5 * (rng.random() * 2 - 1))))
+
+    def turn(left: int) -> list[Tree]:
+        if left == 0:
+            return [(about(leaf), [])]
+        return [(about(leaf), []), (about(spine), turn(left - 1))]
+
+    return [(root, [(about(spine), turn(turns)) for _ in range(trials)])]
+
+
+TREES: dict[str, Callable[[], list[Tree]]] = {
+    "prompt 8K x 16 x 2K": lambda: single(8192, 16, 2048),
+    "prompt 32K x 16 x 2K": lambda: single(32768, 16, 2048),
+    "4K then 4-2-2-1 x 1K": lambda: full([4096, 1024, 1024, 1024, 1024], [4, 2, 2, 1]),
+    "prompt 512 x 64 x 1K": lambda: single(512, 64, 1024),
+    "8 x (2K, 8 x 512, 2 x 512)": lambda: [
+        tree for _ in range(8) for tree in full([2048, 512, 512], [8, 2])
+    ],
+    "caterpillar 12": lambda: caterpillar(12, 250, 800, 1300, 8),
+    "caterpillar 24": lambda: caterpillar(24, 120, 120, 1300, 16),
+    "prompt 256 x 1024 x 256": lambda: single(256, 1024, 256),
+    "documents 32 x 4K": lambda: [(4096, []) for _ in range(32)],
+}
+NAMES = [*TREES, AIRLINE]
+
+
+def forest_of(trees: list[Tree], order: str = "heaviest") -> PrefixForest:
+    """Nested trees as a forest without token ids; siblings first-come as listed."""
+    parents: list[int] = []
+    lengths: list[int] = []
+    pending = [(tree, -1) for tree in reversed(trees)]
+    while pending:
+        (length, children), parent = pending.pop()
+        node = len(parents)
+        parents.append(parent)
+        lengths.append(length)
+        pending += [(child, node) for child in reversed(children)]
+    return PrefixForest.from_parents(parents, lengths, order=order)
+
+
+def airline_sequences(rollouts: Path, tasks: int = 8) -> list[np.ndarray]:
+    """A sequence per assistant turn of the first `tasks` groups."""
+    sequences: list[np.ndarray] = []
+    groups: set[str] = set()
+    with gzip.open(rollouts, "rt") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["group"] not in groups and len(groups) == tasks:
+                continue
+            groups.add(row["group"])
+            tokens = np.array(row["token_ids"])
+            sequences += [tokens[:end] for end in row["turn_ends"]]
+    return sequences
+
+
+def workload(name: str, rollouts: Path | None = None, order: str = "heaviest") -> PrefixForest:
+    """A forest by name.
+
+    Args:
+        name: one of NAMES.
+        rollouts: the JSONL.gz file that "airline per turn" reads (`group`, `token_ids`,
+            `turn_ends` a line).
+        order: of siblings, as in `PrefixForest`.
+    """
+    if name != AIRLINE:
+        return forest_of(TREES[name](), order)
+    if rollouts is None:
+        raise ValueError(f"{AIRLINE!r} reads a file of rollouts: give its path")
+    return PrefixForest.from_sequences(airline_sequences(rollouts), order=order)

@@ -1,0 +1,102 @@
+"""Token ids as people hold them, turned into flat numpy arrays; every complaint in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from prefixtree.errors import ForestError
+
+_LARGEST = 2**63 - 1
+
+
+def is_nested(tokens: Any) -> bool:
+    """Whether these are sequences rather than numbers."""
+    return isinstance(tokens, (list, tuple)) and len(tokens) > 0 and np.ndim(tokens[0]) > 0
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """numpy view of a list, an array or a torch tensor on any device, without importing torch."""
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        # numpy has no bfloat16; floating point is refused by its kind where it matters
+        return (array.float() if array.is_floating_point() else array).numpy()
+    try:
+        return np.asarray(array)
+    except ValueError:
+        raise ForestError("got ragged lists where one rectangular array was expected") from None
+
+
+def integers(values: Any, name: str) -> np.ndarray:
+    """1-D int64, checked."""
+    array = to_numpy(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ForestError(
+            f"{name} must be 1-D integers, got shape {list(array.shape)} of {array.dtype}"
+        )
+    return array.astype(np.int64)
+
+
+def check_tokens(flat: np.ndarray) -> np.ndarray:
+    """Token ids as contiguous int32 or int64, checked."""
+    if flat.dtype.kind not in "iu":
+        raise ForestError(f"token ids must be integers, got {flat.dtype}")
+    if flat.dtype.kind == "i" and flat.min() < 0:
+        raise ForestError(f"token ids must be >= 0, got {flat.min()}; is it padding?")
+    if flat.dtype == np.uint64 and flat.max() > _LARGEST:
+        raise ForestError(f"token ids must be below 2^63, got {flat.max()}")
+    if flat.dtype not in (np.int32, np.int64):
+        flat = flat.astype(np.int64)
+    return np.ascontiguousarray(flat)
+
+
+def flatten(sequences: Iterable[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """All token ids one after another, and the length of each sequence int64 [S]."""
+    if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):
+        raise ForestError(
+            f"{name} must be a list of token id sequences, got {type(sequences).__name__}"
+        )
+    is_array = hasattr(sequences, "ndim") and getattr(sequences, "dtype", None) != np.dtype(object)
+    if is_array:
+        raise ForestError(
+            f"{name} must be a list of 1-D sequences, got one array of shape "
+            f"{list(getattr(sequences, 'shape', []))}; for a padded batch use from_padded"
+        )
+    arrays: list[np.ndarray] = []
+    for sequence in sequences:
+        try:
+            arrays.append(sequence if type(sequence) is np.ndarray else to_numpy(sequence))
+        except ForestError:
+            raise ForestError(f"{name}[{len(arrays)}] is ragged; expected 1-D token ids") from None
+    if not arrays:
+        raise ForestError(f"{name} is empty; expected at least one sequence of token ids")
+
+    def refuse(i: int, problem: str) -> NoReturn:
+        raise ForestError(f"{name}[{i}] {problem}")
+
+    if any(a.ndim != 1 for a in arrays):
+        i = next(i for i, a in enumerate(arrays) if a.ndim != 1)
+        refuse(i, f"has shape {list(arrays[i].shape)}; expected 1-D token ids")
+    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    if lengths.min() == 0:
+        refuse(int(lengths.argmin()), "is empty; drop it or give it at least one token")
+    kinds = {a.dtype for a in arrays}
+    if any(kind.kind not in "iu" for kind in kinds):
+        i = next(i for i, a in enumerate(arrays) if a.dtype.kind not in "iu")
+        refuse(i, f"has {arrays[i].dtype} values; token ids are integers")
+    if np.dtype(np.uint64) in kinds and len(kinds) > 1:
+        # numpy would join unsigned and signed 64 bits to floating point
+        arrays = [check_tokens(a) for a in arrays]
+    flat = np.concatenate(arrays)
+    try:
+        return check_tokens(flat), lengths
+    except ForestError:
+        # find the culprit only now that there is one
+        for i, a in enumerate(arrays):
+            if a.min() < 0:
+                refuse(i, f"has the negative token id {a.min()}; remove padding first")
+            if a.max() > _LARGEST:
+                refuse(i, f"has the token id {a.max()}; token ids are below 2^63")
+        raise

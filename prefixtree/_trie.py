@@ -1,0 +1,232 @@
+"""The loops behind `PrefixForest`: compiled by numba, cached on disk, arrays in and arrays out.
+
+Legend: S sequences, N nodes, T distinct tokens, R replicated tokens.
+"""
+
+import numpy as np
+from numba import njit
+
+# groups up to this size are ordered by insertion, larger ones by a merge sort
+_SMALL = 24
+
+
+@njit(cache=True)
+def _stable_by_token(flat, offsets, depth, perm, lo, hi):
+    """Reorder perm[lo:hi] by each sequence's token at `depth`, keeping ties in their order."""
+    n = hi - lo
+    if n <= _SMALL:
+        for i in range(lo + 1, hi):
+            sequence = perm[i]
+            token = flat[offsets[sequence] + depth]
+            j = i - 1
+            while j >= lo and flat[offsets[perm[j]] + depth] > token:
+                perm[j + 1] = perm[j]
+                j -= 1
+            perm[j + 1] = sequence
+        return
+    tokens = np.empty(n, flat.dtype)
+    for i in range(n):
+        tokens[i] = flat[offsets[perm[lo + i]] + depth]
+    perm[lo:hi] = perm[lo:hi][np.argsort(tokens, kind="mergesort")]
+
+
+@njit(cache=True)
+def find_prefixes(flat, offsets, perm, key_of):
+    """Path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]], every token compared once.
+
+    `perm` lists the sequences grouped by key, in input order within a key; it is reordered in
+    place. Sequences with different keys never meet. Parents come before their children.
+
+    Returns parent, length, source (where in `flat` the node's tokens stand), first (the smallest
+    sequence index below the node), each [N], and sequence_node [S].
+    """
+    num_sequences = len(perm)
+    capacity = 2 * num_sequences + 1
+    parent = np.empty(capacity, np.int32)
+    length = np.empty(capacity, np.int64)
+    source = np.empty(capacity, np.int64)
+    first = np.empty(capacity, np.int64)
+    sequence_node = np.empty(num_sequences, np.int32)
+    # a pending group shares its first `depth` tokens and hangs below `above`, not yet split
+    stack = np.empty((capacity + num_sequences, 4), np.int64)
+    top = 0
+    lo = 0
+    while lo < num_sequences:
+        hi = lo
+        while hi < num_sequences and key_of[perm[hi]] == key_of[perm[lo]]:
+            hi += 1
+        stack[top] = (lo, hi, 0, -1)
+        top += 1
+        lo = hi
+    num_nodes = 0
+    while top > 0:
+        top -= 1
+        lo, hi, depth, above = stack[top]
+        _stable_by_token(flat, offsets, depth, perm, lo, hi)
+        while lo < hi:
+            # one child: the run of sequences with the same next token
+            head = perm[lo]
+            token = flat[offsets[head] + depth]
+            end = lo + 1
+            while end < hi and flat[offsets[perm[end]] + depth] == token:
+                end += 1
+            a = offsets[head] + depth
+            shared = offsets[head + 1] - a
+            for i in range(lo + 1, end):
+                b = offsets[perm[i]] + depth
+                most = min(shared, offsets[perm[i] + 1] - b)
+                j = 1
+                while j < most and flat[a + j] == flat[b + j]:
+                    j += 1
+                shared = j
+            node = num_nodes
+            num_nodes += 1
+            parent[node] = above
+            length[node] = shared
+            source[node] = a
+            first[node] = head
+            # those that end here step out, the others stay in order behind them
+            deeper = depth + shared
+            rest = end
+            for i in range(end - 1, lo - 1, -1):
+                sequence = perm[i]
+                if offsets[sequence + 1] - offsets[sequence] == deeper:
+                    sequence_node[sequence] = node
+                else:
+                    rest -= 1
+                    perm[rest] = sequence
+            if rest < end:
+                stack[top] = (rest, end, deeper, node)
+                top += 1
+            lo = end
+    return (
+        parent[:num_nodes],
+        length[:num_nodes],
+        source[:num_nodes],
+        first[:num_nodes],
+        sequence_node,
+    )
+
+
+@njit(cache=True)
+def parents_first(parent):
+    """An order [N] in which parents precede children; shorter than N when there is a cycle."""
+    n = len(parent)
+    children = np.zeros(n + 1, np.int64)
+    num_roots = 0
+    for node in range(n):
+        if parent[node] >= 0:
+            children[parent[node] + 1] += 1
+        else:
+            num_roots += 1
+    pointer = np.cumsum(children)
+    below = np.empty(n - num_roots, np.int64)
+    fill = pointer[:-1].copy()
+    order = np.empty(n, np.int64)
+    count = 0
+    for node in range(n):
+        if parent[node] >= 0:
+            below[fill[parent[node]]] = node
+            fill[parent[node]] += 1
+        else:
+            order[count] = node
+            count += 1
+    done = 0
+    while done < count:
+        node = order[done]
+        done += 1
+        for i in range(pointer[node], pointer[node + 1]):
+            order[count] = below[i]
+            count += 1
+    return order[:count]
+
+
+@njit(cache=True)
+def subtree_weights(parent, length):
+    """Tokens in each node's subtree [N]; parents before children."""
+    weight = length.copy()
+    for node in range(len(parent) - 1, -1, -1):
+        if parent[node] >= 0:
+            weight[parent[node]] += weight[node]
+    return weight
+
+
+@njit(cache=True)
+def levels(parent):
+    """Ancestors of each node, int32 [N]; parents before children."""
+    level = np.zeros(len(parent), np.int32)
+    for node in range(len(parent)):
+        if parent[node] >= 0:
+            level[node] = level[parent[node]] + 1
+    return level
+
+
+@njit(cache=True)
+def preorder(parent, length, siblings):
+    """Renumber nodes depth first. `siblings` lists all nodes, those of one parent adjacent and in
+    the order wanted, roots first.
+
+    Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, depth (tokens
+    above the node) and subtree_end (packed token), each int32 [N].
+    """
+    n = len(parent)
+    child_begin = np.zeros(n, np.int64)
+    child_end = np.zeros(n, np.int64)
+    stack = np.empty(n, np.int64)
+    top = 0
+    i = 0
+    while i < n:
+        j = i
+        while j < n and parent[siblings[j]] == parent[siblings[i]]:
+            j += 1
+        above = parent[siblings[i]]
+        if above < 0:
+            for k in range(j - 1, i - 1, -1):
+                stack[top] = siblings[k]
+                top += 1
+        else:
+            child_begin[above] = i
+            child_end[above] = j
+        i = j
+    new_id = np.empty(n, np.int32)
+    new_parent = np.empty(n, np.int32)
+    start = np.empty(n, np.int32)
+    new_length = np.empty(n, np.int32)
+    depth = np.empty(n, np.int32)
+    position = 0
+    count = 0
+    while top > 0:
+        top -= 1
+        node = stack[top]
+        new_id[node] = count
+        above = parent[node]
+        if above < 0:
+            new_parent[count] = -1
+            depth[count] = 0
+        else:
+            new_parent[count] = new_id[above]
+            depth[count] = depth[new_id[above]] + length[above]
+        start[count] = position
+        new_length[count] = length[node]
+        position += length[node]
+        count += 1
+        for k in range(child_end[node] - 1, child_begin[node] - 1, -1):
+            stack[top] = siblings[k]
+            top += 1
+    subtree_end = start + new_length
+    for node in range(n - 1, -1, -1):
+        above = new_parent[node]
+        if above >= 0 and subtree_end[node] > subtree_end[above]:
+            subtree_end[above] = subtree_end[node]
+    return new_id, new_parent, start, new_length, depth, subtree_end
+
+
+@njit(cache=True)
+def gather_tokens(flat, source, new_id, start, length, tokens):
+    """Fills the packed tokens [T]: node n's stand at flat[source[n]:] in the old numbering."""
+    for old in range(len(source)):
+        node = new_id[old]
+        at = source[old]
+        to = start[node]
+        for i in range(length[node]):
+            tokens[to + i] = flat[at + i]

@@ -1,0 +1,274 @@
+"""One forward and backward, replicated and packed, and how far apart the two are.
+
+The replicated side uses nothing of prefixtree: every sequence alone through the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+# logits turned into log-probabilities at a time. On a CPU 16 MiB of float32, which malloc reuses:
+# larger blocks come fresh from the kernel for every operation, measured 4x slower
+_CPU_CHUNK, _GPU_CHUNK = 2**22, 2**26
+# below this share of the whole gradient's norm, a parameter's own norm is rounding noise
+_NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss that every scored token takes part in: sum of a * log p + b * entropy.
+
+    Attributes:
+        scored: bool [n - 1] per sequence: whether its tokens 1..n-1 are scored.
+        logprob_weights: float32 [n - 1] per sequence, a; 0 where not scored.
+        entropy_weights: float32 [n - 1] per sequence, b; 0 where not scored.
+    """
+
+    scored: list[torch.Tensor]
+    logprob_weights: list[torch.Tensor]
+    entropy_weights: list[torch.Tensor]
+
+    def take(self, index: int) -> Objective:
+        """The loss of one sequence alone."""
+        return Objective(*([values[index]] for values in vars(self).values()))
+
+    def to(self, device: torch.device) -> Objective:
+        """The same on a device."""
+        return Objective(*([v.to(device) for v in values] for values in vars(self).values()))
+
+    def value(self, logprobs: Sequence[torch.Tensor], entropy: Sequence[torch.Tensor]) -> float:
+        """The loss, summed in float64."""
+        terms = zip(
+            [*self.logprob_weights, *self.entropy_weights], [*logprobs, *entropy], strict=True
+        )
+        return float(sum((w.double() * v.double()).sum() for w, v in terms))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one side computed, on the CPU, and what it cost.
+
+    Attributes:
+        logprobs, entropy: float32 [n - 1] per sequence, 0 where not scored.
+        gradients: of every parameter by name; None for one the loss does not reach.
+        loss: the objective's value.
+        seconds: forward and backward.
+        peak_bytes: most memory held above what was held before; None where that is not known.
+    """
+
+    logprobs: list[torch.Tensor]
+    entropy: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    loss: float
+    seconds: float
+    peak_bytes: int | None
+
+
+def scored_tokens(
+    sequences: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray] | None
+) -> list[torch.Tensor]:
+    """Which of the tokens 1..n-1 of each sequence are scored: bool [n - 1]."""
+    if loss_masks is None:
+        return [torch.ones(len(s) - 1, dtype=torch.bool) for s in sequences]
+    return [torch.from_numpy(np.asarray(mask[1:], bool)) for mask in loss_masks]
+
+
+def run_replicated(
+    model: Any,
+    sequences: Sequence[np.ndarray],
+    objective: Objective,
+    watch: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]] = iter,
+) -> Run:
+    """Every sequence alone through the model, forward and backward; gradients add up.
+
+    `watch` wraps the sequences to show progress.
+    """
+    device = model.device
+    chunk_size = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    there = objective.to(device)
+    logprobs = [torch.zeros(len(scored), device=device) for scored in there.scored]
+    entropy = [torch.zeros_like(values) for values in logprobs]
+    model.zero_grad(set_to_none=True)
+    with _Meter(device) as meter:
+        for i, tokens in enumerate(watch(sequences)):
+            rows = there.scored[i].nonzero().squeeze(1)
+            if len(rows) == 0:
+                continue
+            ids = torch.from_numpy(tokens).to(device)
+            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+            gradient = torch.empty_like(logits)
+            step = max(1, chunk_size // logits.shape[-1])
+            for begin in range(0, len(rows), step):
+                part = slice(begin, begin + step)
+                at = rows[part]
+                # backward to the logits a chunk at a time: of float32 copies of a whole long
+                # sequence times a large vocabulary there would be several
+                chunk = logits.detach()[part].float().requires_grad_()
+                log_p = chunk.log_softmax(-1)
+                chosen = log_p.gather(-1, ids[at + 1, None]).squeeze(-1)
+                spread = -(log_p.exp() * log_p).sum(-1)
+                loss = there.logprob_weights[i][at] @ chosen + there.entropy_weights[i][at] @ spread
+                loss.backward()
+                gradient[part] = chunk.grad
+                logprobs[i][at] = chosen.detach()
+                entropy[i][at] = spread.detach()
+            logits.backward(gradient)
+        _synchronize(device)
+    return _finish(model, logprobs, entropy, objective, meter)
+
+
+def run_packed(
+    model: Any,
+    packed: Any,
+    objective: Objective,
+    loss_masks: Sequence[np.ndarray] | None,
+) -> Run:
+    """The packed forest through the model once, forward and backward."""
+    from prefixtree.integrations.transformers import sequence_logprobs
+
+    device = model.device
+    there = objective.to(device)
+    model.zero_grad(set_to_none=True)
+    with _Meter(device) as meter:
+        scores = sequence_logprobs(
+            model, packed.to(device), loss_mask=loss_masks, return_entropy=True
+        )
+        assert scores.entropy is not None
+        values = torch.cat([*scores.logprobs, *scores.entropy])
+        (values @ torch.cat([*there.logprob_weights, *there.entropy_weights])).backward()
+        _synchronize(device)
+    return _finish(model, scores.logprobs, scores.entropy, objective, meter)
+
+
+def _finish(
+    model: Any,
+    logprobs: list[torch.Tensor],
+    entropy: list[torch.Tensor],
+    objective: Objective,
+    meter: _Meter,
+) -> Run:
+    logprobs, entropy = ([v.detach().cpu() for v in values] for values in (logprobs, entropy))
+    gradients = {
+        name: None if p.grad is None else p.grad.detach().cpu()
+        for name, p in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    loss = objective.value(logprobs, entropy)
+    return Run(logprobs, entropy, gradients, loss, meter.seconds, meter.peak_bytes)
+
+
+# ---- differences ---------------------------------------------------------------------------------
+
+
+def worst_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest absolute difference; infinite where a value is not finite or a length differs."""
+    if [len(a) for a in found] != [len(b) for b in expected]:
+        return math.inf
+    difference = torch.cat([a.double() - b.double() for a, b in zip(found, expected, strict=True)])
+    return _or_infinite(difference.abs().max()) if len(difference) else 0.0
+
+
+def gradient_differences(
+    found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> dict[str, float]:
+    """Per parameter ||found - expected|| / ||expected||; infinite where one is not finite.
+
+    A parameter whose expected gradient is rounding noise beside the whole gradient is measured
+    against the whole gradient's norm. A whole gradient of zero compares nothing: infinite.
+    """
+    norms = {name: 0.0 if g is None else float(g.double().norm()) for name, g in expected.items()}
+    whole = math.hypot(*norms.values())
+    differences = {}
+    for name, reference in expected.items():
+        other = found[name]
+        if reference is None and other is None:
+            continue
+        zero = torch.zeros(())
+        gap = (zero if other is None else other).double() - (
+            zero if reference is None else reference
+        ).double()
+        scale = norms[name] if norms[name] >= _NOISE * whole else whole
+        differences[name] = _or_infinite(gap.norm() / scale)
+    return differences
+
+
+def _or_infinite(value: torch.Tensor) -> float:
+    number = float(value)
+    return number if math.isfinite(number) else math.inf
+
+
+# ---- time and memory -----------------------------------------------------------------------------
+
+
+class _Meter:
+    """Seconds and peak memory between enter and exit.
+
+    On CUDA torch counts. Elsewhere a thread samples the process's resident memory, because its
+    recorded maximum never goes down again between two runs; on Linux alone.
+    """
+
+    seconds: float
+    peak_bytes: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sampler: _Sampler | None = None
+
+    def __enter__(self) -> _Meter:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        elif self.device.type == "cpu" and sys.platform == "linux":
+            self._sampler = _Sampler()
+            self._sampler.start()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        if self.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        elif self._sampler is not None:
+            self.peak_bytes = self._sampler.finish()
+
+
+class _Sampler(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        # memory freed by an earlier run but kept by malloc would hide this run's need of it
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+        self._done = threading.Event()
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._before = self._peak = self._resident()
+
+    def run(self) -> None:
+        while not self._done.wait(0.005):
+            self._peak = max(self._peak, self._resident())
+
+    def finish(self) -> int:
+        self._done.set()
+        self.join()
+        return max(self._peak, self._resident()) - self._before
+
+    def _resident(self) -> int:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * self._page
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

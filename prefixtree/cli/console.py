@@ -1,0 +1,77 @@
+"""Where the commands print: results to stdout, progress and complaints to stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, BinaryIO
+
+from rich.console import Console
+from rich.progress import Progress, track
+
+_SHOWN_PROBLEMS = 5
+
+
+def out() -> Console:
+    """Results; made anew each time, because tests and pipes exchange sys.stdout."""
+    return Console(highlight=False)
+
+
+def complain(message: str) -> None:
+    """One plain line to stderr, never wrapped and never read as markup."""
+    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def complain_about(problems: Iterable[str]) -> None:
+    """Names the first broken lines that were left out, and says how many there were."""
+    problems = list(problems)
+    for problem in problems[:_SHOWN_PROBLEMS]:
+        complain(f"left out: {problem}")
+    if problems:
+        hidden = len(problems) - _SHOWN_PROBLEMS
+        more = f" ({hidden} not shown)" if hidden > 0 else ""
+        complain(f"left out {len(problems)} broken line(s){more}; --strict stops at the first")
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    """One JSON object to stdout, strictly JSON: a number that is not finite must not come here."""
+    print(json.dumps(facts, allow_nan=False))
+
+
+def steps(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+    """`items` with a progress bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    yield from track(
+        items,
+        description,
+        total=total,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+def status(description: str) -> AbstractContextManager[Any]:
+    """A spinner on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    return console.status(description) if console.is_terminal else nullcontext()
+
+
+class Reading:
+    """A progress bar over the bytes of a file: `read_rollouts(path, watch=reading.watch)`."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self.progress = Progress(console=console, disable=not console.is_terminal, transient=True)
+
+    def __enter__(self) -> Reading:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def watch(self, file: BinaryIO, size: int) -> BinaryIO:
+        """The file, which moves the bar as it is read."""
+        return self.progress.wrap_file(file, size, description="reading")

@@ -1,0 +1,357 @@
+"""Rollout files: JSON lines, gzipped or not, in; token ids and loss masks out.
+
+A line is one object with
+    token_ids or input_ids                           the whole rollout, or
+    prompt_ids and response_ids or completion_ids    its two parts, one after the other
+and optionally
+    loss_mask    0 or 1 per token id; for prompt and response it is 0 and 1 unless given
+    turn_ends    for each assistant turn, the number of tokens up to its end
+    id, group    names; rollouts of one task share a group
+Other fields are left alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import reprlib
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+
+
+class InputError(ValueError):
+    """What was handed to the command line cannot be used; the message says what and why."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Token sequences of a file, in its order, one list entry a sequence.
+
+    Attributes:
+        source: the file's name, for messages.
+        sequences: int64 token ids.
+        loss_masks: bool, one per token; all true for a rollout without a mask where others have
+            one. None where no rollout has one.
+        groups: the rollouts' groups, None for one without; None where no rollout has one.
+        ids: names; "line 7" for a rollout without one.
+        lines: the line each sequence came from, from 1.
+        turn_ends: per rollout, the tokens up to the end of each assistant turn, from `turn_ends`
+            or from the runs of ones in `loss_mask`; None where the line has neither.
+        problems: what was wrong with each line that was left out.
+    """
+
+    source: str
+    sequences: list[np.ndarray]
+    loss_masks: list[np.ndarray] | None
+    groups: list[str | int | None] | None
+    ids: list[str]
+    lines: list[int]
+    turn_ends: list[np.ndarray | None]
+    problems: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def take(self, indices: Sequence[int]) -> Rollouts:
+        """The sequences at `indices`, in that order."""
+        kept: dict[str, Any] = {
+            name: [values[i] for i in indices]
+            for name, values in vars(self).items()
+            if isinstance(values, list)
+        }
+        return replace(self, **kept)
+
+    def first(self, count: int) -> Rollouts:
+        """The first `count` sequences, or all where there are fewer."""
+        return self.take(range(min(count, len(self))))
+
+    def first_groups(self, count: int) -> Rollouts:
+        """The sequences of the first `count` groups, in order of appearance."""
+        if self.groups is None or None in self.groups:
+            line = self.lines[0 if self.groups is None else self.groups.index(None)]
+            raise InputError(
+                f"{self.source}:{line}: has no group; choosing tasks needs a group on every rollout"
+            )
+        chosen = set(list(dict.fromkeys(self.groups))[:count])
+        return self.take([i for i, group in enumerate(self.groups) if group in chosen])
+
+
+def read_rollouts(
+    path: str | Path,
+    *,
+    strict: bool = False,
+    watch: Callable[[BinaryIO, int], BinaryIO] | None = None,
+) -> Rollouts:
+    """Reads a file of rollouts; see the module for its format.
+
+    Args:
+        path: JSON lines, gzipped or not; "-" is standard input.
+        strict: stop at the first broken line. Otherwise it is left out and its problem kept in
+            `Rollouts.problems`.
+        watch: wraps the open file, given its size in bytes, to show progress.
+
+    Raises:
+        InputError: a file that cannot be read, a truncated gzip, no rollout in it, or, with
+            `strict`, a broken line.
+    """
+    source = "<stdin>" if str(path) == "-" else str(path)
+    rows: list[tuple[int, dict[str, Any]]] = []
+    problems: list[str] = []
+    for number, text in _lines(source, path, watch):
+        try:
+            rows.append((number, _rollout(_parse(text))))
+        except InputError as problem:
+            _note(f"{source}:{number}: {problem}", problems, strict)
+    _require_some(rows, source, problems, "rollout")
+    masks = [row["loss_mask"] for _, row in rows]
+    groups = [row["group"] for _, row in rows]
+    sequences = [row["tokens"] for _, row in rows]
+    has_mask = any(mask is not None for mask in masks)
+    return Rollouts(
+        source=source,
+        sequences=sequences,
+        loss_masks=[
+            np.ones(len(sequence), bool) if mask is None else mask
+            for sequence, mask in zip(sequences, masks, strict=True)
+        ]
+        if has_mask
+        else None,
+        groups=groups if any(group is not None for group in groups) else None,
+        ids=[row["id"] or f"line {number}" for number, row in rows],
+        lines=[number for number, _ in rows],
+        turn_ends=[row["turn_ends"] for _, row in rows],
+        problems=tuple(problems),
+    )
+
+
+def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
+    """One sequence per assistant turn: the rollout up to the turn's end, its loss mask likewise.
+
+    This is what trainers that step turn by turn compute. A rollout whose turns are unknown is a
+    broken line: left out and noted in `problems`, or an `InputError` with `strict`.
+    """
+    origin: list[int] = []
+    ends: list[int] = []
+    problems = list(rollouts.problems)
+    for i, turn_ends in enumerate(rollouts.turn_ends):
+        where = f"{rollouts.source}:{rollouts.lines[i]}:"
+        if turn_ends is None:
+            _note(
+                f"{where} has neither turn_ends nor loss_mask; one of them must tell its "
+                "assistant turns",
+                problems,
+                strict,
+            )
+        elif len(turn_ends) == 0:
+            _note(
+                f"{where} has no assistant turn: turn_ends is empty, or loss_mask is all 0",
+                problems,
+                strict,
+            )
+        else:
+            origin += [i] * len(turn_ends)
+            ends += turn_ends.tolist()
+    _require_some(ends, rollouts.source, problems, "assistant turn")
+    turns = rollouts.take(origin)
+    first = {i: k for k, i in reversed(list(enumerate(origin)))}
+    return replace(
+        turns,
+        sequences=[s[:end] for s, end in zip(turns.sequences, ends, strict=True)],
+        loss_masks=None
+        if turns.loss_masks is None
+        else [m[:end] for m, end in zip(turns.loss_masks, ends, strict=True)],
+        ids=[
+            f"{name} turn {k - first[i]}"
+            for k, (i, name) in enumerate(zip(origin, turns.ids, strict=True))
+        ],
+        turn_ends=[
+            e[e <= end] for e, end in zip(turns.turn_ends, ends, strict=True) if e is not None
+        ],
+        problems=tuple(problems),
+    )
+
+
+def _note(problem: str, problems: list[str], strict: bool) -> None:
+    if strict:
+        raise InputError(problem)
+    problems.append(problem)
+
+
+def _require_some(found: Sequence[Any], source: str, problems: list[str], what: str) -> None:
+    if found:
+        return
+    if not problems:
+        raise InputError(f"{source}: holds no {what}")
+    raise InputError(
+        f"{source}: no usable {what}, {len(problems)} broken line(s), the first: {problems[0]}"
+    )
+
+
+# ---- the file -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(
+    path: str | Path, watch: Callable[[BinaryIO, int], BinaryIO] | None
+) -> Iterator[BinaryIO]:
+    if str(path) == "-":
+        yield sys.stdin.buffer
+        return
+    with open(path, "rb") as file:
+        yield file if watch is None else watch(file, Path(path).stat().st_size)
+
+
+def _lines(
+    source: str, path: str | Path, watch: Callable[[BinaryIO, int], BinaryIO] | None
+) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines that are not blank."""
+    number = 0
+    try:
+        with _opened(path, watch) as file:
+            # the file's first bytes decide, not its name: standard input has none
+            stream: Any = file
+            if not hasattr(file, "peek"):
+                stream = io.BufferedReader(stream)
+            if stream.peek(2)[:2] == _GZIP_MAGIC:
+                stream = gzip.GzipFile(fileobj=stream)
+            for number, line in enumerate(stream, 1):
+                if not line.isspace():
+                    yield number, line.rstrip()
+    except EOFError:
+        raise InputError(
+            f"{source}: the gzip stream ends too early, after line {number}; the file is truncated"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error) as problem:
+        raise InputError(
+            f"{source}: the gzip stream is damaged after line {number}: {problem}"
+        ) from None
+    except OSError as problem:
+        raise InputError(f"{source}: cannot be read: {problem.strerror or problem}") from None
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise InputError(
+            f"not valid JSON: {problem.msg.lower()} at column {problem.colno} of {len(text)} bytes"
+        ) from None
+    except RecursionError:
+        raise InputError("not usable JSON: nested too deeply") from None
+    except ValueError as problem:
+        # bytes that are no UTF-8, or an integer of thousands of digits
+        raise InputError(f"not valid JSON: {problem}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"expected a JSON object, got {_kind(row)}")
+    return row
+
+
+# ---- the fields of a line ------------------------------------------------------------------------
+
+
+def _rollout(row: dict[str, Any]) -> dict[str, Any]:
+    tokens, default_mask = _tokens(row)
+    if len(tokens) == 0:
+        raise InputError("has no token; a sequence has at least one")
+    mask = default_mask
+    if row.get("loss_mask") is not None:
+        mask = _loss_mask(row["loss_mask"], len(tokens))
+    if row.get("turn_ends") is not None:
+        ends = _turn_ends(row["turn_ends"], len(tokens))
+    elif mask is not None:
+        ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
+    else:
+        ends = None
+    return {
+        "tokens": tokens,
+        "loss_mask": mask,
+        "turn_ends": ends,
+        "id": _name(row, "id"),
+        "group": _name(row, "group"),
+    }
+
+
+def _tokens(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Token ids, and the loss mask that prompt and response imply."""
+    whole = [name for name in ("token_ids", "input_ids") if name in row]
+    if whole:
+        tokens = _token_ids(row, whole[0])
+        if len(whole) == 2 and not np.array_equal(tokens, _token_ids(row, whole[1])):
+            raise InputError("token_ids and input_ids differ; expected one of them")
+        return tokens, None
+    response = next((name for name in ("response_ids", "completion_ids") if name in row), None)
+    if "prompt_ids" not in row or response is None:
+        raise InputError(
+            "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids; "
+            f"got the fields {', '.join(map(str, row)) or 'none at all'}"
+        )
+    parts = [_token_ids(row, "prompt_ids"), _token_ids(row, response)]
+    return np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts])
+
+
+def _token_ids(row: dict[str, Any], name: str) -> np.ndarray:
+    tokens = _integers(row[name], name)
+    for bad in np.flatnonzero(tokens < 0)[:1]:
+        raise InputError(f"{name}[{bad}] is {tokens[bad]}; token ids are >= 0: remove padding")
+    return tokens
+
+
+def _integers(values: Any, name: str) -> np.ndarray:
+    if not isinstance(values, list):
+        raise InputError(f"{name} must be a list of integers, got {_kind(values)}")
+    # a set of types finds the true among the integers, which numpy would turn into 1
+    if set(map(type, values)) - {int}:
+        bad, value = next((i, v) for i, v in enumerate(values) if type(v) is not int)
+        raise InputError(f"{name}[{bad}] is {reprlib.repr(value)}; expected an integer")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise InputError(f"{name} holds an integer that needs more than 64 bits") from None
+
+
+def _loss_mask(values: Any, num_tokens: int) -> np.ndarray:
+    if not isinstance(values, list):
+        raise InputError(f"loss_mask must be a list of 0 and 1, got {_kind(values)}")
+    if len(values) != num_tokens:
+        raise InputError(
+            f"loss_mask has {len(values)} entries for {num_tokens} token ids; expected one each"
+        )
+    for bad, value in enumerate(values):
+        if not isinstance(value, (int, float)) or value not in (0, 1):
+            raise InputError(f"loss_mask[{bad}] is {reprlib.repr(value)}; expected 0 or 1")
+    return np.array(values, bool)
+
+
+def _turn_ends(values: Any, num_tokens: int) -> np.ndarray:
+    ends = _integers(values, "turn_ends")
+    for bad in np.flatnonzero((ends < 1) | (ends > num_tokens))[:1]:
+        raise InputError(
+            f"turn_ends[{bad}] is {ends[bad]}; expected 1 to {num_tokens} (its tokens)"
+        )
+    for bad in np.flatnonzero(np.diff(ends) <= 0)[:1]:
+        raise InputError(
+            f"turn_ends must ascend, got {ends[bad + 1]} after {ends[bad]} at [{bad + 1}]"
+        )
+    return ends
+
+
+def _name(row: dict[str, Any], field: str) -> Any:
+    value = row.get(field)
+    if value is not None and (not isinstance(value, (str, int)) or isinstance(value, bool)):
+        raise InputError(f"{field} must be a string or an integer, got {_kind(value)}")
+    return str(value) if field == "id" and value is not None else value
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), f"the number {reprlib.repr(value)}")

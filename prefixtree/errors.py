@@ -1,0 +1,9 @@
+"""The errors prefixtree raises on purpose: each says what was expected, what came, and the fix."""
+
+
+class ForestError(ValueError):
+    """The sequences, masks or trees handed in do not describe a prefix forest."""
+
+
+class UnsupportedError(NotImplementedError):
+    """A request that this build, device or model cannot serve exactly; it says what can."""

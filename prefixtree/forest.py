@@ -1,0 +1,464 @@
+"""The prefix forest of a batch: which tokens its sequences share.
+
+Legend: S sequences, N nodes, T distinct tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefixtree._tokens import check_tokens, flatten, integers, is_nested, to_numpy
+from prefixtree.errors import ForestError
+
+if TYPE_CHECKING:
+    import networkx
+
+ORDERS = ("heaviest", "input")
+_MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixForest:
+    """A path-compressed prefix forest in read-only numpy arrays.
+
+    Build one with `from_sequences`, `from_padded`, `from_groups` or `from_parents`. Nodes stand in
+    preorder (depth first), so that the tokens of any subtree are one run of the packed order.
+
+    Attributes:
+        node_parent: int32 [N], the parent's index, -1 for a root.
+        node_start: int32 [N], the node's first token in packed order.
+        node_length: int32 [N], its number of tokens.
+        node_depth: int32 [N], tokens on the path above it: the position of its first token.
+        node_subtree_end: int32 [N], one past the last packed token of its subtree.
+        sequence_node: int32 [S], the node at whose last token the sequence ends.
+        tokens: int64 [T], token ids in packed order, or None where only the structure was given.
+        columns: None, or for `from_padded` (L, int64 [S] column of each sequence's first token).
+
+    Invariants, checked whenever one is made (`ForestError` otherwise):
+        1. parents precede children; a root has parent -1 and depth 0;
+        2. lengths are >= 1 and nodes lie side by side: start[n + 1] = start[n] + length[n];
+        3. depth[n] = depth[parent] + length[parent];
+        4. nodes stand depth first: a subtree lies within its parent's, and holds the tokens of its
+           node and of that node's descendants, no more and no fewer;
+        5. every leaf ends at least one sequence, so that no token is without a sequence.
+    Siblings may begin with the same token (`from_groups`, `from_parents` take structure as given).
+    """
+
+    node_parent: np.ndarray
+    node_start: np.ndarray
+    node_length: np.ndarray
+    node_depth: np.ndarray
+    node_subtree_end: np.ndarray
+    sequence_node: np.ndarray
+    tokens: np.ndarray | None = None
+    columns: tuple[int, np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        self._check()
+        columns = () if self.columns is None else self.columns
+        for value in (*vars(self).values(), *columns):
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # through the constructor, which checks and makes the arrays read-only
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+    # ---- constructors ------------------------------------------------------------------------
+
+    @classmethod
+    def from_sequences(
+        cls,
+        sequences: Iterable[Any],
+        keys: Sequence[Hashable] | None = None,
+        *,
+        order: str = "heaviest",
+    ) -> PrefixForest:
+        """Finds every shared prefix of `sequences` by their token ids.
+
+        Args:
+            sequences: S sequences of token ids, each a list, a numpy array or a torch tensor, 1-D.
+                A sequence may be repeated, or be a prefix of another.
+            keys: S hashable keys; sequences with different keys share nothing. For what token ids
+                do not show: LoRA adapters, images, system state.
+            order: siblings "heaviest" subtree first (fewest partial tiles; ties first-come), or
+                "input" for first-come. Results come back in input order either way.
+
+        Raises:
+            ForestError: no sequences, an empty one, tokens that are negative or not integers, an
+                array of another rank than 1, or another number of keys than of sequences.
+        """
+        flat, lengths = flatten(sequences, "sequences")
+        return cls._from_flat(flat, lengths, keys, order)
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: Any,
+        attention_mask: Any,
+        keys: Sequence[Hashable] | None = None,
+        *,
+        order: str = "heaviest",
+    ) -> PrefixForest:
+        """Like `from_sequences`, for a padded batch.
+
+        Args:
+            input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
+            attention_mask: [B, L], nonzero on tokens; each row one unbroken run of them.
+
+        Raises:
+            ForestError: shapes that differ, a row without tokens or with a hole, and whatever
+                `from_sequences` raises.
+        """
+        ids, mask = to_numpy(input_ids), to_numpy(attention_mask)
+        if ids.ndim != 2 or mask.shape != ids.shape:
+            raise ForestError(
+                "from_padded expects input_ids and attention_mask of one shape [B, L], got "
+                f"{list(ids.shape)} and {list(mask.shape)}"
+            )
+        if ids.size == 0:
+            raise ForestError(f"from_padded got an empty batch of shape {list(ids.shape)}")
+        mask = mask != 0
+        lengths = mask.sum(1)
+        first = mask.argmax(1)
+        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        for bad in np.flatnonzero(lengths == 0)[:1]:
+            raise ForestError(f"row {bad} of attention_mask has no token; drop the row")
+        for bad in np.flatnonzero(last - first + 1 != lengths)[:1]:
+            raise ForestError(
+                f"row {bad} of attention_mask has a hole between columns {first[bad]} and "
+                f"{last[bad]}; expected one unbroken run of ones (left or right padding)"
+            )
+        forest = cls._from_flat(check_tokens(ids[mask]), lengths, keys, order)
+        columns = (ids.shape[1], first.astype(np.int64))
+        return cls(**{**vars(forest), "columns": columns})
+
+    @classmethod
+    def from_groups(
+        cls,
+        prompts: Iterable[Any],
+        responses: Sequence[Sequence[Any]],
+        *,
+        order: str = "heaviest",
+    ) -> PrefixForest:
+        """One prompt with its responses, a tree of one level each: DualKV's case.
+
+        The structure is taken as given: equal prompts are not joined and responses of one prompt
+        share nothing but it. `from_sequences` on prompt + response finds all sharing there is.
+
+        Args:
+            prompts: P sequences of token ids.
+            responses: P lists of sequences; sequence index runs over responses[0], then
+                responses[1], and so on.
+
+        Raises:
+            ForestError: as `from_sequences`, and where the lists do not match or a prompt has no
+                response.
+        """
+        prompts, responses = list(prompts), [list(group) for group in responses]
+        if len(prompts) != len(responses):
+            raise ForestError(
+                "from_groups expects one list of responses a prompt, got "
+                f"{len(prompts)} prompts and {len(responses)} lists"
+            )
+        for i, group in enumerate(responses):
+            if not group:
+                raise ForestError(f"prompts[{i}] has no response; drop the prompt")
+        groups = np.array([len(group) for group in responses], np.int64)
+        flat_prompts, prompt_lengths = flatten(prompts, "prompts")
+        flat_responses, response_lengths = flatten(
+            [response for group in responses for response in group], "responses"
+        )
+        flat = np.concatenate([flat_prompts, flat_responses])
+        num_prompts = len(prompts)
+        parent = np.concatenate(
+            [np.full(num_prompts, -1), np.repeat(np.arange(num_prompts), groups)]
+        )
+        leaves = np.arange(num_prompts, len(parent))
+        length = np.concatenate([prompt_lengths, response_lengths])
+        source = np.concatenate([[0], np.cumsum(length)[:-1]])
+        first = np.arange(len(parent))
+        return cls._assemble(parent, length, first, leaves, order, flat, source)
+
+    @classmethod
+    def from_parents(
+        cls,
+        parents: Any,
+        lengths: Any,
+        tokens: Any = None,
+        sequence_ends: Any = None,
+        *,
+        order: str = "heaviest",
+    ) -> PrefixForest:
+        """A forest whose structure is known, from a tree search for example.
+
+        Args:
+            parents: N parent indices, -1 for roots, in any order without cycles.
+            lengths: N numbers of tokens, each >= 1.
+            tokens: token ids of all nodes one after another in the order given (sum of lengths),
+                or a list of N sequences. Without them the forest drives attention, not a model.
+            sequence_ends: the node at whose last token each sequence ends; the leaves, in the
+                order given, unless said. A node may be named twice (a repeated sequence).
+
+        Raises:
+            ForestError: a cycle, an index out of range, a length below 1, tokens of another
+                number, a leaf at which no sequence ends.
+        """
+        parent, length = integers(parents, "parents"), integers(lengths, "lengths")
+        n = len(parent)
+        if n == 0:
+            raise ForestError("from_parents expects at least one node, got none")
+        if len(length) != n:
+            raise ForestError(
+                f"from_parents expects as many lengths as parents, got {len(length)} and {n}"
+            )
+        for bad in np.flatnonzero((parent < -1) | (parent >= n))[:1]:
+            raise ForestError(f"parents[{bad}] is {parent[bad]}; expected -1 or a node below {n}")
+        for bad in np.flatnonzero(length < 1)[:1]:
+            raise ForestError(f"lengths[{bad}] is {length[bad]}; a node has at least one token")
+
+        from prefixtree import _trie
+
+        topological = _trie.parents_first(parent)
+        if len(topological) < n:
+            bad = int(np.setdiff1d(np.arange(n), topological)[0])
+            raise ForestError(f"parents has a cycle through node {bad}")
+        flat = source = None
+        if tokens is not None:
+            if is_nested(tokens):
+                flat, given = flatten(tokens, "tokens")
+                if len(given) != n or (given != length).any():
+                    raise ForestError("tokens[n] must hold lengths[n] token ids for every node n")
+            else:
+                flat, _ = flatten([tokens], "tokens")
+            if len(flat) != length.sum():
+                raise ForestError(
+                    f"tokens has {len(flat)} token ids; lengths add up to {length.sum()}"
+                )
+            source = (np.cumsum(length) - length)[topological]
+        if sequence_ends is None:
+            ends = np.setdiff1d(np.arange(n), parent)
+        else:
+            ends = integers(sequence_ends, "sequence_ends")
+            if len(ends) == 0:
+                raise ForestError("sequence_ends is empty: no sequence")
+            for bad in np.flatnonzero((ends < 0) | (ends >= n))[:1]:
+                raise ForestError(f"sequence_ends[{bad}] is {ends[bad]}; expected a node below {n}")
+        rank = np.empty(n, np.int64)
+        rank[topological] = np.arange(n)
+        above = parent[topological]
+        above = np.where(above < 0, -1, rank[above])
+        return cls._assemble(
+            above, length[topological], topological, rank[ends], order, flat, source
+        )
+
+    @classmethod
+    def _from_flat(
+        cls, flat: np.ndarray, lengths: np.ndarray, keys: Sequence[Hashable] | None, order: str
+    ) -> PrefixForest:
+        from prefixtree import _trie
+
+        num_sequences = len(lengths)
+        offsets = np.zeros(num_sequences + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if keys is None:
+            key_of, perm = np.zeros(num_sequences, np.int64), np.arange(num_sequences)
+        else:
+            # elements of an array or a tensor would hash by identity
+            keys = keys.tolist() if hasattr(keys, "tolist") else list(keys)
+            if len(keys) != num_sequences:
+                raise ForestError(
+                    f"keys must name one key a sequence: got {len(keys)} keys for "
+                    f"{num_sequences} sequences"
+                )
+            numbers: dict[Hashable, int] = {}
+            try:
+                key_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+            except TypeError as problem:
+                raise ForestError(f"keys must be hashable: {problem}") from None
+            perm = np.argsort(key_of, kind="stable")
+        *nodes, sequence_node = _trie.find_prefixes(flat, offsets, perm, key_of)
+        parent, length, source, first = nodes
+        return cls._assemble(parent, length, first, sequence_node, order, flat, source)
+
+    @classmethod
+    def _assemble(
+        cls,
+        parent: np.ndarray,
+        length: np.ndarray,
+        first: np.ndarray,
+        sequence_node: np.ndarray,
+        order: str,
+        flat: np.ndarray | None,
+        source: np.ndarray | None,
+    ) -> PrefixForest:
+        """Orders siblings and lays the nodes out in preorder; parents come before children.
+
+        `first` ranks siblings first-come; node n's tokens stand at flat[source[n]:].
+        """
+        from prefixtree import _trie
+
+        if order not in ORDERS:
+            raise ForestError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        parent = np.ascontiguousarray(parent, np.int32)
+        length = np.ascontiguousarray(length, np.int64)
+        num_tokens = int(length.sum())
+        if num_tokens > _MAX_TOKENS:
+            raise ForestError(
+                f"the forest has {num_tokens} distinct tokens; one forest holds at most "
+                f"{_MAX_TOKENS}: split the batch"
+            )
+        if order == "heaviest":
+            rank = (first, -_trie.subtree_weights(parent, length), parent)
+            siblings = np.lexsort(rank)
+        else:
+            siblings = np.lexsort((first, parent))
+        new_id, *nodes = _trie.preorder(parent, length, siblings)
+        tokens = None
+        if flat is not None and source is not None:
+            source = np.ascontiguousarray(source, np.int64)
+            # numpy's large arrays come in huge pages, numba's do not: a third of the time
+            tokens = np.empty(num_tokens, np.int64)
+            _trie.gather_tokens(flat, source, new_id, nodes[1], nodes[2], tokens)
+        above, start, node_length, depth, subtree_end = nodes
+        return cls(above, start, node_length, depth, subtree_end, new_id[sequence_node], tokens)
+
+    # ---- facts -------------------------------------------------------------------------------
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the compressed forest."""
+        return len(self.node_parent)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences handed in, repeated ones included."""
+        return len(self.sequence_node)
+
+    @property
+    def num_tokens(self) -> int:
+        """Distinct tokens: what is packed and computed."""
+        return int(self.node_start[-1]) + int(self.node_length[-1])
+
+    @property
+    def num_replicated_tokens(self) -> int:
+        """Tokens of all sequences together: what a trainer without sharing computes."""
+        return int(self.sequence_lengths.sum())
+
+    @property
+    def replication_ratio(self) -> float:
+        """Replicated over distinct tokens; 1.0 where nothing is shared."""
+        return self.num_replicated_tokens / self.num_tokens
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path from a root."""
+        return int(self.node_level.max()) + 1
+
+    @cached_property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of each sequence, int64 [S], in input order."""
+        node = self.sequence_node
+        lengths = (self.node_depth[node] + self.node_length[node]).astype(np.int64)
+        lengths.setflags(write=False)
+        return lengths
+
+    @cached_property
+    def node_level(self) -> np.ndarray:
+        """Ancestors of each node, int32 [N]: 0 at roots."""
+        from prefixtree import _trie
+
+        return _trie.levels(self.node_parent)
+
+    @cached_property
+    def node_multiplicity(self) -> np.ndarray:
+        """How many sequences run through each node, int32 [N]."""
+        ends = np.bincount(self.sequence_node, minlength=self.num_nodes)
+        # a subtree is one run of nodes: the sequences below are a difference of prefix sums
+        total = np.concatenate([[0], np.cumsum(ends)])
+        last = np.searchsorted(self.node_start, self.node_subtree_end)
+        return (total[last] - total[:-1]).astype(np.int32)
+
+    def path(self, sequence: int) -> np.ndarray:
+        """Nodes of one sequence from its root down, int64."""
+        nodes = []
+        node = int(self.sequence_node[sequence])
+        while node >= 0:
+            nodes.append(node)
+            node = int(self.node_parent[node])
+        return np.array(nodes[::-1])
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The forest as a directed graph, edges from parent to child, in preorder.
+
+        Node attributes: start, length, depth, level, subtree_end, multiplicity, sequences (the
+        list of those that end there) and tokens (their ids as an array, or None).
+        """
+        import networkx
+
+        ends: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for sequence, node in enumerate(self.sequence_node):
+            ends[node].append(sequence)
+        graph = networkx.DiGraph()
+        for n in range(self.num_nodes):
+            start, length = int(self.node_start[n]), int(self.node_length[n])
+            graph.add_node(
+                n,
+                start=start,
+                length=length,
+                depth=int(self.node_depth[n]),
+                level=int(self.node_level[n]),
+                subtree_end=int(self.node_subtree_end[n]),
+                multiplicity=int(self.node_multiplicity[n]),
+                sequences=ends[n],
+                tokens=None if self.tokens is None else self.tokens[start : start + length],
+            )
+            if self.node_parent[n] >= 0:
+                graph.add_edge(int(self.node_parent[n]), n)
+        return graph
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefixForest({self.num_sequences} sequences, {self.num_tokens} distinct of "
+            f"{self.num_replicated_tokens} tokens, {self.num_nodes} nodes, depth {self.depth})"
+        )
+
+    def _check(self) -> None:
+        parent, start, length = self.node_parent, self.node_start, self.node_length
+        n = len(parent)
+        per_node = (start, length, self.node_depth, self.node_subtree_end)
+        if n == 0 or any(len(a) != n for a in per_node) or len(self.sequence_node) == 0:
+            raise ForestError("a forest has at least one node and one sequence, one entry a node")
+        child, end = parent >= 0, start + length
+        above = np.where(child, parent, 0)
+
+        def require(holds: np.ndarray, rule: str) -> None:
+            for bad in np.flatnonzero(~holds)[:1]:
+                raise ForestError(f"node {bad} breaks the forest: {rule}")
+
+        require((parent >= -1) & (parent < np.arange(n)), "parents precede children")
+        require(length >= 1, "a node has at least one token")
+        require(start == np.concatenate([[0], end[:-1]]), "nodes lie side by side from 0")
+        depth = np.where(child, self.node_depth[above] + length[above], 0)
+        require(self.node_depth == depth, "its depth is its parent's depth + length")
+        subtree_end = self.node_subtree_end
+        limit = np.where(child, subtree_end[above], end[-1])
+        require((subtree_end >= end) & (subtree_end <= limit), "subtree ends nest")
+        from prefixtree import _trie
+
+        weight = _trie.subtree_weights(parent, length)
+        require(subtree_end - start == weight, "its subtree is its own and its descendants' tokens")
+        leaf = subtree_end == end
+        ends = self.sequence_node
+        if ends.min() < 0 or ends.max() >= n:
+            raise ForestError(f"sequence_node must name nodes below {n}")
+        ended = np.zeros(n, bool)
+        ended[ends] = True
+        require(~leaf | ended, "a leaf ends at least one sequence; name it in sequence_ends")
+        if self.tokens is not None and self.tokens.shape != (int(end[-1]),):
+            raise ForestError(f"tokens must hold {end[-1]} ids, got shape {self.tokens.shape}")

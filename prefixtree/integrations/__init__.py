@@ -1,0 +1,1 @@
+"""Adapters: import the one for your stack, nothing here is imported for you."""

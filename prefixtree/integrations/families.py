@@ -1,0 +1,149 @@
+"""Which transformers model types run exactly, and the checks that keep the others out.
+
+A model type is on the list because a test compares it with its own eager run, log-probabilities and
+all parameter gradients (tests/test_families.py). Nothing is inferred from what a class declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family turns its head's output into logits, besides the head itself.
+
+    Attributes:
+        softcap: config attribute holding c in c tanh(logits / c), or None.
+        scale: config attribute logits are multiplied by, or None.
+        divisor: config attribute logits are divided by, or None.
+    """
+
+    softcap: str | None = None
+    scale: str | None = None
+    divisor: str | None = None
+
+
+_FAMILIES: dict[str, Family] = {
+    "deepseek_v3": Family(),
+    "gemma2": Family(softcap="final_logit_softcapping"),
+    "gemma3_text": Family(softcap="final_logit_softcapping"),
+    "gpt_oss": Family(),
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+}
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+
+# names under which configurations keep a dropout or a jitter of the forward
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "resid_pdrop",
+    "residual_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "embed_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "activation_dropout",
+    "dropout",
+    "layerdrop",
+)
+_JITTERS = ("router_jitter_noise", "input_jitter_noise", "jitter_noise", "moe_jitter_eps")
+
+
+def supported_model_types() -> list[str]:
+    """Model types that run, each proven by a test or allowed by `allow_model_type`."""
+    return sorted(_FAMILIES)
+
+
+def allow_model_type(
+    model_type: str,
+    *,
+    softcap: str | None = None,
+    scale: str | None = None,
+    divisor: str | None = None,
+) -> None:
+    """Lets a model type through that this project has not tested: yours to verify first.
+
+    Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
+    gradient with per-sequence eager yourself): a model that ignores the mask, keeps a recurrent
+    state or looks at the whole batch gives wrong gradients without an error.
+
+    Args:
+        model_type: `config.model_type` of the text model.
+        softcap, scale, divisor: configuration attributes that its forward applies to the logits
+            after the head: c tanh(logits / c), a factor, a divisor.
+    """
+    _FAMILIES[model_type] = Family(softcap, scale, divisor)
+
+
+def family_of(config: Any) -> Family:
+    """The family of a configuration; `UnsupportedError` for one that is not on the list."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in _FAMILIES:
+        raise UnsupportedError(
+            f"model type {model_type!r} is not verified to run exactly on packed forests; verified "
+            f"are {', '.join(supported_model_types())}. If you have verified yours, call "
+            "prefixtree.integrations.transformers.allow_model_type"
+        )
+    return _FAMILIES[model_type]
+
+
+def check_config(config: Any, training: bool) -> None:
+    """Refuses what would make a packed run differ from the replicated one, by configuration."""
+    family_of(config)
+    for layer_type in set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        raise UnsupportedError(
+            f"layers of type {layer_type!r} mix tokens by packed order, not along the tree; only "
+            f"{', '.join(sorted(_LAYER_TYPES))} run exactly"
+        )
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(
+        config, "is_causal", True
+    ):
+        raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
+    for rope in _rope_types(config):
+        if rope not in _ROPE_TYPES:
+            raise UnsupportedError(
+                f"RoPE type {rope!r} looks at the longest sequence of the batch, so that packed "
+                f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
+            )
+    if training:
+        for name in (*_DROPOUTS, *_JITTERS):
+            if isinstance(value := getattr(config, name, None), (int, float)) and value > 0:
+                raise UnsupportedError(
+                    f"config.{name} is {value}: a shared token would draw one noise where the "
+                    "replicated batch draws several; set it to 0 (or call model.eval())"
+                )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuses active dropout anywhere in the model, a LoRA adapter's included."""
+    for name, module in model.named_modules():
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        if is_dropout and module.training and module.p > 0:
+            raise UnsupportedError(
+                f"{name} is an active dropout (p = {module.p}): a shared token would draw one mask "
+                "where the replicated batch draws several; set it to 0 (lora_dropout=0 for an "
+                "adapter) or call model.eval()"
+            )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """RoPE types of a configuration, one for all layers or one a layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    for entry in nested or [parameters]:
+        yield str(entry.get("rope_type", entry.get("type", "default")))

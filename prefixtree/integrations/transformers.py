@@ -1,0 +1,134 @@
+"""Hugging Face transformers: importing this registers `attn_implementation="prefixtree"`.
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree")
+    scores = sequence_logprobs(model, packed)
+
+The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
+checkpointing and torch.compile. What cannot run exactly is refused (`integrations.families`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import (
+    allow_model_type,
+    check_config,
+    supported_model_types,
+)
+from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.packing.mask import TreeMask
+
+__all__ = [
+    "SequenceScores",
+    "allow_model_type",
+    "sequence_logprobs",
+    "supported_model_types",
+]
+
+_NAME = "prefixtree"
+_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def prefixtree_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    tree_mask: TreeMask | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] unrepeated.
+
+    Returns ([1, T, H, Dv], None).
+    """
+    if tree_mask is None:
+        raise ValueError(
+            f"attn_implementation={_NAME!r} needs the forest's mask: call the model with "
+            "**packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary batches use "
+            'model.set_attn_implementation("sdpa")'
+        )
+    if not isinstance(tree_mask, TreeMask):
+        raise TypeError(
+            f"tree_mask must be a TreeMask (packed.mask), got {type(tree_mask).__name__}"
+        )
+    if attention_mask is not None:
+        raise ValueError("tree_mask already says who sees whom: do not pass an attention_mask too")
+    if query.shape[0] != 1:
+        raise ValueError(f"a packed forest is one row: expected batch size 1, got {query.shape[0]}")
+    if kwargs.get("use_cache"):
+        raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
+    if any(kwargs.get(name) is not None for name in _PACKING_KEYWORDS):
+        raise ValueError(f"tree_mask cannot be combined with {', '.join(_PACKING_KEYWORDS)}")
+    if dropout > 0:
+        raise UnsupportedError(
+            f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
+        )
+    check_config(module.config, module.training)
+    if getattr(module, "layer_idx", None) == 0:
+        _check_positions(kwargs.get("position_ids"), tree_mask)
+    if torch.is_autocast_enabled(query.device.type):
+        # RoPE leaves query and key in float32; eager's matrix products would cast all three
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out = tree_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        tree_mask,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
+    """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
+    without a trace; one comparison a forward, where nothing forbids to look at the values."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    depths = tree_mask.position_ids
+    if tree_mask.query_tokens is not None:
+        depths = depths[tree_mask.query_tokens]
+    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0].to(depths.dtype)
+    if not torch.equal(first_row, depths):
+        raise ValueError(
+            "position_ids are not the tokens' depths in the forest: pass "
+            "packed.position_ids[None], or call the model with **packed.model_inputs()"
+        )
+
+
+def prefixtree_mask(
+    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any
+) -> None:
+    """transformers' mask function: there is no T x T mask to make, and none may be given."""
+    if attention_mask is not None:
+        raise ValueError(
+            "a packed forest takes no attention_mask: tree_mask says who sees whom. Drop it "
+            "(padding of the original batch is not packed)"
+        )
+    if use_vmap:
+        raise UnsupportedError(
+            "this model adds its own mask function (images or bidirectional parts), which a tree "
+            "mask would ignore"
+        )
+
+
+AttentionInterface.register(_NAME, prefixtree_attention)
+AttentionMaskInterface.register(_NAME, prefixtree_mask)

@@ -1,0 +1,1 @@
+"""Tree attention on arrays: backends that know a mask, never a forest."""

@@ -1,0 +1,184 @@
+"""Log-probabilities and entropies of a linear head, in chunks: never more than chunk x vocabulary.
+
+Legend: E rows to score, V vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+# logits held at once. On a CPU blocks of 16 MiB, which malloc reuses: larger ones come fresh from
+# the kernel for every operation, measured 4x slower
+_CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """From the head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits, out of place."""
+        x = x * self.scale if self.scale != 1.0 else x
+        return self.softcap * torch.tanh(x / self.softcap) if self.softcap else x
+
+    def grad(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """d logits / d x, from the logits."""
+        if not self.softcap:
+            return self.scale
+        return self.scale * (1 - (logits / self.softcap) ** 2)
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
+
+    Logits are made in hidden's dtype (autocast's where it is on), as an eager head makes them, and
+    everything after in float32. The backward makes them again, chunk by chunk, and sums the
+    weight's gradient in float32.
+
+    Args:
+        hidden [E, d], weight [V, d], bias [V] or None.
+        target: int64 [E]. temperature: float32 [E].
+        chunk: rows at once; unless said, as many as keep chunk x V near 2^26 (2^22 on
+            a CPU).
+
+    Returns:
+        float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats.
+    """
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    rows = chunk_rows(weight.shape[0], hidden.device, chunk)
+    return _LinearLogprobs.apply(
+        hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype
+    )
+
+
+def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
+    """Rows scored at once."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk_size must be None or >= 1, got {chunk}")
+    if chunk is not None:
+        return chunk
+    return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
+
+
+def head_logprobs(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """`linear_logprobs` for a head that is more than a weight and a bias (an adapter on it, a
+    quantised or a sharded one): it is called chunk by chunk, again in the backward."""
+
+    def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
+        z = rule.apply(head(h).float()) / temp[:, None]
+        logp = F.log_softmax(z, -1)
+        columns = [logp.gather(1, t[:, None])[:, 0]]
+        if with_entropy:
+            columns.append(-(logp.exp() * logp).sum(-1))
+        return torch.stack(columns, -1)
+
+    rows = chunk_rows(vocabulary, hidden.device, chunk)
+    parts = [
+        checkpoint(score, h, t, temp, use_reentrant=False)
+        # an empty batch still runs the head once, so that wrappers see it take part
+        for h, t, temp in zip(
+            hidden.split(rows), target.split(rows), temperature.split(rows), strict=True
+        )
+    ]
+    return torch.cat(parts)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        temperature: torch.Tensor,
+        rule: LogitRule,
+        with_entropy: bool,
+        rows: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        columns = 2 if with_entropy else 1
+        out = hidden.new_empty(hidden.shape[0], columns, dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for at in range(0, hidden.shape[0], rows):
+                part = slice(at, at + rows)
+                z = rule.apply(F.linear(hidden[part].to(dtype), *head).float())
+                z /= temperature[part, None]
+                # not z - logsumexp(z): between large logits that cancels
+                z = torch.log_softmax(z, -1)
+                out[part, 0] = z.gather(1, target[part, None])[:, 0]
+                if with_entropy:
+                    out[part, 1] = -z.exp().mul_(z).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
+        ctx.rule, ctx.rows, ctx.dtype = rule, rows, dtype
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, temperature, out = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad = grad.float()
+        dhidden = torch.empty_like(hidden) if need_hidden else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            for at in range(0, hidden.shape[0], ctx.rows):
+                part = slice(at, at + ctx.rows)
+                h = hidden[part].to(ctx.dtype)
+                logits = ctx.rule.apply(F.linear(h, *head).float())
+                z = torch.log_softmax(logits / temperature[part, None], -1)
+                p = torch.exp(z)
+                # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
+                dz = p * -grad[part, :1]
+                if grad.shape[1] == 2:
+                    dz -= p * (z + out[part, 1:]) * grad[part, 1:]
+                dz.scatter_add_(1, target[part, None], grad[part, :1])
+                dz *= ctx.rule.grad(logits) / temperature[part, None]
+                if dbias is not None:
+                    dbias += dz.sum(0)
+                dx = dz.to(ctx.dtype)
+                if dhidden is not None:
+                    dhidden[part] = dx @ head[0]
+                if dweight is not None:
+                    if ctx.dtype == torch.float32:
+                        dweight.addmm_(dx.t(), h)
+                    else:
+                        dweight += dx.t() @ h
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            *[None] * 6,
+        )

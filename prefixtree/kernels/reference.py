@@ -1,0 +1,45 @@
+"""Dense tree attention in plain torch, differentiable by autograd: the oracle for the others.
+
+T x T memory; any dtype up to float64, any device. Legend: T packed tokens, Tq query rows, H query
+heads, Hk kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def dense_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(softcap(scale q k^T) + mask) v, every pair written out.
+
+    Args:
+        q [Tq, H, D], k [T, Hk, D], v [T, Hk, Dv].
+        visible: bool [Tq, T]; every query sees at least one key.
+        softcap: c in c tanh(s / c), 0 for none.
+        sinks: [H], one more logit a head that takes probability and has no value (gpt-oss).
+
+    Returns:
+        out [Tq, H, Dv] in q's dtype and lse [H, Tq] over the keys, without the sink; computed in
+        float32, float64 for float64 inputs.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    key = k.to(dtype).repeat_interleave(group, 1)
+    value = v.to(dtype).repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.to(dtype), key) * scale  # [H, Tq, T]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.to(dtype)[:, None])
+    out = torch.einsum("hqk,khd->qhd", torch.exp(scores - total[..., None]), value)
+    return out.to(q.dtype), lse

@@ -1,0 +1,1 @@
+"""From a forest to what a model and a kernel take."""

@@ -1,0 +1,101 @@
+"""The loops between packed tokens and their copies in the sequences, compiled by numba.
+
+Legend: S sequences, N nodes, T packed tokens, R replicated tokens. A sequence's tokens are found
+from its last node upwards: node n holds its positions depth[n] .. depth[n] + length[n].
+"""
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def copy_index(parent, start, length, depth, sequence_node, sequences, offsets, selected):
+    """Packed index of each token of `sequences`, one sequence after another.
+
+    Args:
+        sequences: int64 [s] sequence indices.
+        offsets: int64 [S + 1], where each sequence begins among all replicated tokens.
+        selected: uint8 [R] over all replicated tokens, only those nonzero are listed; or empty,
+            all are.
+
+    Returns index int32 [r] and counts int64 [s], the tokens listed of each sequence.
+    """
+    everything = len(selected) == 0
+    counts = np.empty(len(sequences), np.int64)
+    longest = 0
+    for i in range(len(sequences)):
+        s = sequences[i]
+        n = offsets[s + 1] - offsets[s]
+        longest = max(longest, n)
+        if not everything:
+            listed = 0
+            for r in range(offsets[s], offsets[s + 1]):
+                listed += selected[r] != 0
+            n = listed
+        counts[i] = n
+    index = np.empty(counts.sum(), np.int32)
+    line = np.empty(longest, np.int32)
+    at = 0
+    for i in range(len(sequences)):
+        s = sequences[i]
+        if counts[i] == 0:
+            continue
+        node = sequence_node[s]
+        while node >= 0:
+            for j in range(length[node]):
+                line[depth[node] + j] = start[node] + j
+            node = parent[node]
+        for j in range(offsets[s + 1] - offsets[s]):
+            if everything or selected[offsets[s] + j] != 0:
+                index[at] = line[j]
+                at += 1
+    return index, counts
+
+
+@njit(cache=True)
+def any_copy(parent, start, length, depth, sequence_node, sequences, offsets, selected, num_tokens):
+    """bool [T]: whether a token is selected in any of `sequences`; `selected` is uint8 [R]."""
+    out = np.zeros(num_tokens, np.bool_)
+    for s in sequences:
+        node = sequence_node[s]
+        while node >= 0:
+            base = offsets[s] + depth[node]
+            for j in range(length[node]):
+                if selected[base + j] != 0:
+                    out[start[node] + j] = True
+            node = parent[node]
+    return out
+
+
+@njit(cache=True)
+def first_copy(parent, start, length, depth, sequence_node, offsets, num_tokens):
+    """Where each packed token first stands among the replicated tokens, int64 [T]."""
+    first = np.full(len(parent), len(sequence_node), np.int64)
+    for s in range(len(sequence_node) - 1, -1, -1):
+        first[sequence_node[s]] = s
+    out = np.empty(num_tokens, np.int64)
+    for node in range(len(parent) - 1, -1, -1):
+        if parent[node] >= 0:
+            first[parent[node]] = min(first[parent[node]], first[node])
+        base = offsets[first[node]] + depth[node]
+        for j in range(length[node]):
+            out[start[node] + j] = base + j
+    return out
+
+
+@njit(cache=True)
+def counting_sort(index, num_values):
+    """Positions in `index` sorted by value, ties in their order, int64; entries of -1 are left
+    out. Second: how often each value stands there, int64 [num_values]."""
+    counts = np.zeros(num_values, np.int64)
+    for value in index:
+        if value >= 0:
+            counts[value] += 1
+    fill = np.cumsum(counts) - counts
+    order = np.empty(counts.sum(), np.int64)
+    for i in range(len(index)):
+        value = index[i]
+        if value >= 0:
+            order[fill[value]] = i
+            fill[value] += 1
+    return order, counts

@@ -1,0 +1,346 @@
+"""`pack`: a forest laid out as one sequence of distinct tokens, and the way back to sequences.
+
+Legend: S sequences, T packed tokens (padding included), R replicated tokens, E scored edges.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.gather import GatherPlan, gather
+from prefixtree.packing.mask import TreeMask, move
+
+
+class Edges(NamedTuple):
+    """Scored edges: the model's output at `predictor` scores the token at `token`.
+
+    Both int64 [E], packed indices, ascending by token.
+    """
+
+    predictor: torch.Tensor
+    token: torch.Tensor
+
+
+class PackedForest:
+    """Every distinct token of a forest once, in preorder, on one device. Made by `pack`.
+
+    Attributes:
+        forest: the PrefixForest.
+        input_ids: int64 [T] token ids, or None where the forest has none.
+        position_ids: int64 [T], each token's position in its sequences.
+        subtree_end: int32 [T], one past the last packed token below each token.
+        predictor: int32 [T], the token before it on its path; -1 at roots and padding.
+        multiplicity: int32 [T], how many sequences hold the token; 0 for padding.
+        mask: the TreeMask.
+    """
+
+    def __init__(self, forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> None:
+        self.forest = forest
+        self.mask = mask
+        self._buffer = buffer
+        num_tokens = mask.num_tokens
+        # one buffer, so that one copy moves all: two int64 columns, then four int32 columns
+        wide = buffer[: 4 * num_tokens].view(torch.int64)
+        narrow = buffer[4 * num_tokens :].view(4, num_tokens)
+        self.input_ids = wide[:num_tokens] if forest.tokens is not None else None
+        self.position_ids = wide[num_tokens:]
+        self.subtree_end, self.predictor, self.multiplicity = narrow[0], narrow[1], narrow[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self._buffer.device
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.mask.num_tokens
+
+    @property
+    def num_padding(self) -> int:
+        """Padding tokens at the end."""
+        return self.num_tokens - self.forest.num_tokens
+
+    def to(self, device: torch.device | str) -> PackedForest:
+        """The same packed forest on another device: one copy, asynchronous to CUDA."""
+        buffer = move(self._buffer, device)
+        num_tokens = self.num_tokens
+        narrow = buffer[4 * num_tokens :].view(4, num_tokens)
+        return PackedForest(self.forest, buffer, self.mask.adopt(narrow[0], narrow[3]))
+
+    def with_options(
+        self, backend: str | None = None, deterministic: bool | None = None
+    ) -> PackedForest:
+        """The same with the mask's options changed; see `TreeMask.with_options`."""
+        return PackedForest(
+            self.forest, self._buffer, self.mask.with_options(backend, deterministic)
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for a transformers model: `model(**packed.model_inputs())`.
+
+        input_ids and position_ids int64 [1, T], tree_mask, and use_cache=False.
+        """
+        if self.input_ids is None:
+            raise ForestError("this forest has no token ids; give from_parents its tokens=")
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": self.position_ids[None],
+            "tree_mask": self.mask,
+            "use_cache": False,
+        }
+
+    def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
+        """The edges to score, each once.
+
+        Args:
+            loss_mask: per sequence, [n] nonzero where its token is scored (a list, an array or a
+                tensor, aligned with the tokens); a shared token is scored where any of its
+                sequences asks for it. Entry 0 has no predictor and is ignored. Without it every
+                token but the roots' first ones.
+
+        Raises:
+            ForestError: masks of another number or length than the sequences.
+        """
+        scored = self.mask.plan.predictor >= 0
+        if loss_mask is not None:
+            scored = scored & self.selected_tokens(self.flat_selection(loss_mask))
+        token = np.flatnonzero(scored)
+        both = np.concatenate([self.mask.plan.predictor[token], token])
+        return Edges(*move(torch.from_numpy(both), self.device).view(2, -1))
+
+    def unpack(
+        self,
+        values: torch.Tensor,
+        sequences: Iterable[int] | None = None,
+        loss_mask: Sequence[Any] | None = None,
+    ) -> list[torch.Tensor]:
+        """Values of packed tokens -> values of each sequence's tokens, in input order.
+
+        The gradient of a shared token is the sum over its copies, in fp32 (fp64 for fp64) and in a
+        fixed order.
+
+        Args:
+            values: [T, ...] on the packed forest's device.
+            sequences: indices of the sequences wanted; all unless said.
+            loss_mask: as in `edges`, for all sequences; only the tokens it selects are returned,
+                and only they are indexed.
+
+        Returns:
+            One tensor [n, ...] a sequence.
+        """
+        self._check_values(values)
+        wanted = self._sequence_indices(sequences)
+        selected = np.empty(0, np.uint8) if loss_mask is None else self.flat_selection(loss_mask)
+        index, counts = self.copy_index(wanted, selected)
+        flat = gather(values, GatherPlan(index, self.num_tokens, self.device))
+        return list(flat.split(counts.tolist()))
+
+    def unpack_padded(
+        self,
+        values: torch.Tensor,
+        padding_value: float = 0,
+        padding_side: str | None = None,
+        length: int | None = None,
+    ) -> torch.Tensor:
+        """Like `unpack`, as one tensor [S, L, ...].
+
+        Args:
+            values: [T, ...].
+            padding_value: what stands where there is no token.
+            padding_side: "right" or "left". Unless said, a forest made by `from_padded` puts every
+                token back into its own column, any other is padded on the right.
+            length: L; unless said the padded length that came in, or the longest sequence.
+        """
+        self._check_values(values)
+        lengths = self.forest.sequence_lengths
+        columns = self.forest.columns
+        if columns is not None and padding_side is None and length is None:
+            length, first = columns
+        else:
+            length = int(lengths.max()) if length is None else length
+            if padding_side not in (None, "left", "right"):
+                raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
+            if length < lengths.max():
+                raise ValueError(f"length {length} is below the longest sequence, {lengths.max()}")
+            first = length - lengths if padding_side == "left" else np.zeros_like(lengths)
+        index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
+        rows = np.arange(len(lengths)) * length + first
+        place = np.repeat(rows - self._offsets[:-1], lengths) + np.arange(len(index))
+        padded = np.full(len(lengths) * length, -1, np.int32)
+        padded[place] = index
+        out = gather(values, GatherPlan(padded, self.num_tokens, self.device))
+        if padding_value != 0:
+            empty = move(torch.from_numpy(padded < 0), self.device)
+            out = out.masked_fill(empty.view(-1, *[1] * (values.ndim - 1)), padding_value)
+        return out.view(len(lengths), length, *values.shape[1:])
+
+    def pack_values(self, values: Sequence[Any]) -> torch.Tensor:
+        """The inverse of `unpack`: inputs given per sequence -> [T, ...]; padding gets 0.
+
+        Args:
+            values: per sequence [n, ...] (tensors, arrays or lists), equal on shared tokens,
+                without a gradient (which copy should get it?).
+
+        Raises:
+            ForestError: another number or length than the sequences, or a shared token whose copies
+                differ (NaN equals NaN).
+        """
+        tensors = [torch.as_tensor(v, device=self.device) for v in values]
+        self._check_per_sequence("values", [t.shape[0] if t.ndim else -1 for t in tensors])
+        if any(t.requires_grad for t in tensors):
+            raise ForestError("pack_values takes values without a gradient; detach them")
+        flat = torch.cat(tensors)
+        from prefixtree.packing import copies
+
+        forest = self.forest
+        at = copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
+        packed = flat.index_select(0, move(torch.from_numpy(at), self.device))
+        index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
+        copied = packed.index_select(0, move(torch.from_numpy(index), self.device))
+        differs = (copied != flat) & ~(copied.isnan() & flat.isnan())
+        differs = differs.flatten(1).any(1) if flat.ndim > 1 else differs
+        if bool(differs.any()):
+            bad = int(differs.int().argmax())
+            sequence = int(np.searchsorted(self._offsets, bad, side="right")) - 1
+            raise ForestError(
+                f"values[{sequence}][{bad - self._offsets[sequence]}] differs from another copy of "
+                f"the same shared token (packed token {index[bad]}); values that differ between "
+                "sequences cannot be packed: give them keys, or keep them per sequence"
+            )
+        padding = packed.new_zeros((self.num_padding, *packed.shape[1:]))
+        return torch.cat([packed, padding])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedForest:
+        return PackedForest(self.forest, self._buffer.clone(), self.mask)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # another process gets it on the CPU, like its mask
+        return PackedForest, (self.forest, self._buffer.cpu(), self.mask)
+
+    def __repr__(self) -> str:
+        return f"PackedForest({self.forest!r}, {self.num_padding} padding, {self.device})"
+
+    # ---- what adapters build on --------------------------------------------------------------
+
+    def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
+        """Per-sequence masks as one uint8 [R], checked."""
+        if loss_mask is None or len(loss_mask) == 0:
+            raise ForestError("loss_mask must hold one mask a sequence, got none")
+        if all(isinstance(m, torch.Tensor) for m in loss_mask):
+            self._check_per_sequence(
+                "loss_mask", [len(m) if m.ndim == 1 else -1 for m in loss_mask]
+            )
+            flat = (torch.cat(list(loss_mask)) != 0).cpu().numpy()
+        else:
+            arrays = [m.cpu().numpy() if hasattr(m, "cpu") else np.asarray(m) for m in loss_mask]
+            self._check_per_sequence("loss_mask", [len(m) if m.ndim == 1 else -1 for m in arrays])
+            flat = np.concatenate(arrays) != 0
+        return flat.view(np.uint8)
+
+    def selected_tokens(
+        self, selected: np.ndarray, sequences: np.ndarray | None = None
+    ) -> np.ndarray:
+        """bool [T]: tokens selected (uint8 [R]) in any of the sequences."""
+        from prefixtree.packing import copies
+
+        if sequences is None:
+            sequences = self._sequence_indices(None)
+        args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
+        return copies.any_copy(*args)
+
+    def copy_index(
+        self, sequences: np.ndarray, selected: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`copies.copy_index` for this forest."""
+        from prefixtree.packing import copies
+
+        return copies.copy_index(*self._nodes, sequences, self._offsets, selected)
+
+    @property
+    def _nodes(self) -> tuple[np.ndarray, ...]:
+        f = self.forest
+        return f.node_parent, f.node_start, f.node_length, f.node_depth, f.sequence_node
+
+    @property
+    def _offsets(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.forest.sequence_lengths)])
+
+    def _sequence_indices(self, sequences: Iterable[int] | None) -> np.ndarray:
+        count = self.forest.num_sequences
+        if sequences is None:
+            return np.arange(count)
+        sequences = list(sequences)
+        if any(isinstance(s, (bool, np.bool_)) for s in sequences):
+            raise TypeError(
+                "sequences must be integer indices, got booleans; np.flatnonzero makes them"
+            )
+        wanted = np.array([operator.index(s) for s in sequences], np.int64)
+        for bad in wanted[(wanted < 0) | (wanted >= count)][:1]:
+            raise IndexError(f"sequence {bad} does not exist; there are {count}")
+        return wanted
+
+    def _check_values(self, values: torch.Tensor) -> None:
+        if not isinstance(values, torch.Tensor):
+            raise TypeError(f"values must be a torch tensor, got {type(values).__name__}")
+        if values.ndim == 0 or values.shape[0] != self.num_tokens:
+            raise ForestError(
+                f"values must be [T, ...] with T = {self.num_tokens} packed tokens, got shape "
+                f"{list(values.shape)}"
+            )
+        if values.device != self.device:
+            raise ForestError(
+                f"values are on {values.device}, the packed forest is on {self.device}; move one"
+            )
+
+    def _check_per_sequence(self, name: str, lengths: list[int]) -> None:
+        expected = self.forest.sequence_lengths
+        if len(lengths) != len(expected):
+            raise ForestError(
+                f"{name} must hold one entry a sequence: expected {len(expected)}, got "
+                f"{len(lengths)}"
+            )
+        for bad in np.flatnonzero(np.array(lengths) != expected)[:1]:
+            got = "no 1-D array" if lengths[bad] < 0 else f"length {lengths[bad]}"
+            raise ForestError(
+                f"{name}[{bad}] must have the sequence's length {expected[bad]}, got {got}"
+            )
+
+
+def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedForest:
+    """Lays a forest out in preorder, each distinct token once, on the CPU (`.to(device)` moves).
+
+    Args:
+        forest: the PrefixForest.
+        pad_to_multiple_of: appends padding tokens up to a multiple of this. Padding has id 0 and
+            position 0, sees only itself, is seen by nobody, and is in no sequence and no edge.
+
+    Raises:
+        ValueError: pad_to_multiple_of below 1.
+    """
+    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of must be None or >= 1, got {pad_to_multiple_of}")
+    padding = 0 if pad_to_multiple_of is None else -forest.num_tokens % pad_to_multiple_of
+    num_tokens = forest.num_tokens + padding
+    subtree_end = np.arange(1, num_tokens + 1, dtype=np.int32)
+    subtree_end[: forest.num_tokens] = np.repeat(forest.node_subtree_end, forest.node_length)
+    mask = TreeMask(subtree_end)
+    plan = mask.plan
+    buffer = np.zeros(8 * num_tokens, np.int32)
+    wide = buffer[: 4 * num_tokens].view(np.int64)
+    if forest.tokens is not None:
+        wide[: forest.num_tokens] = forest.tokens
+    wide[num_tokens:] = plan.position
+    narrow = buffer[4 * num_tokens :].reshape(4, num_tokens)
+    narrow[0] = subtree_end
+    narrow[1] = plan.predictor
+    narrow[2, : forest.num_tokens] = np.repeat(forest.node_multiplicity, forest.node_length)
+    narrow[3] = plan.position
+    return PackedForest(forest, torch.from_numpy(buffer), mask)

@@ -1,0 +1,525 @@
+"""The loops behind `TreeMask`: paths and block tables from `subtree_end` alone, compiled by numba.
+
+Everything here follows from one fact of the preorder layout: query q sees key k exactly when
+k <= q < subtree_end[k]. Legend: T tokens, NQ query tiles, NK key tiles.
+"""
+
+import numpy as np
+from numba import njit
+
+from prefixtree.packing.kinds import CAUSAL, END, WINDOW
+
+# cost of a tile in half full tiles: a masked step costs about half as much again (docs/design.md)
+FULL_COST, PARTIAL_COST = 2, 3
+
+
+@njit(cache=True)
+def walk(subtree_end):
+    """Path predecessor (-1 at roots) and depth of every token, int32 [T], in one pass.
+
+    The third value is the first token at which the ends do not nest, or -1.
+    """
+    num_tokens = len(subtree_end)
+    predictor = np.empty(num_tokens, np.int32)
+    position = np.empty(num_tokens, np.int32)
+    for t in range(num_tokens):
+        p = t - 1
+        # a token leaves the path once, so all these steps together are at most T
+        while p >= 0 and subtree_end[p] <= t:
+            p = predictor[p]
+        limit = num_tokens if p < 0 else subtree_end[p]
+        if subtree_end[t] <= t or subtree_end[t] > limit:
+            return predictor, position, t
+        predictor[t] = p
+        position[t] = 0 if p < 0 else position[p] + 1
+    return predictor, position, -1
+
+
+@njit(cache=True)
+def paths(predictor, query_runs):
+    """Query blocks whose tokens are one unbroken path, each with the runs of keys above it.
+
+    Returns blocks int64 [B, 3] (packed start, row in q, length), prefix_ptr int64 [B + 1] and
+    prefix_runs int64 [*, 2] (packed start, end), root first: keys all of which every query of the
+    block sees. Below them the block's own tokens are plain causal.
+    """
+    num_tokens = len(predictor)
+    chain_start = np.empty(num_tokens, np.int64)
+    for t in range(num_tokens):
+        chain_start[t] = chain_start[t - 1] if t > 0 and predictor[t] == t - 1 else t
+    num_blocks = 0
+    num_runs = 0
+    for fill in range(2):
+        if fill == 1:
+            blocks = np.empty((num_blocks, 3), np.int64)
+            prefix_ptr = np.zeros(num_blocks + 1, np.int64)
+            prefix_runs = np.empty((num_runs, 2), np.int64)
+        num_blocks = 0
+        num_runs = 0
+        for r in range(len(query_runs)):
+            t = query_runs[r, 0]
+            stop = t + query_runs[r, 2]
+            while t < stop:
+                end = t + 1
+                while end < stop and predictor[end] == end - 1:
+                    end += 1
+                begin = num_runs
+                p = predictor[t]
+                while p >= 0:
+                    if fill == 1:
+                        prefix_runs[num_runs, 0] = chain_start[p]
+                        prefix_runs[num_runs, 1] = p + 1
+                    num_runs += 1
+                    p = predictor[chain_start[p]]
+                if fill == 1:
+                    prefix_runs[begin:num_runs] = prefix_runs[begin:num_runs][::-1].copy()
+                    blocks[num_blocks, 0] = t
+                    blocks[num_blocks, 1] = query_runs[r, 1] + t - query_runs[r, 0]
+                    blocks[num_blocks, 2] = end - t
+                    prefix_ptr[num_blocks + 1] = num_runs
+                num_blocks += 1
+                t = end
+    return blocks, prefix_ptr, prefix_runs
+
+
+@njit(cache=True)
+def query_tiles(query_runs, tile_q):
+    """Tiles int32 [NQ, 3] (packed start, row in q, length); none spans two runs of queries."""
+    count = 0
+    for r in range(len(query_runs)):
+        count += (query_runs[r, 2] + tile_q - 1) // tile_q
+    tiles = np.empty((count, 3), np.int32)
+    count = 0
+    for r in range(len(query_runs)):
+        for at in range(0, query_runs[r, 2], tile_q):
+            tiles[count, 0] = query_runs[r, 0] + at
+            tiles[count, 1] = query_runs[r, 1] + at
+            tiles[count, 2] = min(tile_q, query_runs[r, 2] - at)
+            count += 1
+    return tiles
+
+
+@njit(cache=True)
+def grid_key_tiles(num_tokens, tile_k):
+    """The aligned grid, int32 [NK, 2] (start, length)."""
+    count = (num_tokens + tile_k - 1) // tile_k
+    tiles = np.empty((count, 2), np.int32)
+    for j in range(count):
+        tiles[j, 0] = j * tile_k
+        tiles[j, 1] = min(tile_k, num_tokens - j * tile_k)
+    return tiles
+
+
+@njit(cache=True)
+def cut_key_tiles(subtree_end, q_tiles, tile_k):
+    """Tiles of at most `tile_k` keys, cut at node borders so that the tiles' query runs add up to
+    the least; a dynamic programme over the places where a tile may start. int32 [NK, 2].
+    """
+    num_tokens = len(subtree_end)
+    num_q = len(q_tiles)
+    # query tiles that end behind a token, and query tiles that start before it
+    behind = np.empty(num_tokens + 1, np.int64)
+    before = np.empty(num_tokens + 1, np.int64)
+    i = 0
+    j = 0
+    for t in range(num_tokens + 1):
+        while i < num_q and q_tiles[i, 0] + q_tiles[i, 2] <= t:
+            i += 1
+        while j < num_q and q_tiles[j, 0] < t:
+            j += 1
+        behind[t] = i
+        before[t] = j
+    # the next node border behind each token; equal ends need no border, their keys look alike
+    border = np.empty(num_tokens + 1, np.int64)
+    border[num_tokens] = num_tokens
+    for t in range(num_tokens - 1, -1, -1):
+        if t + 1 == num_tokens or subtree_end[t + 1] != subtree_end[t]:
+            border[t] = t + 1
+        else:
+            border[t] = border[t + 1]
+    unreached = np.int64(2) ** 62
+    cost = np.full(num_tokens + 1, unreached, np.int64)
+    come_from = np.empty(num_tokens + 1, np.int64)
+    cost[0] = 0
+    for s in range(num_tokens):
+        if cost[s] == unreached:
+            continue
+        limit = min(s + tile_k, num_tokens)
+        last = np.int64(subtree_end[s])
+        e = s
+        while e < limit:
+            last = max(last, np.int64(subtree_end[e]))
+            e = min(border[e], limit)
+            # of equal query runs the fewest tiles
+            step = (max(before[last] - behind[s], 0) << 20) + 1
+            if cost[s] + step < cost[e]:
+                cost[e] = cost[s] + step
+                come_from[e] = s
+    count = 0
+    e = num_tokens
+    while e > 0:
+        e = come_from[e]
+        count += 1
+    tiles = np.empty((count, 2), np.int32)
+    e = num_tokens
+    for j in range(count - 1, -1, -1):
+        tiles[j, 0] = come_from[e]
+        tiles[j, 1] = e - come_from[e]
+        e = come_from[e]
+    return tiles
+
+
+@njit(cache=True)
+def tile_ranges(values, starts, lengths):
+    """Least and greatest of `values` over each tile, int32 [n, 2]."""
+    out = np.empty((len(starts), 2), np.int32)
+    for j in range(len(starts)):
+        low = high = values[starts[j]]
+        for t in range(starts[j] + 1, starts[j] + lengths[j]):
+            low = min(low, values[t])
+            high = max(high, values[t])
+        out[j, 0] = low
+        out[j, 1] = high
+    return out
+
+
+@njit(cache=True)
+def _grown(rows):
+    out = np.empty((2 * len(rows), rows.shape[1]), rows.dtype)
+    out[: len(rows)] = rows
+    return out
+
+
+@njit(cache=True)
+def _emit(runs, count, since, first, end, kind):
+    """Appends a run of key tiles, joined to the one before it (not before `since`) where alike."""
+    if first >= end:
+        return runs, count
+    if count > since and runs[count - 1, 1] == first and runs[count - 1, 2] == kind:
+        runs[count - 1, 1] = end
+        return runs, count
+    if count == len(runs):
+        runs = _grown(runs)
+    runs[count, 0] = first
+    runs[count, 1] = end
+    runs[count, 2] = kind
+    return runs, count + 1
+
+
+@njit(cache=True)
+def _first_above(values, column, first, end, bound):
+    """First tile of [first, end) with values[tile, column] > bound; the values ascend."""
+    while first < end:
+        middle = (first + end) // 2
+        if values[middle, column] > bound:
+            end = middle
+        else:
+            first = middle + 1
+    return first
+
+
+@njit(cache=True)
+def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, window):
+    """Per query tile, the runs of key tiles it sees.
+
+    The key tiles that lie before a query tile and are still seen form a stack: tokens leave the
+    path in the opposite order to that in which they joined it. A tile all of whose keys were on
+    the path when it joined is `whole`. The tile behind it begins below each of its keys, so the
+    least end falls along neighbouring whole tiles: those full for a query tile are the lower part
+    of a run. One step a query tile is therefore its number of runs, not of tiles.
+
+    Args:
+        k_ends, k_positions, q_positions: int32 [n, 2], least and greatest of a tile's tokens.
+        window: depth distance, 0 for none.
+
+    Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (its full runs stand before, the partial ones
+    behind) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).
+    """
+    num_q = len(q_tiles)
+    num_k = len(k_tiles)
+    q_ptr = np.zeros(num_q + 1, np.int32)
+    q_split = np.zeros(num_q, np.int32)
+    runs = np.empty((max(16, 4 * num_q), 3), np.int32)
+    count = 0
+    # the stack as runs of neighbouring tiles: first, end, joined whole and of full length
+    stack = np.empty((num_k + 2, 3), np.int64)
+    top = 0
+    pending = 0
+    for i in range(num_q):
+        q0 = np.int64(q_tiles[i, 0])
+        q1 = q0 + q_tiles[i, 2]
+        while top > 0:
+            j = stack[top - 1, 1] - 1
+            if k_ends[j, 1] > q0:
+                break
+            # nothing in it is seen any more
+            stack[top - 1, 1] = j
+            if stack[top - 1, 0] == j:
+                top -= 1
+        while pending < num_k and k_tiles[pending, 0] + k_tiles[pending, 1] <= q0:
+            j = pending
+            pending += 1
+            if k_ends[j, 1] <= q0:
+                continue
+            whole = 1 if k_ends[j, 0] > q0 and k_tiles[j, 1] == tile_k else 0
+            if top > 0 and stack[top - 1, 1] == j and stack[top - 1, 2] == whole:
+                stack[top - 1, 1] = j + 1
+            else:
+                stack[top] = (j, j + 1, whole)
+                top += 1
+        low, high = q_positions[i, 0], q_positions[i, 1]
+        for partial in range(2):
+            since = count
+            for r in range(top):
+                first, end = stack[r, 0], stack[r, 1]
+                split = first
+                if stack[r, 2] == 1:
+                    split = end
+                    while split > first and k_ends[split - 1, 0] < q1:
+                        split -= 1
+                if window == 0:
+                    if partial == 0:
+                        runs, count = _emit(runs, count, since, first, split, 0)
+                    else:
+                        runs, count = _emit(runs, count, since, split, end, END)
+                    continue
+                near = _first_above(k_positions, 1, first, split, low - window)
+                full = _first_above(k_positions, 0, near, split, high - window)
+                if partial == 0:
+                    runs, count = _emit(runs, count, since, full, split, 0)
+                    continue
+                runs, count = _emit(runs, count, since, near, full, WINDOW)
+                for j in range(split, end):
+                    if low - k_positions[j, 1] < window:
+                        far = high - k_positions[j, 0] >= window
+                        kind = END | WINDOW if far else END
+                        runs, count = _emit(runs, count, since, j, j + 1, kind)
+            j = pending
+            while j < num_k and k_tiles[j, 0] < q1:
+                kind = 0
+                if k_tiles[j, 0] + k_tiles[j, 1] - 1 > q0:
+                    kind |= CAUSAL
+                if k_ends[j, 0] < q1 or k_tiles[j, 1] < tile_k:
+                    kind |= END
+                if window > 0 and high - k_positions[j, 0] >= window:
+                    kind |= WINDOW
+                if (kind == 0) == (partial == 0):
+                    runs, count = _emit(runs, count, since, j, j + 1, kind)
+                j += 1
+            if partial == 0:
+                q_split[i] = count
+        q_ptr[i + 1] = count
+    return q_ptr, q_split, runs[:count].copy()
+
+
+@njit(cache=True)
+def backward_runs(q_tiles, k_tiles, k_ends):
+    """Per key tile, its one run of query tiles, without a window.
+
+    Returns k_ptr int32 [NK + 1] and k_runs int32 [*, 4] (first query tile, full begin, full end,
+    end): tiles before `full begin` need the causal compare (and the end), those from `full end` on
+    the end alone. A key tile that no query sees has no run.
+    """
+    num_k = len(k_tiles)
+    k_ptr = np.zeros(num_k + 1, np.int32)
+    runs = np.empty((num_k, 4), np.int32)
+    starts = q_tiles[:, 0].copy()
+    ends = starts + q_tiles[:, 2]
+    count = 0
+    for j in range(num_k):
+        k0 = k_tiles[j, 0]
+        k1 = k0 + k_tiles[j, 1]
+        first = np.searchsorted(ends, k0, side="right")
+        end = np.searchsorted(starts, k_ends[j, 1], side="left")
+        if first < end:
+            begin = np.searchsorted(starts, k1 - 1, side="left")
+            begin = min(max(begin, first), end)
+            stop = np.searchsorted(ends, k_ends[j, 0], side="right")
+            stop = min(max(stop, begin), end)
+            runs[count, 0] = first
+            runs[count, 1] = begin
+            runs[count, 2] = stop
+            runs[count, 3] = end
+            count += 1
+        k_ptr[j + 1] = count
+    return k_ptr, runs[:count].copy()
+
+
+@njit(cache=True)
+def transposed_runs(q_ptr, q_runs, num_k):
+    """Per key tile, its runs of query tiles, from the forward table: the way with a window, where
+    one key tile may have several. Same format as `backward_runs`, except that every tile outside
+    the full part may also need the window compare.
+    """
+    num_q = len(q_ptr) - 1
+    pointer = np.zeros(num_k + 1, np.int64)
+    for r in range(len(q_runs)):
+        for j in range(q_runs[r, 0], q_runs[r, 1]):
+            pointer[j + 1] += 1
+    pointer = np.cumsum(pointer)
+    queries = np.empty(pointer[-1], np.int32)
+    kinds = np.empty(pointer[-1], np.int8)
+    fill = pointer[:-1].copy()
+    for i in range(num_q):
+        for r in range(q_ptr[i], q_ptr[i + 1]):
+            for j in range(q_runs[r, 0], q_runs[r, 1]):
+                queries[fill[j]] = i
+                kinds[fill[j]] = q_runs[r, 2]
+                fill[j] += 1
+    k_ptr = np.zeros(num_k + 1, np.int32)
+    runs = np.empty((max(16, 2 * num_k), 4), np.int32)
+    count = 0
+    for j in range(num_k):
+        at = pointer[j]
+        stop = pointer[j + 1]
+        while at < stop:
+            first = at
+            # partial ones, then full ones, then partial ones without the causal compare
+            while at < stop and queries[at] - queries[first] == at - first and kinds[at] != 0:
+                at += 1
+            begin = at
+            while at < stop and queries[at] - queries[first] == at - first and kinds[at] == 0:
+                at += 1
+            full = at
+            if full > begin:
+                # the causal ones overlap the key tile and so came first
+                while at < stop and queries[at] - queries[first] == at - first and kinds[at] != 0:
+                    at += 1
+            else:
+                # none is full: the part behind the last causal one needs no causal compare
+                while begin > first and not kinds[begin - 1] & CAUSAL:
+                    begin -= 1
+                full = begin
+            if count == len(runs):
+                runs = _grown(runs)
+            base = queries[first]
+            runs[count, 0] = base
+            runs[count, 1] = base + begin - first
+            runs[count, 2] = base + full - first
+            runs[count, 3] = base + at - first
+            count += 1
+        k_ptr[j + 1] = count
+    return k_ptr, runs[:count].copy()
+
+
+@njit(cache=True)
+def _cost(run, end):
+    """Cost of a backward run's tiles before `end`."""
+    total = max(min(end, run[3]) - run[0], 0)
+    full = max(min(end, run[2]) - run[1], 0)
+    return PARTIAL_COST * total - (PARTIAL_COST - FULL_COST) * full
+
+
+@njit(cache=True)
+def _reach(run, budget):
+    """The end at which a run's cost first reaches `budget` (at least one tile on)."""
+    low, high = run[0] + 1, run[3]
+    while low < high:
+        middle = (low + high) // 2
+        if _cost(run, middle) >= budget:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@njit(cache=True)
+def cut_pieces(k_ptr, k_runs, piece_tiles):
+    """Cuts the key tiles with long query runs into pieces of about equal cost.
+
+    A piece costs at most about `piece_tiles` full tiles (0: nothing is cut).
+
+    Returns k_cost int32 [NK], the runs after cutting (k_ptr, k_runs), pieces int32 [P, 5] (key
+    tile, first run, end run, slot, partial; slot and partial -1 where the tile is not cut),
+    costliest first, piece_cost int32 [P] and slots int32 [*, 3] (key tile, first partial, end
+    partial).
+    """
+    num_k = len(k_ptr) - 1
+    limit = FULL_COST * piece_tiles
+    k_cost = np.zeros(num_k, np.int32)
+    num_cuts = 0
+    for j in range(num_k):
+        for r in range(k_ptr[j], k_ptr[j + 1]):
+            k_cost[j] += _cost(k_runs[r], k_runs[r, 3])
+        if limit > 0:
+            num_cuts += (k_cost[j] + limit - 1) // limit
+    new_ptr = np.zeros(num_k + 1, np.int32)
+    new_runs = np.empty((len(k_runs) + num_cuts, 4), np.int32)
+    pieces = np.empty((num_k + num_cuts, 5), np.int32)
+    piece_cost = np.empty(num_k + num_cuts, np.int32)
+    slots = np.empty((num_k, 3), np.int32)
+    num_runs = num_pieces = num_slots = num_partials = 0
+    for j in range(num_k):
+        begin_pieces = num_pieces
+        share = k_cost[j]
+        if limit > 0 and k_cost[j] > limit:
+            n = (k_cost[j] + limit - 1) // limit
+            share = (k_cost[j] + n - 1) // n
+        first_run = num_runs
+        spent = 0
+        for r in range(k_ptr[j], k_ptr[j + 1]):
+            rest = k_runs[r].copy()
+            while rest[0] < rest[3]:
+                end = _reach(rest, share - spent)
+                spent += _cost(rest, end)
+                new_runs[num_runs, 0] = rest[0]
+                new_runs[num_runs, 1] = min(rest[1], end)
+                new_runs[num_runs, 2] = min(rest[2], end)
+                new_runs[num_runs, 3] = end
+                num_runs += 1
+                rest[0] = end
+                rest[1] = max(rest[1], end)
+                rest[2] = max(rest[2], end)
+                if spent >= share:
+                    pieces[num_pieces, 0] = j
+                    pieces[num_pieces, 1] = first_run
+                    pieces[num_pieces, 2] = num_runs
+                    piece_cost[num_pieces] = spent
+                    num_pieces += 1
+                    first_run = num_runs
+                    spent = 0
+        # a tile that nobody sees still has a piece: its gradient is zero and must be written
+        if spent > 0 or num_pieces == begin_pieces:
+            pieces[num_pieces, 0] = j
+            pieces[num_pieces, 1] = first_run
+            pieces[num_pieces, 2] = num_runs
+            piece_cost[num_pieces] = spent
+            num_pieces += 1
+        new_ptr[j + 1] = num_runs
+        cut = num_pieces - begin_pieces > 1
+        for p in range(begin_pieces, num_pieces):
+            pieces[p, 3] = num_slots if cut else -1
+            pieces[p, 4] = num_partials + p - begin_pieces if cut else -1
+        if cut:
+            slots[num_slots, 0] = j
+            slots[num_slots, 1] = num_partials
+            num_partials += num_pieces - begin_pieces
+            slots[num_slots, 2] = num_partials
+            num_slots += 1
+    order = np.argsort(-piece_cost[:num_pieces], kind="mergesort")
+    return (
+        k_cost,
+        new_ptr,
+        new_runs[:num_runs].copy(),
+        pieces[:num_pieces][order],
+        piece_cost[:num_pieces][order],
+        slots[:num_slots].copy(),
+    )
+
+
+@njit(cache=True)
+def query_costs(q_ptr, q_runs):
+    """Cost of each query tile [NQ], its full and its partial key tiles, all int32."""
+    num_q = len(q_ptr) - 1
+    cost = np.zeros(num_q, np.int32)
+    full = np.zeros(num_q, np.int32)
+    partial = np.zeros(num_q, np.int32)
+    for i in range(num_q):
+        for r in range(q_ptr[i], q_ptr[i + 1]):
+            tiles = q_runs[r, 1] - q_runs[r, 0]
+            if q_runs[r, 2] == 0:
+                full[i] += tiles
+            else:
+                partial[i] += tiles
+        cost[i] = FULL_COST * full[i] + PARTIAL_COST * partial[i]
+    return cost, full, partial

@@ -1,0 +1,174 @@
+"""The three-way tolerance of docs/design.md: ours and same-dtype eager, both against float64.
+
+Eager is written out here on its own, so that a wrong reference backend cannot hide behind itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from prefixtree import PrefixForest, TreeMask, tree_attention
+
+# nodes with fewer tokens are judged together: the worst of three numbers says little
+POOLED = 16
+
+
+@dataclass
+class Case:
+    """Inputs of one call of `tree_attention`, in the dtype under test."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    options: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def random(
+        cls,
+        mask: TreeMask,
+        heads: tuple[int, int] = (4, 2),
+        dims: tuple[int, int] = (16, 16),
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        sinks: bool = False,
+        dlse: bool = False,
+        spread: float = 1.0,
+        **options: float,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        (h, hk), (d, dv), tq, t = heads, dims, mask.num_queries, mask.num_tokens
+        return cls(
+            (draw(tq, h, d) * spread).to(dtype),
+            draw(t, hk, d).to(dtype),
+            draw(t, hk, dv).to(dtype),
+            draw(tq, h, dv).to(dtype),
+            draw(h, tq).to(torch.promote_types(dtype, torch.float32)) if dlse else None,
+            draw(h).to(dtype) if sinks else None,
+            options,
+        )
+
+    def heads_of(self, name: str) -> int:
+        """Columns to judge a result by: heads, kv heads for dk and dv, one for dsinks, where a
+        head has only one number."""
+        if name == "dsinks":
+            return 1
+        return self.k.shape[1] if name in ("dk", "dv") else self.q.shape[1]
+
+
+Results = dict[str, torch.Tensor]
+Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def run(case: Case, attend: Attention, dtype: torch.dtype | None = None) -> Results:
+    """out, lse and all gradients of `attend(q, k, v, sinks, **options) -> out, lse`."""
+    names = ["q", "k", "v"] + (["sinks"] if case.sinks is not None else [])
+    inputs = {n: getattr(case, n).detach().clone() for n in names}
+    if dtype is not None:
+        inputs = {n: x.to(dtype) for n, x in inputs.items()}
+    for x in inputs.values():
+        x.requires_grad_()
+    sinks = inputs.get("sinks")
+    out, lse = attend(inputs["q"], inputs["k"], inputs["v"], sinks, **case.options)
+    outputs, grads = [out], [case.dout.to(out.dtype)]
+    if case.dlse is not None:
+        outputs, grads = [out, lse], [*grads, case.dlse.to(lse.dtype)]
+    gradients = torch.autograd.grad(outputs, list(inputs.values()), grads)
+    got = {"out": out.detach(), "lse": lse.detach().t()}
+    return got | {f"d{n}": g for n, g in zip(names, gradients, strict=True)}
+
+
+def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Attention:
+    """Dense attention in the inputs' dtype, softmax in float32, gradients by autograd."""
+
+    def attend(q, k, v, sinks, scale=None, window=None, softcap=None):  # type: ignore[no-untyped-def]
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scale = q.shape[2] ** -0.5 if scale is None else scale
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("qhd,khd->hqk", q, k).to(wide) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = visible
+        if window is not None:
+            query, key = positions
+            seen = visible & (query[:, None] - key[None] < window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1)
+        if sinks is not None:
+            extra = sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+            p = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+        else:
+            p = scores.softmax(-1)
+        return torch.einsum("hqk,khd->qhd", p.to(q.dtype), v), lse
+
+    return attend
+
+
+def ours(mask: TreeMask, **fixed: object) -> Attention:
+    """`tree_attention` in the shape `run` calls."""
+
+    def attend(q, k, v, sinks, **options):  # type: ignore[no-untyped-def]
+        return tree_attention(q, k, v, mask, sinks=sinks, return_lse=True, **options, **fixed)
+
+    return attend
+
+
+def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: Attention) -> None:
+    """Per (node x head) the worst error is at most 2x eager's + 2 eps x max|reference|, and per
+    head the mean error at most 1.2x eager's (+ eps / 10 x max|reference|, for what eager gets
+    exactly); both against float64."""
+    rows = np.arange(mask.num_tokens) if mask.query_tokens is None else mask.query_tokens.numpy()
+    position = mask.position_ids.long()
+    dense = eager(mask.dense(), (position[rows], position))
+    reference = run(case, dense, torch.float64)
+    # eager rounds its result to the dtype as we do; its gradients come rounded from autograd
+    baseline, got = run(case, dense), run(case, attend)
+    eps = torch.finfo(case.q.dtype).eps
+    node = _pooled_nodes(forest, mask.num_tokens)
+    for name, want in reference.items():
+        assert got[name].shape == want.shape, name
+        assert torch.isfinite(got[name]).all(), f"{name} is not finite"
+        node_of_row = node[rows] if name in ("out", "lse", "dq") else node
+        if name == "dsinks":
+            node_of_row = np.zeros(1, np.int64)
+        ours_error, eager_error = (
+            (x[name].double() - want).abs().reshape(len(node_of_row), case.heads_of(name), -1)
+            for x in (got, baseline)
+        )
+        slack = eps * float(want.abs().max())
+        worst, allowed = (_max_by(x.amax(2), node_of_row) for x in (ours_error, eager_error))
+        limit = 2 * allowed + 2 * slack
+        for at in np.argwhere(worst > limit)[:1]:
+            raise AssertionError(
+                f"{name}: {(worst > limit).sum()} of {worst.size} (node x head) over the limit, "
+                f"first {at}: {worst[tuple(at)]:.2e} > {limit[tuple(at)]:.2e}"
+            )
+        mean, mean_eager = (x.mean((0, 2)) for x in (ours_error, eager_error))
+        assert (mean <= 1.2 * mean_eager + 0.1 * slack).all(), (
+            f"{name}: mean error {mean.tolist()} a head, eager's {mean_eager.tolist()}"
+        )
+
+
+def _pooled_nodes(forest: PrefixForest, num_tokens: int) -> np.ndarray:
+    """A node number for every packed token; short nodes share number 0."""
+    number = np.where(forest.node_length < POOLED, 0, 1 + np.arange(forest.num_nodes))
+    per_token = np.repeat(number, forest.node_length)
+    return np.concatenate([per_token, np.zeros(num_tokens - len(per_token), np.int64)])
+
+
+def _max_by(values: torch.Tensor, group: np.ndarray) -> np.ndarray:
+    """Greatest of values [rows, H] a group -> [groups, H]."""
+    out = np.zeros((int(group.max()) + 1, values.shape[1]))
+    np.maximum.at(out, group, values.numpy())
+    return out

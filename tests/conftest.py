@@ -1,0 +1,57 @@
+"""What every test of the suite shares: hypothesis profiles and the poisoned allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite(
+    "strategies", "table_checks", "models", "attention_checks", "cli_runs"
+)
+
+_SETTINGS: dict[str, Any] = {
+    # the first example of a test may compile numba functions, and CI machines are noisy
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+# the same examples every time; `--hypothesis-profile=explore` looks for new ones
+settings.register_profile("suite", derandomize=True, max_examples=60, **_SETTINGS)
+settings.register_profile("explore", max_examples=1000, **_SETTINGS)
+settings.load_profile("suite")
+
+
+class Poison:
+    """Counts the allocations that came back filled with NaN."""
+
+    def __init__(self) -> None:
+        self.tensors = 0
+
+    def wrap(self, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = allocate(*args, **kwargs)
+            if out.is_floating_point() and out.device.type != "meta":
+                with torch.no_grad():
+                    out.fill_(float("nan"))
+                self.tensors += 1
+            return out
+
+        return poisoned
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Poison:
+    """`torch.empty` and its kin return NaN, so that a read of unwritten memory shows."""
+    state = Poison()
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, state.wrap(getattr(owner, name)))
+    return state

@@ -1,0 +1,337 @@
+"""Tiny models of every verified family, and the replicated run that packed runs are compared with.
+
+The replicated side uses nothing of prefixtree: each sequence alone through the eager model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prefixtree.integrations.transformers import sequence_logprobs
+
+VOCABULARY = 97
+HIDDEN = 32
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# The families proven by test_families.py, and the only place that lists them in the tests. Windows
+# are far shorter than the trees are deep (40 tokens); some family uses each allowed RoPE kind.
+FAMILIES: dict[str, dict[str, Any]] = {
+    # layers from max_window_layers on slide
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16, "attention_bias": True},
+    "llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"head_dim": 16, "sliding_window": 6},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 4.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    # D = 24, Dv = 12; the first layer is dense, the others mixtures
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+
+def build(
+    model_type: str, implementation: str = "prefixtree", seed: int = 0, **changes: Any
+) -> Any:
+    """A tiny model in training mode with parameters that all matter."""
+    config = {**_TINY, **FAMILIES.get(model_type, {}), **changes}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **config), attn_implementation=implementation
+    )
+    randomise(model, seed)
+    return model.train()
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Norm weights near 1, all else (biases, sinks, routers) 0.15 randn: nothing at a neutral 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.15
+            parameter.copy_(noise + ("norm" in name and name.endswith("weight")))
+        for name, buffer in model.named_buffers():
+            # takes part in DeepSeek's choice of experts; small, or some are never chosen
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.02)
+
+
+def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
+    """Checkpoints every decoder layer; the method's name changed within the supported range."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
+def ragged_sequences(seed: int = 0) -> list[np.ndarray]:
+    """Two trees, the first 5 nodes deep, and a chain of its own: with sequences that end inside a
+    tree, one that is repeated, a one-token node, and branches behind a branch."""
+    rng = np.random.default_rng(seed)
+
+    def run(length: int) -> np.ndarray:
+        return rng.integers(3, VOCABULARY, length)
+
+    root, first, second, third = run(9), run(7), run(11), run(5)
+    one, deep, other = run(1), run(8), run(6)
+    paths = [
+        [root, first, second],
+        [root, first],
+        [root, first, third, second],
+        [root, third],
+        [root, first, second],
+        [other, one],
+        [root, first, second[:4], third],
+        [root, first, second, deep, one],
+        [root, first, second, deep, third],
+        [other, third, one],
+        [run(10)],
+        [root, first, one],
+    ]
+    return [np.concatenate(path) for path in paths]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Sum of a log p + b entropy over the scored tokens, with weights of all sizes and both signs.
+
+    Attributes:
+        sequences: token ids.
+        temperatures: one a sequence.
+        loss_masks: [n] each, or None.
+        weights: [n - 1, 2] each: a and b.
+    """
+
+    sequences: list[np.ndarray]
+    temperatures: list[float]
+    loss_masks: list[np.ndarray] | None
+    weights: list[torch.Tensor]
+
+    def loss(self, logprobs: Sequence[Any], entropy: Sequence[Any]) -> torch.Tensor:
+        """The objective's value."""
+        terms = zip(logprobs, entropy, self.weights, strict=True)
+        return sum((p * w[:, 0]).sum() + (e * w[:, 1]).sum() for p, e, w in terms)  # type: ignore
+
+
+def make_objective(sequences: list[np.ndarray], seed: int = 0, plain: bool = False) -> Objective:
+    """Three temperatures and masks that differ between sequences; all 1 if plain."""
+    rng = np.random.default_rng(seed)
+    weights = [torch.from_numpy(rng.standard_normal((len(s) - 1, 2))).float() for s in sequences]
+    masks = [(rng.random(len(s)) < 0.75).astype(np.int64) for s in sequences]
+    temperatures = [(1.0, 0.7, 1.0, 1.6)[i % 4] for i in range(len(sequences))]
+    if plain:
+        return Objective(sequences, [1.0] * len(sequences), None, weights)
+    return Objective(sequences, temperatures, masks, weights)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one side computed."""
+
+    logprobs: list[torch.Tensor]
+    entropy: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def run_replicated(model: Any, objective: Objective) -> Run:
+    """Every sequence alone through the model; gradients add up over the sequences."""
+    model.zero_grad(set_to_none=True)
+    logprobs, entropy = [], []
+    for i, tokens in enumerate(objective.sequences):
+        ids = torch.from_numpy(tokens)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        log_p = (logits.float() / objective.temperatures[i]).log_softmax(-1)
+        scored = torch.ones(len(tokens) - 1)
+        if objective.loss_masks is not None:
+            scored = torch.from_numpy(objective.loss_masks[i][1:]).float()
+        logprobs.append(log_p.gather(1, ids[1:, None])[:, 0] * scored)
+        entropy.append(-(log_p.exp() * log_p).sum(-1) * scored)
+    objective.loss(logprobs, entropy).backward()
+    return Run(_detached(logprobs), _detached(entropy), gradients(model))
+
+
+def run_packed(
+    model: nn.Module, packed: Any, objective: Objective, chunk_size: int | None = 7
+) -> Run:
+    """The same through `sequence_logprobs`."""
+    model.zero_grad(set_to_none=True)
+    scores = sequence_logprobs(
+        model,
+        packed,
+        temperature=objective.temperatures,
+        loss_mask=objective.loss_masks,
+        return_entropy=True,
+        chunk_size=chunk_size,
+    )
+    assert scores.entropy is not None
+    objective.loss(scores.logprobs, scores.entropy).backward()
+    return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, by parameter name; parameters without a gradient are left out."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.detach() for t in tensors]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a run is from the reference.
+
+    Attributes:
+        logprob: largest difference of a log-probability, over the largest |log p| of the reference.
+        entropy: likewise.
+        gradient: over the parameters, the largest norm of the difference over the norm of the
+            reference's gradient; a norm below 1e-3 of the norm of all gradients counts as that.
+        worst: the parameter `gradient` belongs to.
+    """
+
+    logprob: float
+    entropy: float
+    gradient: float
+    worst: str
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three."""
+        return max(self.logprob, self.entropy, self.gradient)
+
+
+def errors(run: Run, reference: Run) -> Errors:
+    """Differences of a run from the reference; an assertion if the two do not even have the same
+    shapes, the same parameters with gradients, or finite values."""
+
+    def worst_value(values: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        assert [v.shape for v in values] == [e.shape for e in expected]
+        flat, target = torch.cat(values), torch.cat(expected)
+        assert flat.dtype == target.dtype == torch.float32
+        assert flat.isfinite().all()
+        return float((flat - target).abs().max() / target.abs().max())
+
+    assert run.gradients.keys() == reference.gradients.keys()
+    norms = {name: float(g.float().norm()) for name, g in reference.gradients.items()}
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
+    worst, worst_name = 0.0, ""
+    for name, expected in reference.gradients.items():
+        got = run.gradients[name].float()
+        assert got.isfinite().all(), name
+        error = float((got - expected.float()).norm()) / max(norms[name], floor)
+        if error >= worst:
+            worst, worst_name = error, name
+    return Errors(
+        worst_value(run.logprobs, reference.logprobs),
+        worst_value(run.entropy, reference.entropy),
+        worst,
+        worst_name,
+    )
+
+
+def assert_same(run: Run, reference: Run, tolerance: float = 1e-5) -> Errors:
+    """Fails unless the run equals the reference in the sense of `Errors`."""
+    found = errors(run, reference)
+    assert found.largest <= tolerance, found
+    return found
+
+
+@contextmanager
+def counted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
+    """Counts the forwards of modules, those of a recomputation included."""
+    calls: list[None] = []
+    handles = [m.register_forward_hook(lambda *_: calls.append(None)) for m in modules]
+    try:
+        yield lambda: len(calls)
+    finally:
+        for handle in handles:
+            handle.remove()

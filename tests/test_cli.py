@@ -1,0 +1,176 @@
+"""The program and `report`: what they print, where, and how they exit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runs import run, run_json, write_rollouts
+
+import prefixtree
+from prefixtree.cli.report import measure
+from prefixtree.forest import PrefixForest
+
+AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"
+
+
+@pytest.fixture
+def rollout_file(tmp_path):
+    return write_rollouts(tmp_path / "rollouts.jsonl")
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+def test_help_teaches():
+    for arguments in (["--help"], ["report", "--help"], ["verify", "--help"], ["demo", "--help"]):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        assert "prefixtree" in result.output.split("Options")[0].split("Usage")[1].split("\n", 1)[1]
+
+
+def test_version():
+    assert run("--version").stdout == f"prefixtree {prefixtree.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["report"], ["report", "x", "--nonsense"], ["report", "nowhere"]]
+)
+def test_wrong_usage_exits_2(arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_an_interrupt_exits_130(monkeypatch, rollout_file):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prefixtree.cli.rollouts.read_rollouts", interrupted)
+    result = run("report", rollout_file)
+    assert result.exit_code == 130
+    assert "Traceback" not in result.stderr
+
+
+def test_help_and_report_do_not_import_transformers(rollout_file):
+    for arguments in (["--help"], ["report", str(rollout_file), "--json"]):
+        code = (
+            "import sys; sys.argv = ['prefixtree', *sys.argv[1:]]\n"
+            "from prefixtree.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as e: assert e.code == 0\n"
+            "assert not {'transformers', 'networkx', 'matplotlib'} & set(sys.modules)\n"
+        )
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+
+
+def test_python_m(rollout_file):
+    command = [sys.executable, "-m", "prefixtree", "report", str(rollout_file), "--json"]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert json.loads(result.stdout)["sequences"] == 4
+    assert result.stderr == ""
+
+
+# ---- report --------------------------------------------------------------------------------------
+
+
+def test_measure_on_a_forest_counted_by_hand():
+    # a root of 3 tokens; below it 2 tokens, a leaf of 1, and 4 tokens; a second tree of 1 token
+    forest = PrefixForest.from_sequences(
+        [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 8], [1, 2, 3, 9, 9, 9, 9], [7], [7]]
+    )
+    facts = measure(forest)
+    assert facts["sequences"] == 6
+    assert facts["tokens"] == {"replicated": 25, "distinct": 13, "ratio": 25 / 13}
+    # pairs: n (n + 1) / 2 of 5, 7, 4, 7, 1, 1; then 6 + (4 + 5) + (6 + 7) + 4 + (4 + 5 + 6 + 7) + 1
+    assert facts["attention"] == {
+        "replicated_pairs": 15 + 28 + 10 + 28 + 1 + 1,
+        "packed_pairs": 6 + 9 + 13 + 4 + 22 + 1,
+        "flop_ratio": 83 / 55,
+    }
+    assert facts["nodes"] == 6
+    assert facts["trees"] == 2
+    assert facts["leaves"] == 4
+    assert facts["depth"] == 3
+    assert facts["branching"] == {"nodes": 1, "mean_children": 3.0, "max_children": 3}
+    assert facts["node_length"] == {"min": 1, "median": 2.0, "mean": 13 / 6, "max": 4}
+    assert facts["sequence_length"] == {"min": 1, "median": 4.5, "mean": 25 / 6, "max": 7}
+
+
+def test_measure_without_any_sharing():
+    facts = measure(PrefixForest.from_sequences([[1, 2], [3, 4]]))
+    assert facts["tokens"]["ratio"] == facts["attention"]["flop_ratio"] == 1.0
+    assert facts["branching"] == {"nodes": 0, "mean_children": 0.0, "max_children": 0}
+
+
+def test_measure_does_not_overflow_int32():
+    structure = PrefixForest.from_parents([-1], [200_000])
+    assert measure(structure)["attention"]["packed_pairs"] == 200_000 * 200_001 // 2
+
+
+def test_report(rollout_file):
+    facts = run_json("report", rollout_file)
+    assert (facts["file"], facts["per_turn"], facts["left_out"]) == (str(rollout_file), False, 0)
+    assert facts["tokens"]["replicated"] == 4 * 46
+    result = run("report", rollout_file)
+    assert result.exit_code == 0
+    assert "184" in result.stdout and "attention FLOP ratio" in result.stdout
+    assert result.stderr == ""
+
+
+def test_report_per_turn(rollout_file):
+    facts = run_json("report", rollout_file, "--per-turn")
+    assert facts["sequences"] == 8
+    assert facts["tokens"]["replicated"] == 4 * (28 + 46)
+    assert facts["tokens"]["distinct"] == run_json("report", rollout_file)["tokens"]["distinct"]
+
+
+def test_report_reads_standard_input(rollout_file):
+    result = run("report", "-", "--json", input=rollout_file.read_bytes())
+    assert json.loads(result.stdout)["sequences"] == 4
+
+
+def test_broken_lines_are_left_out_and_said(rollout_file):
+    with rollout_file.open("a") as file:
+        file.write("broken\n" * 7)
+    result = run("report", rollout_file, "--json")
+    assert result.exit_code == 0
+    facts = json.loads(result.stdout)
+    assert facts["sequences"] == 4 and facts["left_out"] == 7
+    lines = result.stderr.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith(f"left out: {rollout_file}:5: not valid JSON")
+    assert lines[-1] == "left out 7 broken line(s) (2 not shown); --strict stops at the first"
+
+
+def test_strict_stops_at_the_first_broken_line(rollout_file):
+    with rollout_file.open("a") as file:
+        file.write("broken\n" * 7)
+    result = run("report", rollout_file, "--strict")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"prefixtree: {rollout_file}:5: not valid JSON")
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    result = run("report", tmp_path / "nowhere.jsonl")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"prefixtree: {tmp_path}/nowhere.jsonl: cannot be read: No such file or directory\n"
+    )
+
+
+@pytest.mark.skipif(not AIRLINE.exists(), reason=f"needs {AIRLINE}, which is not in the project")
+@pytest.mark.parametrize(
+    "options, sequences, distinct, replicated",
+    [(["--per-turn"], 579, 155_958, 2_135_816), ([], 40, 156_918, 206_981)],
+)
+def test_report_on_real_rollouts(options, sequences, distinct, replicated):
+    facts = run_json("report", AIRLINE, *options)
+    assert facts["sequences"] == sequences
+    assert facts["tokens"]["distinct"] == distinct
+    assert facts["tokens"]["replicated"] == replicated
+    assert f"{distinct:,}" in run("report", AIRLINE, *options).stdout

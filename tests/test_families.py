@@ -1,0 +1,282 @@
+"""Each family on the allow-list equals its own eager run, sequence by sequence: log-probabilities,
+entropies and the gradient of every parameter. What "equals" is relative to: `models.Errors`."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import (
+    FAMILIES,
+    Objective,
+    Run,
+    assert_same,
+    build,
+    counted,
+    enable_checkpointing,
+    errors,
+    make_objective,
+    ragged_sequences,
+    run_packed,
+    run_replicated,
+)
+
+import prefixtree as pt
+import prefixtree.integrations.transformers as adapter
+from prefixtree.integrations import families
+from prefixtree.packing.mask import MaskPlan
+
+_CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
+
+
+@cache
+def _objective() -> Objective:
+    return make_objective(ragged_sequences())
+
+
+@cache
+def _packed() -> pt.PackedForest:
+    return pt.pack(pt.PrefixForest.from_sequences(_objective().sequences))
+
+
+@cache
+def _reference(model_type: str) -> Run:
+    return run_replicated(build(model_type, "eager"), _objective())
+
+
+def test_the_forest_is_hard_enough():
+    """What the proofs below rest on: depth, endings inside, repeats, siblings of unequal length."""
+    forest = _packed().forest
+    assert forest.depth >= 4 and int(_packed().position_ids.max()) >= 35
+    ends, counts = np.unique(forest.sequence_node, return_counts=True)
+    assert (counts > 1).any(), "a repeated sequence"
+    inner = np.unique(forest.node_parent[forest.node_parent >= 0])
+    assert np.isin(ends, inner).any(), "a sequence that ends inside the tree"
+    assert (forest.node_length == 1).any() and (forest.node_parent < 0).sum() == 3
+    # a first token after a branch whose predictor is not the token before it in packed order
+    predictor = _packed().predictor.numpy()
+    assert (predictor != np.arange(len(predictor)) - 1)[predictor >= 0].sum() >= 4
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_parameter_matters(model_type):
+    """Otherwise a comparison of gradients would compare zeros: of every parameter, of every expert
+    and of every sink there is a gradient that is not noise."""
+    reference = _reference(model_type)
+    model = build(model_type, "eager")
+    assert reference.gradients.keys() == {name for name, _ in model.named_parameters()}
+    total = sum(float(g.norm()) ** 2 for g in reference.gradients.values()) ** 0.5
+    for name, gradient in reference.gradients.items():
+        assert gradient.norm() > 1e-5 * total, name
+        if "experts" in name or "sinks" in name:
+            assert (gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None]).any(1).all()
+
+
+@pytest.mark.parametrize("checkpointing", _CHECKPOINTING)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_equals_eager_one_by_one(model_type, checkpointing):
+    model = build(model_type)
+    use_reentrant = _CHECKPOINTING[checkpointing]
+    if use_reentrant is not None:
+        enable_checkpointing(model, use_reentrant)
+    found = assert_same(run_packed(model, _packed(), _objective()), _reference(model_type))
+    print(f"{model_type:12} {checkpointing:13} {found}")  # pytest -rP shows it
+
+
+@pytest.mark.parametrize("checkpointing", _CHECKPOINTING)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_checkpointing_recomputes_every_layer(model_type, checkpointing):
+    """The test above would prove nothing for checkpointing that is silently off."""
+    model = build(model_type)
+    use_reentrant = _CHECKPOINTING[checkpointing]
+    if use_reentrant is not None:
+        enable_checkpointing(model, use_reentrant)
+    # the layer's own hooks stay outside the checkpoint in newer transformers
+    layers = [layer.self_attn for layer in model.model.layers]
+    with counted(layers) as forwards:
+        scores = adapter.sequence_logprobs(model, _packed())
+        assert forwards() == len(layers)
+        torch.cat(scores.logprobs).sum().backward()
+        assert forwards() == (1 if use_reentrant is None else 2) * len(layers)
+
+
+def test_every_supported_model_type_is_proven_here():
+    assert adapter.supported_model_types() == sorted(FAMILIES)
+
+
+def test_every_allowed_rope_type_is_proven_here():
+    proven = set()
+    for model_type in FAMILIES:
+        proven |= set(families._rope_types(build(model_type).config))
+    assert proven == families._ROPE_TYPES
+
+
+def test_windows_are_shorter_than_the_trees():
+    """In each family that slides, some layer does."""
+    sliding = {
+        name: build(name).config.sliding_window
+        for name in FAMILIES
+        if "sliding_window" in FAMILIES[name]
+    }
+    assert sorted(sliding) == ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2"]
+    assert max(sliding.values()) < 7
+    for name in sliding.keys() - {"mistral"}:
+        assert "sliding_attention" in build(name).config.layer_types
+
+
+def test_the_model_itself_returns_the_logits_of_every_sequence():
+    """Without `sequence_logprobs`: what `unpack` makes of the packed logits is the eager logits."""
+    model = build("qwen2")
+    packed = _packed()
+    with torch.no_grad():
+        logits = packed.unpack(model(**packed.model_inputs()).logits[0])
+        model.set_attn_implementation("eager")
+        for got, tokens in zip(logits, _objective().sequences, strict=True):
+            expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+            torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+
+
+# ---- the comparison must turn red ----------------------------------------------------------------
+# Each feeds the very comparison above a mistake that a real project has made or could make.
+
+
+def _with_mask(mask: pt.TreeMask) -> Any:
+    """The packed forest, but the model is given another mask."""
+    packed = copy.copy(_packed())
+    inputs = {**packed.model_inputs(), "tree_mask": mask}
+    packed.model_inputs = lambda: inputs  # type: ignore[method-assign]
+    return packed
+
+
+def _causal(subtree_end: np.ndarray) -> np.ndarray:
+    return np.full_like(subtree_end, len(subtree_end))
+
+
+def _dropped_ancestor(subtree_end: np.ndarray) -> np.ndarray:
+    """The root of the first tree is not seen by its grandchildren any more."""
+    forest = _packed().forest
+    child = int(np.flatnonzero(forest.node_parent == 0)[0])
+    start = forest.node_start[child]
+    out = subtree_end.copy()
+    out[start : start + forest.node_length[child]] = start + forest.node_length[child]
+    return out
+
+
+def _dropped_token(subtree_end: np.ndarray) -> np.ndarray:
+    """One token of the root is seen by nobody but itself; its row of the mask alone is wrong."""
+    out = subtree_end.copy()
+    out[4] = 5
+    return out
+
+
+def _swapped_siblings(subtree_end: np.ndarray) -> np.ndarray:
+    """Two leaves side by side, each as long as the other is."""
+    forest = _packed().forest
+    is_leaf = ~np.isin(np.arange(forest.num_nodes), forest.node_parent)
+    for first in range(forest.num_nodes - 1):
+        a, b = int(forest.node_length[first]), int(forest.node_length[first + 1])
+        siblings = forest.node_parent[first] == forest.node_parent[first + 1] >= 0
+        if siblings and is_leaf[first] and is_leaf[first + 1] and a != b:
+            start = int(forest.node_start[first])
+            out = subtree_end.copy()
+            out[start : start + b] = start + b
+            out[start + b : start + b + a] = start + b + a
+            return out
+    raise AssertionError("the forest has no two such leaves")
+
+
+_WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
+@pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
+def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
+    monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
+    subtree_end = _packed().subtree_end.numpy()
+    run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
+    assert_same(run, _reference(model_type))
+    run = run_packed(build(model_type), _with_mask(pt.TreeMask(wrong(subtree_end))), _objective())
+    with pytest.raises(AssertionError, match="Errors"):
+        assert_same(run, _reference(model_type))
+    assert errors(run, _reference(model_type)).largest > 1e-3
+
+
+@pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
+def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
+    """In real use a mask of another forest is refused: its depths are not these positions."""
+    packed = _with_mask(pt.TreeMask(wrong(_packed().subtree_end.numpy())))
+    with pytest.raises(ValueError, match="position_ids are not the tokens' depths"):
+        adapter.sequence_logprobs(build("qwen3"), packed)
+
+
+def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
+    monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
+    plan = MaskPlan(_packed().subtree_end.numpy(), None)
+    plan.position = np.arange(len(plan.position), dtype=np.int32)
+    mask = pt.TreeMask.__new__(pt.TreeMask)._init(plan, torch.device("cpu"), "reference", False)
+    run = run_packed(build("mistral"), _with_mask(mask), _objective())
+    with pytest.raises(AssertionError, match="Errors"):
+        assert_same(run, _reference("mistral"))
+
+
+def test_labels_rolled_by_packed_order_turn_it_red():
+    """The first token after a branch scored from the token before it, not from its predecessor."""
+    packed = copy.copy(_packed())
+    inputs = packed.model_inputs()
+    packed.model_inputs = lambda: inputs  # type: ignore[method-assign]
+    packed.mask = packed.mask.with_options()
+    plan = packed.mask.plan = copy.copy(packed.mask.plan)
+    right = plan.predictor
+    plan.predictor = np.where(right >= 0, np.arange(len(right)) - 1, -1).astype(right.dtype)
+    assert (plan.predictor != right).any()
+    run = run_packed(build("qwen3"), packed, _objective())
+    with pytest.raises(AssertionError, match="Errors"):
+        assert_same(run, _reference("qwen3"))
+
+
+def test_a_branch_without_its_edge_turns_it_red():
+    """The loss of the first token after a branch dropped, as others document that they do."""
+    predictor = _packed().predictor.numpy()
+    branch = (predictor >= 0) & (predictor != np.arange(len(predictor)) - 1)
+    masks = [
+        np.where(b, 0, m)
+        for b, m in zip(
+            _packed().unpack(torch.from_numpy(branch)), _objective().loss_masks, strict=True
+        )
+    ]
+    assert any((m != n).any() for m, n in zip(masks, _objective().loss_masks, strict=True))
+    o = _objective()
+    run = run_packed(
+        build("qwen3"), _packed(), Objective(o.sequences, o.temperatures, masks, o.weights)
+    )
+    with pytest.raises(AssertionError, match="Errors"):
+        assert_same(run, _reference("qwen3"))
+
+
+def test_a_gradient_of_one_copy_only_turns_it_red():
+    """Each shared token's gradient from its last sequence alone instead of the sum."""
+    o = _objective()
+    weights = [w.clone() for w in o.weights]
+    weights[4].zero_()  # sequence 4 repeats sequence 0
+    run = run_packed(
+        build("qwen3"), _packed(), Objective(o.sequences, o.temperatures, o.loss_masks, weights)
+    )
+    found = errors(run, _reference("qwen3"))
+    assert found.logprob <= 1e-5 < found.gradient
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("given", ["packed order", "nothing"])
+def test_positions_that_are_not_depths_raise(model_type, given):
+    """The models' own default counts packed tokens: RoPE would be wrong without a trace."""
+    inputs = _packed().model_inputs()
+    if given == "packed order":
+        inputs["position_ids"] = torch.arange(_packed().num_tokens)[None]
+    else:
+        del inputs["position_ids"]
+    with pytest.raises(ValueError, match="position_ids are not the tokens' depths"):
+        build(model_type)(**inputs)

@@ -1,0 +1,173 @@
+"""What `import prefixtree` costs, and that imports inside the package point one way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import prefixtree
+
+ROOT = Path(prefixtree.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LATER = ("transformers", "matplotlib", "numba", "networkx", "rich", "typer", "triton", "flash_attn")
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in FILES}
+
+
+def run_python(code: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """(module, at import time) for every import of a file; TYPE_CHECKING blocks are left out."""
+
+    def is_type_checking(node: ast.AST) -> bool:
+        return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_import
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} uses a relative import"
+            assert node.module is not None
+            for alias in node.names:
+                # `from package import module` imports the module
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module, at_import
+        elif not is_type_checking(node):
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, at_import and not inside)
+
+    yield from visit(ast.parse(file.read_text()), True)
+
+
+# numba loads and compiles as these are imported, so only functions may import them
+COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
+
+
+def layer_of(module: str) -> int:
+    """0 for the forest, up to 4 for the CLI; the package's own __init__ stands on top of all."""
+    parts = module.split(".")[1:]
+    if not parts or parts[0] in ("cli", "__main__"):
+        return 4
+    return {"packing": 1, "kernels": 2, "integrations": 3, "view": 3}.get(parts[0], 0)
+
+
+def backend_of(module: str) -> str | None:
+    """The kernel backend a module belongs to: a file or folder of `kernels` named so."""
+    parts = module.split(".")
+    if parts[:2] == ["prefixtree", "kernels"] and len(parts) > 2:
+        return parts[2] if parts[2] in ("reference", "sdpa", "triton", "flash") else None
+    return None
+
+
+# ---- cost of an import --------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
+    code = (
+        "import sys, json, torch; before = set(sys.modules); import prefixtree;"
+        "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
+    )
+    new = run_python(code)["new"]
+    assert isinstance(new, list)
+    assert "prefixtree.packing.layout" in new
+    heavy = sorted({name for name in new if name.split(".")[0] in LATER})
+    assert heavy == []
+    assert not COMPILED & set(new)
+
+
+def test_import_takes_little_longer_than_torch() -> None:
+    code = (
+        "import json, time, torch; start = time.perf_counter(); import prefixtree;"
+        "print(json.dumps({'seconds': time.perf_counter() - start}))"
+    )
+    seconds = [float(str(run_python(code)["seconds"])) for _ in range(3)]
+    median = statistics.median(seconds)
+    print(f"import prefixtree after torch: {median:.3f} s (the limit is 0.3 s on a quiet machine)")
+    assert median < 0.6
+
+
+# ---- direction ----------------------------------------------------------------------------------
+
+
+def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
+    # the rules below would hold of any file if this one found nothing
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from typing import TYPE_CHECKING\n"
+        "from prefixtree.packing import tables\n"
+        "if TYPE_CHECKING:\n    import networkx\n"
+        "class A:\n    import json\n"
+        "def f():\n    from prefixtree import _trie\n    import torch\n"
+    )
+    assert list(imports(file)) == [
+        ("numpy", True),
+        ("typing", True),
+        ("prefixtree.packing.tables", True),
+        ("json", True),
+        ("prefixtree._trie", False),
+        ("torch", False),
+    ]
+    assert layer_of("prefixtree.forest") < layer_of("prefixtree.packing.mask")
+    assert layer_of("prefixtree.kernels.sdpa") < layer_of("prefixtree.integrations.transformers")
+    assert backend_of("prefixtree.kernels.triton.forward") == "triton"
+    assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "prefixtree"])
+def test_imports_point_one_way(module: str) -> None:
+    for target, _ in imports(MODULES[module]):
+        if target.split(".")[0] == "prefixtree":
+            # from `prefixtree` itself only what stands above all may import
+            assert layer_of(target) <= layer_of(module), f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])
+def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) -> None:
+    allowed = ("prefixtree.packing.mask", "prefixtree.packing.kinds")
+    for target, _ in imports(MODULES[module]):
+        parts = target.split(".")
+        if parts[0] != "prefixtree":
+            continue
+        if parts[1:2] == ["packing"]:
+            assert target in allowed, f"{module} imports {target}"
+        elif parts[1:2] != ["kernels"]:
+            assert target == "prefixtree.errors", f"{module} imports {target}"
+        ours, theirs = backend_of(module), backend_of(target)
+        if ours is not None and theirs is not None:
+            assert ours == theirs, f"backend {module} imports backend {target}"
+
+
+@pytest.mark.parametrize("module", list(MODULES))
+def test_compiled_loops_are_imported_inside_functions(module: str) -> None:
+    if module in COMPILED:
+        return
+    for target, at_import in imports(MODULES[module]):
+        late = target in COMPILED or target.split(".")[0] == "numba"
+        assert not (late and at_import), f"{module} imports {target} as it is imported"
+
+
+def test_the_compiled_modules_are_known() -> None:
+    known = {"prefixtree._trie", "prefixtree.packing.tables", "prefixtree.packing.copies"}
+    assert known <= COMPILED

@@ -1,0 +1,412 @@
+"""What cannot run exactly is refused, each case with a message of its own that names the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import (
+    FAMILIES,
+    assert_same,
+    build,
+    make_objective,
+    ragged_sequences,
+    run_packed,
+    run_replicated,
+)
+from torch import nn
+from transformers import AutoModel
+
+import prefixtree as pt
+from prefixtree.integrations import families
+from prefixtree.integrations.transformers import (
+    allow_model_type,
+    sequence_logprobs,
+    supported_model_types,
+)
+
+
+@pytest.fixture(scope="module")
+def packed() -> pt.PackedForest:
+    return pt.pack(pt.PrefixForest.from_sequences(ragged_sequences()))
+
+
+# ---- calls of the model -------------------------------------------------------------------------
+# for every family: each has its own forward, and some do not hand every keyword on
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_tree_mask(model_type, packed):
+    inputs = packed.model_inputs()
+    del inputs["tree_mask"]
+    with pytest.raises(ValueError, match=r"needs the forest's mask.*packed\.model_inputs\(\)"):
+        build(model_type)(**inputs)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("kind", ["ones", "bool ones", "padding", "one row of 4-D", "4-D"])
+def test_an_attention_mask(model_type, kind, packed):
+    tokens = packed.num_tokens
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    if kind == "bool ones":
+        mask = mask.bool()
+    elif kind == "padding":
+        mask[0, -3:] = 0
+    elif kind == "one row of 4-D":
+        mask = torch.zeros(1, 1, 1, tokens)
+    elif kind == "4-D":
+        mask = torch.zeros(1, 1, tokens, tokens)
+    with pytest.raises(ValueError, match=r"no attention_mask|not pass an attention_mask"):
+        build(model_type)(**packed.model_inputs(), attention_mask=mask)
+
+
+def test_ready_made_masks_a_layer_type(packed):
+    """What `generate` prepares and gemma accepts: a dictionary of masks."""
+    tokens = packed.num_tokens
+    mask = dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros(1, 1, tokens, tokens))
+    with pytest.raises(ValueError, match="not pass an attention_mask"):
+        build("gemma3_text")(**packed.model_inputs(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_batch_of_two(model_type, packed):
+    inputs = packed.model_inputs()
+    for name in ("input_ids", "position_ids"):
+        inputs[name] = inputs[name].repeat(2, 1)
+    with pytest.raises(ValueError, match="expected batch size 1, got 2"):
+        build(model_type)(**inputs)
+
+
+# their layers are not told about use_cache, only given a cache, which is gone before attention
+_CACHE_UNSEEN = ["gemma2", "gemma3_text"]
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - _CACHE_UNSEEN))
+def test_use_cache(model_type, packed):
+    for inputs in ({**packed.model_inputs(), "use_cache": True}, packed.model_inputs()):
+        if not inputs["use_cache"]:
+            del inputs["use_cache"]  # the configuration's own default is True
+        with pytest.raises(ValueError, match="no key-value cache: pass use_cache=False"):
+            build(model_type)(**inputs)
+
+
+@pytest.mark.parametrize("model_type", _CACHE_UNSEEN)
+def test_use_cache_where_it_cannot_be_seen(model_type, packed):
+    """An empty cache is filled and changes nothing; to go on with it is refused."""
+    model = build(model_type)
+    inputs = packed.model_inputs()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        output = model(**{**inputs, "use_cache": True})
+        assert torch.equal(output.logits, expected)
+        with pytest.raises(ValueError, match="rows, the mask has"):
+            model(**inputs, past_key_values=output.past_key_values)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_cache_that_is_already_filled(model_type, packed):
+    """Whatever use_cache says: the keys of another call are not in the tree."""
+    model = build(model_type, "eager").eval()
+    with torch.no_grad():
+        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    model.set_attn_implementation("prefixtree")
+    with pytest.raises(ValueError, match=r"cache|rows, the mask has"):
+        model(**packed.model_inputs(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed_sequence_keywords(model_type, packed):
+    """The keywords of padding-free training name another way of packing."""
+    ends = torch.tensor([0, packed.num_tokens], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cannot be combined with cu_seq_lens_q"):
+        build(model_type)(**packed.model_inputs(), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_positions_of_another_length(packed):
+    with pytest.raises((ValueError, RuntimeError)):
+        build("qwen3")(**{**packed.model_inputs(), "position_ids": torch.arange(3)[None]})
+
+
+def test_a_single_wrong_position(packed):
+    position_ids = packed.position_ids.clone()
+    position_ids[-1] += 1
+    with pytest.raises(ValueError, match=r"not the tokens' depths.*packed\.position_ids\[None\]"):
+        build("qwen3")(**{**packed.model_inputs(), "position_ids": position_ids[None]})
+
+
+def test_a_mask_of_another_forest(packed):
+    other = pt.pack(pt.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
+    with pytest.raises(ValueError, match=r"tokens|queries|position_ids"):
+        build("qwen3")(**{**packed.model_inputs(), "tree_mask": other.mask})
+
+
+def test_something_else_for_a_mask(packed):
+    with pytest.raises((TypeError, ValueError), match=r"TreeMask|packed\.mask"):
+        build("qwen3")(**{**packed.model_inputs(), "tree_mask": packed})
+
+
+# ---- randomness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_attention_dropout_in_training(model_type, packed):
+    model = build(model_type, attention_dropout=0.1)
+    with pytest.raises(pt.UnsupportedError, match=r"attention.dropout is 0\.1"):
+        model(**packed.model_inputs())
+    with pytest.raises(pt.UnsupportedError, match=r"attention_dropout is 0.1.*model\.eval\(\)"):
+        sequence_logprobs(model, packed)
+
+
+def test_attention_dropout_is_fine_in_eval(packed):
+    model = build("qwen3", attention_dropout=0.1).eval()
+    expected = sequence_logprobs(build("qwen3"), packed).logprobs
+    for got, want in zip(sequence_logprobs(model, packed).logprobs, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_layer_left_in_training_mode(packed):
+    model = build("qwen3", attention_dropout=0.1).eval()
+    model.model.layers[1].train()
+    with pytest.raises(pt.UnsupportedError, match=r"attention dropout is 0\.1"):
+        sequence_logprobs(model, packed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "embedding_dropout",
+        "activation_dropout",
+        "layerdrop",
+        "router_jitter_noise",
+        "input_jitter_noise",
+    ],
+)
+def test_dropouts_and_jitters_of_the_configuration(name, packed):
+    model = build("qwen3_moe")
+    setattr(model.config, name, 0.2)
+    with pytest.raises(pt.UnsupportedError, match=rf"config\.{name} is 0.2.*set it to 0"):
+        sequence_logprobs(model, packed)
+    sequence_logprobs(model.eval(), packed)
+    setattr(model.config, name, 0.0)
+    sequence_logprobs(model.train(), packed)
+
+
+class _Adapter(nn.Module):
+    """A low-rank adapter as PEFT makes them: a dropout on its own branch."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
+        self.lora_A = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(self.lora_dropout["default"](x)))
+
+
+def test_dropout_of_an_adapter(packed):
+    model = build("llama")
+    attention = model.model.layers[2].self_attn
+    attention.q_proj = _Adapter(attention.q_proj, 0.05)
+    name = r"model\.layers\.2\.self_attn\.q_proj\.lora_dropout\.default"
+    with pytest.raises(pt.UnsupportedError, match=rf"{name} is an active dropout \(p = 0.05\)"):
+        sequence_logprobs(model, packed)
+    sequence_logprobs(model.eval(), packed)
+    attention.q_proj.lora_dropout["default"].p = 0.0
+    sequence_logprobs(model.train(), packed)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.AlphaDropout])
+def test_dropout_outside_the_transformers_model(kind, packed):
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("llama")
+            self.extra = kind(0.3)
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.inner(**inputs)
+
+    with pytest.raises(pt.UnsupportedError, match="extra is an active dropout"):
+        sequence_logprobs(Wrapper(), packed)
+
+
+# ---- RoPE that looks at the batch ---------------------------------------------------------------
+
+
+_LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+_LONG["original_max_position_embeddings"] = 16
+_ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
+}
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+def test_rope_of_the_longest_sequence(kind, packed):
+    model = build("qwen3", rope_parameters=_ROPES[kind])
+    match = rf"RoPE type '{kind}'.*default, linear, llama3, yarn"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        sequence_logprobs(model, packed)
+    with pytest.raises(pt.UnsupportedError, match=match):
+        model.eval()(**packed.model_inputs())
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+@pytest.mark.parametrize("layer_type", ["full_attention", "sliding_attention"])
+def test_rope_of_the_longest_sequence_in_one_layer_type(kind, layer_type, packed):
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    parameters = dict.fromkeys(("full_attention", "sliding_attention"), default)
+    model = build("gemma3_text", rope_parameters={**parameters, layer_type: _ROPES[kind]})
+    with pytest.raises(pt.UnsupportedError, match=f"RoPE type '{kind}'"):
+        sequence_logprobs(model, packed)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["stablelm", "nemotron", "gpt2", "opt", "phi3", "olmo2", "llama4_text", "qwen3_next", "bloom"],
+)
+def test_a_model_type_that_is_not_proven(model_type, packed):
+    model = build(model_type)
+    match = rf"model type '{model_type}' is not verified.*qwen3.*allow_model_type"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        sequence_logprobs(model, packed)
+
+
+def test_the_model_alone_refuses_an_unproven_type_too(packed):
+    with pytest.raises(pt.UnsupportedError, match="model type 'olmo2' is not verified"):
+        build("olmo2")(**packed.model_inputs())
+
+
+@pytest.mark.parametrize("layer_type", ["linear_attention", "chunked_attention", "mamba"])
+def test_layers_that_mix_by_packed_order(layer_type, packed):
+    model = build("qwen3")
+    model.config.__dict__["layer_types"] = ["full_attention", layer_type, "full_attention"]
+    match = f"layers of type '{layer_type}'.*full_attention, sliding_attention"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        sequence_logprobs(model, packed)
+
+
+def test_opting_in_does_not_let_recurrent_layers_through(packed, monkeypatch):
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    model = build("qwen3_next", linear_num_key_heads=2, linear_num_value_heads=2, head_dim=16)
+    allow_model_type("qwen3_next")
+    with pytest.raises(pt.UnsupportedError, match="layers of type 'linear_attention'"):
+        sequence_logprobs(model, packed)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_bidirectional_attention(model_type, packed):
+    model = build(model_type, use_bidirectional_attention=True)
+    with pytest.raises(pt.UnsupportedError, match="bidirectional attention has no prefix to share"):
+        sequence_logprobs(model, packed)
+    with pytest.raises(pt.UnsupportedError):
+        model(**packed.model_inputs())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_attention_implementation(implementation, packed):
+    model = build("qwen3", implementation)
+    match = rf"attn_implementation='{implementation}'.*set_attn_implementation\(\"prefixtree\"\)"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        sequence_logprobs(model, packed)
+
+
+def test_a_model_without_a_head(packed):
+    config = build("qwen3").config
+    model = AutoModel.from_config(config, attn_implementation="prefixtree")
+    with pytest.raises(pt.UnsupportedError, match=r"AutoModelForCausalLM.*Qwen3Model has none"):
+        sequence_logprobs(model, packed)
+
+
+def test_something_that_is_no_transformers_model(packed):
+    with pytest.raises(pt.UnsupportedError, match="Linear has none"):
+        sequence_logprobs(nn.Linear(2, 2), packed)
+
+
+# ---- arguments of sequence_logprobs -------------------------------------------------------------
+
+
+def test_a_forest_without_tokens():
+    forest = pt.PrefixForest.from_parents([-1, 0, 0], [3, 4, 2])
+    with pytest.raises(pt.ForestError, match="no token ids; give from_parents its tokens="):
+        sequence_logprobs(build("qwen3"), pt.pack(forest))
+
+
+@pytest.mark.parametrize("temperature", [[1.0], [1.0] * 13, [[1.0] * 12], []])
+def test_temperatures_of_another_shape(temperature, packed):
+    with pytest.raises(
+        ValueError, match=r"temperature must be one number or one a sequence \(12\)"
+    ):
+        sequence_logprobs(build("qwen3"), packed, temperature=temperature)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
+def test_temperatures_that_cannot_divide(value, packed):
+    for temperature in (value, [1.0] * 11 + [value]):
+        with pytest.raises(ValueError, match="temperatures must be finite and above 0"):
+            sequence_logprobs(build("qwen3"), packed, temperature=temperature)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_loss_masks_of_another_shape(kind, packed):
+    lengths = [len(s) for s in ragged_sequences()]
+    masks = [kind([1] * n) for n in lengths]
+    model = build("qwen3")
+    with pytest.raises(pt.ForestError, match="one entry a sequence: expected 12, got 11"):
+        sequence_logprobs(model, packed, loss_mask=masks[:-1])
+    short = [*masks[:2], kind([1] * (lengths[2] - 1)), *masks[3:]]
+    match = rf"loss_mask\[2\] must have the sequence's length {lengths[2]}, got length"
+    with pytest.raises(pt.ForestError, match=match):
+        sequence_logprobs(model, packed, loss_mask=short)
+    deep = [*masks[:3], kind([[1] * lengths[3]]), *masks[4:]]
+    with pytest.raises(pt.ForestError, match=r"loss_mask\[3\].*got no 1-D array"):
+        sequence_logprobs(model, packed, loss_mask=deep)
+    with pytest.raises(pt.ForestError, match="one mask a sequence, got none"):
+        sequence_logprobs(model, packed, loss_mask=[])
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_chunks_of_no_rows(chunk_size, packed):
+    with pytest.raises(ValueError, match="chunk_size must be"):
+        sequence_logprobs(build("qwen3"), packed, chunk_size=chunk_size)
+
+
+# ---- the opt-in ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["olmo2", "phi3", "granite", "cohere2"])
+def test_opting_in_to_a_type_one_has_verified(model_type, monkeypatch):
+    """And its figures are right, so that the message does not promise too much: these four take the
+    mask along, the last two with a rule of their own for logits."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    changes: dict[str, Any] = {}
+    if model_type == "granite":
+        changes = {"logits_scaling": 1.7, "embedding_multiplier": 1.3, "residual_multiplier": 0.8}
+        allow_model_type("granite", divisor="logits_scaling")
+    elif model_type == "cohere2":
+        changes = {"logit_scale": 0.3, "sliding_window": 6}
+        allow_model_type("cohere2", scale="logit_scale")
+    else:
+        allow_model_type(model_type)
+    assert model_type in supported_model_types()
+    objective = make_objective(ragged_sequences())
+    packed = pt.pack(pt.PrefixForest.from_sequences(objective.sequences))
+    run = run_packed(build(model_type, **changes), packed, objective)
+    assert_same(run, run_replicated(build(model_type, "eager", **changes), objective))
+
+
+def test_the_opt_in_ended_with_its_test():
+    assert supported_model_types() == sorted(FAMILIES)

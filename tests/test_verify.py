@@ -1,0 +1,297 @@
+"""`prefixtree verify`: green where packing is right, red where it is not."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from cli_runs import one_thread, run, run_json, write_rollouts
+
+from prefixtree.forest import PrefixForest
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def rollout_file(tmp_path):
+    return write_rollouts(tmp_path / "rollouts.jsonl")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(**changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**CONFIG, **changes}))
+        return path
+
+    return write
+
+
+def test_verify_is_green(rollout_file, config_file):
+    config = config_file()
+    facts = run_json("verify", "--model", config, rollout_file, "--per-turn")
+    assert facts["passed"] is True
+    assert facts["sequences"] == 8
+    assert facts["tokens"]["replicated"] == 4 * (28 + 46)
+    assert facts["tokens"]["scored"] == 4 * (4 + 16)
+    assert set(facts["checks"]) == {"logprobs", "entropy", "gradients"}
+    for check in facts["checks"].values():
+        assert check["passed"] and 0 <= check["difference"] < 2e-5 and check["limit"] == 1e-4
+    assert facts["checks"]["gradients"]["parameter"].startswith("model.")
+    assert facts["packed"]["loss"] == pytest.approx(facts["replicated"]["loss"], rel=1e-5)
+    for side in ("replicated", "packed"):
+        assert facts[side]["seconds"] > 0
+    assert facts["speedup"] > 0
+    assert facts["left_out"] == 0
+
+
+def test_verify_prints_a_verdict(rollout_file, config_file):
+    result = run("verify", "--model", config_file(), rollout_file, "--limit", 3)
+    assert result.exit_code == 0
+    assert "3 sequences" in result.stdout
+    assert result.stdout.splitlines()[-1] == "PASS"
+    assert result.stderr == ""
+
+
+def test_verify_with_gradient_checkpointing(rollout_file, config_file):
+    facts = run_json("verify", "--model", config_file(), rollout_file, "--gradient-checkpointing")
+    assert facts["passed"] and facts["gradient_checkpointing"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_verify_in_a_shorter_dtype(rollout_file, config_file, dtype):
+    facts = run_json("verify", "--model", config_file(), rollout_file, "--dtype", dtype)
+    assert facts["passed"] and facts["dtype"] == dtype
+    # the limit follows the replicated run's own error
+    assert facts["checks"]["logprobs"]["limit"] > 2e-3
+    assert facts["checks"]["logprobs"]["difference"] > 1e-5
+
+
+def test_verify_on_a_folder_of_weights(rollout_file, config_file, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    config = AutoConfig.from_pretrained(config_file())
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    facts = run_json("verify", "--model", folder, rollout_file)
+    # the same weights whatever the seed: only the loss changes with it
+    assert facts["passed"]
+    again = run_json("verify", "--model", folder, rollout_file)
+    assert again["replicated"]["loss"] == facts["replicated"]["loss"]
+
+
+def test_verify_without_loss_masks_scores_every_token(tmp_path, config_file):
+    path = tmp_path / "plain.jsonl"
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [1, 2], [9]]
+    path.write_text("\n".join(json.dumps({"token_ids": row}) for row in rows))
+    facts = run_json("verify", "--model", config_file(), path)
+    assert facts["tokens"]["scored"] == 3 + 4 + 1 + 1
+
+
+def test_tasks_and_limit_choose_sequences(rollout_file, config_file):
+    config = config_file(num_hidden_layers=1)
+
+    def count(*options):
+        return run_json("verify", "--model", config, rollout_file, *options)["sequences"]
+
+    assert count("--tasks", 1) == 2
+    assert count("--tasks", 1, "--per-turn") == 4
+    assert count("--tasks", 2, "--per-turn", "--limit", 5) == 5
+
+
+def nudge_a_logprob(scores):
+    scores.logprobs[1].data[-1] += 1e-3
+
+
+def nudge_an_entropy(scores):
+    scores.entropy[0].data[-1] += 1e-3
+
+
+def spoil_a_logprob(scores):
+    scores.logprobs[1].data[-1] = float("nan")
+
+
+def forget_a_gradient(scores):
+    scores.logprobs[2] = scores.logprobs[2].detach()
+
+
+@pytest.mark.parametrize(
+    "damage, red, dtype",
+    [
+        (nudge_a_logprob, "logprobs", "float32"),
+        (nudge_an_entropy, "entropy", "float32"),
+        (spoil_a_logprob, "logprobs", "float32"),
+        (forget_a_gradient, "gradients", "float32"),
+        (spoil_a_logprob, "logprobs", "bfloat16"),
+        (forget_a_gradient, "gradients", "bfloat16"),
+    ],
+)
+def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, dtype):
+    from prefixtree.integrations import transformers as adapter
+
+    original = adapter.sequence_logprobs
+
+    def damaged(model, packed, **options):
+        scores = original(model, packed, **options)
+        # the warm-up has one sequence
+        if packed.forest.num_sequences > 1:
+            damage(scores)
+        return scores
+
+    monkeypatch.setattr(adapter, "sequence_logprobs", damaged)
+    arguments = ("verify", "--model", config_file(), rollout_file, "--dtype", dtype)
+    facts = run_json(*arguments, exit_code=1)
+    assert facts["passed"] is False
+    assert [name for name, check in facts["checks"].items() if not check["passed"]] == [red]
+    # no speed-up of a wrong result
+    assert facts["speedup"] is None
+
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "FAIL"
+
+
+def test_verify_turns_red_under_a_causal_mask(monkeypatch, rollout_file, config_file):
+    """The mask that forgets the tree: every packed token sees all before it."""
+    from prefixtree import pack
+    from prefixtree.integrations import transformers as adapter
+
+    original = adapter.tree_attention
+
+    def causal(q, k, v, mask, **options):
+        chain = PrefixForest.from_parents([-1], [len(k)], tokens=[0] * len(k))
+        return original(q, k, v, pack(chain).mask, **options)
+
+    monkeypatch.setattr(adapter, "tree_attention", causal)
+    facts = run_json("verify", "--model", config_file(), rollout_file, exit_code=1)
+    assert not any(check["passed"] for check in facts["checks"].values())
+
+
+@pytest.mark.parametrize(
+    "changes, options, message",
+    [
+        ({"vocab_size": 200}, [], "rollouts.jsonl:1: has the token id 205, but the vocabulary of"),
+        ({"model_type": "nonsense"}, [], "--model"),
+        ({"model_type": None}, [], "--model"),
+        ({"hidden_size": "wide"}, [], "Validation error for field 'hidden_size'"),
+        ({}, ["--device", "nonsense"], "--device nonsense: "),
+        ({}, ["--tasks", 0], "Invalid value for '--tasks'"),
+        ({}, ["--dtype", "int8"], "Invalid value for '--dtype'"),
+    ],
+)
+def test_what_verify_cannot_use_exits_2(rollout_file, config_file, changes, options, message):
+    result = run("verify", "--model", config_file(**changes), rollout_file, *options)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_verify_needs_a_model_that_exists(rollout_file, tmp_path):
+    result = run("verify", "--model", tmp_path / "nowhere", rollout_file)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"prefixtree: --model {tmp_path}/nowhere: does not exist; expected a folder or a "
+        "config.json\n"
+    )
+    # a folder with a configuration but without weights
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    result = run("verify", "--model", tmp_path, rollout_file)
+    assert result.exit_code == 2
+    assert "no file named model.safetensors" in result.stderr
+
+
+def test_verify_says_what_it_does_not_support(rollout_file, config_file):
+    config = config_file(model_type="gpt2", bos_token_id=1, eos_token_id=2)
+    result = run("verify", "--model", config, rollout_file)
+    assert result.exit_code == 2
+    assert "gpt2" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_verify_needs_something_scored(tmp_path, config_file):
+    path = tmp_path / "unscored.jsonl"
+    path.write_text(json.dumps({"token_ids": [1, 2, 3], "loss_mask": [1, 0, 0]}))
+    result = run("verify", "--model", config_file(), path)
+    assert result.exit_code == 2
+    assert "loss_mask scores no token" in result.stderr
+
+
+# ---- the comparison itself -----------------------------------------------------------------------
+
+
+def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):
+    """The chunked backward against one differentiation of the whole loss."""
+    from prefixtree.cli import compare
+    from prefixtree.cli.verify import Setting, build, random_objective
+
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 300, n) for n in (9, 1, 14, 2)]
+    masks = [rng.random(len(s)) < 0.6 for s in sequences]
+    model = build(Setting(config_file()), "eager")
+    objective = random_objective(sequences, masks, seed=3)
+    # chunks of two rows
+    monkeypatch.setattr(compare, "_CPU_CHUNK", 600)
+    found = compare.run_replicated(model, sequences, objective)
+
+    loss = torch.zeros(())
+    for i, tokens in enumerate(torch.from_numpy(s) for s in sequences):
+        log_p = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        chosen = log_p.gather(-1, tokens[1:, None]).squeeze(-1)
+        scored = torch.from_numpy(masks[i][1:])
+        torch.testing.assert_close(found.logprobs[i], chosen * scored)
+        torch.testing.assert_close(found.entropy[i], entropy * scored)
+        loss = loss + objective.logprob_weights[i] @ chosen + objective.entropy_weights[i] @ entropy
+    loss.backward()
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    differences = compare.gradient_differences(found.gradients, expected)
+    assert len(differences) == len(expected) and max(differences.values()) < 1e-5
+    assert found.peak_bytes is None or found.peak_bytes >= 0
+
+
+def test_gradient_differences():
+    from prefixtree.cli.compare import gradient_differences
+
+    big, one = torch.tensor([3e6, 4e6]), torch.tensor([1.0])
+    expected = {"big": big, "noise": one, "none": None, "missing": torch.tensor([3e6])}
+    found = {"big": big * 1.5, "noise": one * 3, "none": None, "missing": None}
+    differences = gradient_differences(found, expected)
+    assert set(differences) == {"big", "noise", "missing"}
+    assert differences["big"] == pytest.approx(0.5)
+    assert differences["missing"] == pytest.approx(1.0)
+    # its own norm is noise: measured against the whole gradient's
+    assert differences["noise"] == pytest.approx(2 / np.hypot(5e6, 3e6))
+
+    # a gradient where none should be
+    assert gradient_differences({"a": one, "b": one}, {"a": one, "b": None})["b"] == 1.0
+    nothing = {"a": torch.zeros(2)}
+    assert gradient_differences(nothing, nothing) == {"a": np.inf}
+    spoiled = {"a": torch.tensor([float("nan")])}
+    assert gradient_differences(spoiled, {"a": one}) == {"a": np.inf}
+
+
+def test_worst_difference():
+    from prefixtree.cli.compare import worst_difference
+
+    a = [torch.tensor([1.0, 2.0]), torch.tensor([])]
+    assert worst_difference(a, a) == 0
+    assert worst_difference([a[0] + torch.tensor([0.0, -0.5]), a[1]], a) == 0.5
+    assert worst_difference([torch.tensor([1.0, float("nan")]), a[1]], a) == np.inf
+    assert worst_difference(a, a[::-1]) == np.inf
+    assert worst_difference(a[1:], a[1:]) == 0
