@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,8 +52,14 @@ def check_tokens(flat: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(flat)
 
 
-def flatten(sequences: Iterable[Any], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """All token ids one after another, and the length of each sequence int64 [S]."""
+def flatten(
+    sequences: Iterable[Any], name: str, label: Callable[[int], str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """All token ids one after another, and the length of each sequence int64 [S].
+
+    `label` names sequence i in a complaint; name[i] unless given.
+    """
+    label = label or (lambda i: f"{name}[{i}]")
     if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):
         raise ForestError(
             f"{name} must be a list of token id sequences, got {type(sequences).__name__}"
@@ -69,12 +75,12 @@ def flatten(sequences: Iterable[Any], name: str) -> tuple[np.ndarray, np.ndarray
         try:
             arrays.append(sequence if type(sequence) is np.ndarray else to_numpy(sequence))
         except ForestError:
-            raise ForestError(f"{name}[{len(arrays)}] is ragged; expected 1-D token ids") from None
+            raise ForestError(f"{label(len(arrays))} is ragged; expected 1-D token ids") from None
     if not arrays:
         raise ForestError(f"{name} is empty; expected at least one sequence of token ids")
 
     def refuse(i: int, problem: str) -> NoReturn:
-        raise ForestError(f"{name}[{i}] {problem}")
+        raise ForestError(f"{label(i)} {problem}")
 
     if any(a.ndim != 1 for a in arrays):
         i = next(i for i, a in enumerate(arrays) if a.ndim != 1)

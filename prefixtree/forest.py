@@ -171,8 +171,13 @@ class PrefixForest:
                 raise ForestError(f"prompts[{i}] has no response; drop the prompt")
         groups = np.array([len(group) for group in responses], np.int64)
         flat_prompts, prompt_lengths = flatten(prompts, "prompts")
+
+        def label(response: int) -> str:
+            prompt = int(np.searchsorted(np.cumsum(groups), response, side="right"))
+            return f"responses[{prompt}][{response - groups[:prompt].sum()}]"
+
         flat_responses, response_lengths = flatten(
-            [response for group in responses for response in group], "responses"
+            [response for group in responses for response in group], "responses", label
         )
         flat = np.concatenate([flat_prompts, flat_responses])
         num_prompts = len(prompts)

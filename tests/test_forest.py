@@ -749,9 +749,9 @@ def test_padded_batch_checks_its_keys() -> None:
         ([[1], [2]], [[[3]], []], r"prompts\[1\] has no response"),
         ([], [], "prompts is empty"),
         ([[]], [[[1]]], r"prompts\[0\] is empty"),
-        ([[1]], [[[]]], r"responses\[0\] is empty"),
+        ([[1]], [[[]]], r"responses\[0\]\[0\] is empty"),
         ([[-1]], [[[1]]], r"prompts\[0\] has the negative token id -1"),
-        ([[1]], [[[2], [-5]]], r"responses\[1\] has the negative token id -5"),
+        ([[1]], [[[2], [-5]]], r"responses\[0\]\[1\] has the negative token id -5"),
     ],
 )
 def test_bad_groups_say_expected_and_got(prompts: Any, responses: Any, message: str) -> None:

@@ -896,3 +896,8 @@ def test_mask_repr_names_tokens_queries_device_and_backend() -> None:
     mask = example().mask
     assert repr(mask) == "TreeMask(9 tokens, cpu, auto)"
     assert repr(mask.for_queries([(0, 2)])) == "TreeMask(9 tokens, 2 queries, cpu, auto)"
+
+
+def test_pack_takes_a_forest() -> None:
+    with pytest.raises(TypeError, match=r"takes a PrefixForest, got list; .*from_sequences"):
+        pack([[1, 2]])

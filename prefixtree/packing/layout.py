@@ -323,8 +323,13 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
             position 0, sees only itself, is seen by nobody, and is in no sequence and no edge.
 
     Raises:
-        ValueError: pad_to_multiple_of below 1.
+        TypeError: anything but a PrefixForest. ValueError: pad_to_multiple_of below 1.
     """
+    if not isinstance(forest, PrefixForest):
+        raise TypeError(
+            f"pack takes a PrefixForest, got {type(forest).__name__}; "
+            "PrefixForest.from_sequences makes one"
+        )
     if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of must be None or >= 1, got {pad_to_multiple_of}")
     padding = 0 if pad_to_multiple_of is None else -forest.num_tokens % pad_to_multiple_of
