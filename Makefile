@@ -8,13 +8,36 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test lint types ci clean
+.PHONY: demo test test-transformers families lint types images clean
 
 demo: $(READY)
-	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo
+	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
 
 test: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# the families in older transformers: the lowest version supported, and one between
+TRANSFORMERS ?= 5.5.0 5.17.0
+# the newer format has no place for figures
+RECORD := -o junit_family=xunit1 --junitxml
+test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
+	for v in $(TRANSFORMERS); do \
+	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/$$v.xml \
+	  || exit 1; done
+
+# docs/families.md and the list in README.md, from the figures of the tests in each version
+families: test-transformers
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/current.xml
+	$(BIN)/python tests/family_table.py .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
+
+# its own transformers and what that needs; everything else from $(VENV)
+.venvs/%/.ready: $(READY)
+	@echo "setting up .venvs/$*"
+	@$(PYTHON) -m venv .venvs/$*
+	@.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check "transformers==$*" "numpy<2.5"
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -22,6 +45,9 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+images: $(READY)
+	$(BIN)/python docs/make_images.py $(ROLLOUTS)
 
 $(READY): pyproject.toml
 	@echo "setting up $(VENV) (once, about a minute)"
@@ -31,4 +57,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,6 @@ import argparse
 import gc
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from environment import environment
 from rich.console import Console
 from rich.table import Table
 from workloads import AIRLINE, NAMES, workload
@@ -250,12 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     names = [name for name in NAMES if name != AIRLINE or options.rollouts]
     figures = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "torch_threads": torch.get_num_threads(),
-        },
+        "environment": environment(),
         "forest": measure_forests(),
         "packed": measure_packed(),
         "tables": measure_tables(names, options.rollouts),

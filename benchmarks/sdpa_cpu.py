@@ -10,7 +10,6 @@ warm-up; the two sides in turn.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import typer
+from environment import environment
 
 import prefixtree as pt
 from prefixtree.cli.rollouts import expand_turns, read_rollouts
@@ -71,10 +71,7 @@ def main(rollouts: Path, tasks: int = 2, repeats: int = 3, out: Path | None = No
     median = {name: statistics.median(values) for name, values in times.items()}
     lengths = forest.sequence_lengths.astype(float)
     result = {
-        "command": " ".join(["benchmarks/sdpa_cpu.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
+        "environment": environment(),
         "sequences": forest.num_sequences,
         "packed_tokens": forest.num_tokens,
         "replicated_tokens": forest.num_replicated_tokens,

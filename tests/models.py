@@ -1,131 +1,80 @@
-"""Tiny models of every verified family, and the replicated run that packed runs are compared with.
+"""Tiny models of the families of `family_configs`, and the replicated run that packed runs are
+compared with.
 
 The replicated side uses nothing of prefixtree: each sequence alone through the eager model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import transformers
+from family_configs import (
+    BROKEN_BELOW,
+    FAMILIES,
+    REFUSED_BELOW,
+    TINY,
+    VARIANTS,
+    VOCABULARY,
+)
+from family_configs import (
+    HIDDEN as HIDDEN,
+)
+from packaging import version
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from prefixtree.integrations.transformers import sequence_logprobs
 
-VOCABULARY = 97
-HIDDEN = 32
+# the transformers that is installed
+TRANSFORMERS = version.parse(transformers.__version__)
 
-_TINY: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
-# The families proven by test_families.py, and the only place that lists them in the tests. Windows
-# are far shorter than the trees are deep (40 tokens); some family uses each allowed RoPE kind.
-FAMILIES: dict[str, dict[str, Any]] = {
-    # layers from max_window_layers on slide
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {"head_dim": 16, "attention_bias": True},
-    "llama": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "mistral": {"head_dim": 16, "sliding_window": 6},
-    "gemma2": {
-        "head_dim": 16,
-        "sliding_window": 6,
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "gemma3_text": {
-        "head_dim": 16,
-        "sliding_window": 6,
-        "query_pre_attn_scalar": 24,
-        "final_logit_softcapping": 4.0,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-    "gpt_oss": {
-        "head_dim": 16,
-        "sliding_window": 6,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "qwen3_moe": {
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
-    # D = 24, Dv = 12; the first layer is dense, the others mixtures
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 24,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 12,
-        "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 32.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.5,
-            "original_max_position_embeddings": 16,
-        },
-    },
-}
+def cases(names: Iterable[str]) -> list[Any]:
+    """Names of families (or variants) as parameters of a test; what the installed transformers
+    does not have or cannot run is skipped with the reason."""
+    return [pytest.param(name, marks=_skips(name)) for name in names]
+
+
+def _skips(name: str) -> list[Any]:
+    model_type = name.partition("/")[0]
+    needs = BROKEN_BELOW.get(name) or REFUSED_BELOW.get(model_type)
+    if model_type not in CONFIG_MAPPING:
+        reason = f"transformers {TRANSFORMERS} has no {model_type}"
+    elif needs is not None and version.parse(needs) > TRANSFORMERS:
+        reason = f"{name} needs transformers {needs}, this is {TRANSFORMERS}"
+    else:
+        return []
+    return [pytest.mark.skip(reason=reason)]
 
 
 def build(
     model_type: str, implementation: str = "prefixtree", seed: int = 0, **changes: Any
 ) -> Any:
-    """A tiny model in training mode with parameters that all matter."""
-    config = {**_TINY, **FAMILIES.get(model_type, {}), **changes}
-    model = AutoModelForCausalLM.from_config(
+    """A tiny model in training mode with parameters that all matter, of a family or a variant."""
+    config = copy.deepcopy(VARIANTS.get(model_type) or FAMILIES.get(model_type, {}))
+    model_type = model_type.partition("/")[0]
+    auto: Any = AutoModelForCausalLM
+    if "text_config" in config:
+        config["text_config"] |= changes
+        auto = AutoModelForImageTextToText
+    else:
+        config = {**TINY, **config, **changes}
+    for name, value in config.items():
+        config[name] = list(value) if isinstance(value, tuple) else value
+    model = auto.from_config(
         AutoConfig.for_model(model_type, **config), attn_implementation=implementation
     )
     randomise(model, seed)
@@ -139,10 +88,24 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.15
             parameter.copy_(noise + ("norm" in name and name.endswith("weight")))
-        for name, buffer in model.named_buffers():
-            # takes part in DeepSeek's choice of experts; small, or some are never chosen
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.02)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            # takes part in the choice of experts alone; small, or some are never chosen
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
+
+
+def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that text trains: not those of an image encoder, nor frozen ones."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not name.startswith("model.visual.")
+    }
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    """The self-attention of every layer of the text model."""
+    return [m for m in model.modules() if hasattr(m, "is_causal") and m.is_causal]
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:

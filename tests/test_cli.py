@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chat_tokenizer import CHATML, save_tokenizer
 from cli_runs import run, run_json, write_rollouts
 
 import prefixtree
@@ -174,3 +175,113 @@ def test_report_on_real_rollouts(options, sequences, distinct, replicated):
     assert facts["tokens"]["distinct"] == distinct
     assert facts["tokens"]["replicated"] == replicated
     assert f"{distinct:,}" in run("report", AIRLINE, *options).stdout
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_groups_counted_by_hand(tmp_path):
+    path = write_rows(
+        tmp_path / "r.jsonl",
+        {"group": "a", "token_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+        {"group": "a", "token_ids": [1, 2, 5], "loss_mask": [0, 0, 1]},
+        {"group": "b", "token_ids": [1, 2, 9, 9], "loss_mask": [0, 0, 0, 0]},
+        {"group": "b", "token_ids": [1, 2, 9], "loss_mask": [0, 0, 0]},
+        {"group": "b", "token_ids": [1, 7], "loss_mask": [0, 0]},
+        {"group": "c", "token_ids": [6, 6]},
+        {"token_ids": [1, 2, 3]},
+    )
+    groups = run_json("report", path)["groups"]
+    # distinct a 5, b 5, c 2, the rollout without a group 3; all in one forest 10
+    assert groups["groups"] == 3 and groups["across"] == 5 + 5 + 2 + 3 - 10
+    entries = {e["group"]: e for e in [*groups["best"], *groups["worst"]]}
+    assert list(entries) == ["b", "a", "c"]
+    assert {g: (e["sequences"], e["replicated"], e["distinct"]) for g, e in entries.items()} == {
+        "a": (2, 7, 5),
+        "b": (3, 9, 5),
+        "c": (1, 2, 2),
+    }
+    assert entries["b"]["ratio"] == 9 / 5
+    assert groups["ratio"] == {
+        "min": 1.0,
+        "median": 7 / 5,
+        "mean": pytest.approx((9 / 5 + 7 / 5 + 1) / 3),
+        "max": 9 / 5,
+    }
+    # b forks twice: after one token, and not where a sequence merely ends
+    assert groups["first_forks"] == {"sampled": 1, "given": 1}
+    assert entries["a"]["first_fork"]["position"] == 2
+    assert entries["b"]["first_fork"]["position"] == 1
+    assert set(entries["b"]["first_fork"]["texts"]) == {"2 9 9", "7"}
+    assert entries["c"]["first_fork"] is None
+
+
+def test_groups_that_share_nothing_fork_at_the_start(tmp_path):
+    rows = [{"group": g, "token_ids": [10 * g + i, 1]} for g in range(30) for i in range(3)]
+    groups = run_json("report", write_rows(tmp_path / "r.jsonl", *rows))["groups"]
+    assert groups["groups"] == 30 and groups["across"] == 0
+    assert len(groups["best"]) == len(groups["worst"]) == 5
+    assert all(e["first_fork"]["position"] == 0 for e in groups["best"])
+
+
+def test_without_groups_there_are_none(tmp_path):
+    path = write_rows(tmp_path / "r.jsonl", {"token_ids": [1, 2]})
+    assert run_json("report", path)["groups"] is None
+    assert "sharing across groups" not in run("report", path).stdout
+
+
+def test_groups_are_printed(rollout_file):
+    text = " ".join(run("report", rollout_file).stdout.split())
+    assert "2 groups: token ratio 1.44x in the mean" in text
+    assert "sharing across groups saves another 20 tokens" in text
+    assert "what parts the rollouts of a group first: not sampled by the policy (2)" in text
+
+
+# ---- chats ---------------------------------------------------------------------------------------
+
+
+def test_chats_through_a_tokenizer(tmp_path):
+    folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    talks = [
+        [
+            {"role": "user", "content": f"{hour}:00. where is the red kettle?"},
+            {"role": "assistant", "content": "on shelf three, i will fetch it"},
+        ]
+        for hour in (1, 2)
+    ]
+    path = write_rows(tmp_path / "r.jsonl", *({"messages": t, "group": "g"} for t in talks))
+    facts = run_json("report", path, "--tokenizer", folder, "--per-turn")
+    assert facts["sequences"] == 2 and facts["left_out"] == 0
+    (miss,) = facts["near_misses"]["largest"]
+    assert (miss["kind"], miss["role"], miss["lengths"]) == ("given", "user", [1, 1])
+    assert sorted(miss["texts"]) == ["1", "2"]
+    assert miss["before"].endswith("<|im_start|>user\n") and miss["after"].startswith(":00. where")
+    assert miss["tokens_to_win"] > 50
+    text = run("report", path, "--tokenizer", folder).stdout
+    assert "':00. where is t" in text
+    without = run("report", path)
+    assert without.exit_code == 2 and "--tokenizer" in without.stderr
+
+
+def test_a_template_that_rewrites_turns_is_said_so(tmp_path):
+    folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    talk, answer = [], "the red kettle is on shelf "
+    for number in ("one", "two"):
+        talk.append({"role": "user", "content": number})
+        talk.append({"role": "assistant", "content": number + answer, "reasoning_content": number})
+    path = write_rows(tmp_path / "r.jsonl", {"messages": talk})
+    whole = run("report", path, "--tokenizer", folder)
+    assert whole.exit_code == 0
+    assert "the chat template writes earlier turns anew" in whole.stderr
+    turns = run("report", path, "--tokenizer", folder, "--per-turn", "--json")
+    facts = json.loads(turns.stdout)
+    assert turns.stderr == "" and facts["sequences"] == 2
+    # the second turn's history has the first without its thinking, which hides the answer
+    (miss,) = facts["near_misses"]["largest"]
+    assert miss["kind"] == "thinking" and sorted(miss["texts"]) == ["", "<think>one</think>"]
+    assert miss["tokens_to_win"] == len("one" + answer) + 1

@@ -1,8 +1,14 @@
-"""`prefixtree demo` and the rollouts it makes."""
+"""`prefixtree demo`, the depot it plays in and the rollouts it makes."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from cli_runs import one_thread, run, run_json
+
+from prefixtree import PrefixForest
+from prefixtree.cli import depot
 
 
 @pytest.fixture(autouse=True)
@@ -13,97 +19,179 @@ def _one_thread():
 
 @pytest.fixture
 def short_demo(monkeypatch):
-    from prefixtree.cli import demo, desk
+    from prefixtree.cli import demo
 
-    monkeypatch.setattr(desk, "_ORDERS", desk._ORDERS[:2])
-    monkeypatch.setattr(desk, "TRIALS", 2)
-    monkeypatch.setattr(demo, "_REPEATS", 1)
+    monkeypatch.setattr(demo, "BRANCHING", (2, 2))
+    monkeypatch.setattr(demo, "BATCHES", 1)
 
 
-def test_the_desk_makes_the_same_rollouts_every_time():
-    from prefixtree.cli.desk import TURN_END, VOCABULARY, make_rollouts
+# ---- the depot ----------------------------------------------------------------------------------
 
-    rows = make_rollouts(7)
-    assert rows == make_rollouts(7)
-    assert rows != make_rollouts(8)
+
+def test_the_depot_hands_out_the_parcel():
+    state = depot.Depot(0)
+    assert "robot at row 2 column 2 . battery 5 ." in state.prompt
+    state, reply = state.call("where is it ? scan please north")
+    assert reply == "the parcel lies to the north . robot at row 2 column 2 . battery 4 . <end>"
+    state, reply = state.call("i go north")
+    assert reply == "it moved . robot at row 1 column 2 . battery 3 . <end>"
+    assert state.reward == pytest.approx(0.4 + 0.1)
+    state, reply = state.call("take")
+    assert reply.startswith("taken .")
+    assert state.reward == 1.0
+
+
+def test_the_depot_answers_whatever_is_said():
+    state, reply = depot.Depot(2).call("kettle kettle")
+    assert reply.startswith("no tool was called .") and state.robot == (2, 2)
+    assert state.reward == 0.0
+    for _ in range(3):
+        state, reply = state.call("south")
+    assert reply.startswith("a wall stops it .") and state.robot == (4, 2)
+    state, reply = state.call("take")
+    assert reply.startswith("there is no parcel here .") and not state.taken
+    assert 0 < state.reward < 0.5
+
+
+def test_every_word_of_the_depot_is_a_token():
+    for task in range(depot.TASKS):
+        prompt = depot.Depot(task).prompt
+        assert depot.decode(depot.encode(prompt)) == " ".join(prompt.split())
+        for tool in ("north", "south", "west", "east", "scan", "take", "lost"):
+            state, reply = depot.Depot(task, robot=(0, 0)).call(tool)
+            depot.encode(reply)
+            depot.encode(state.prompt)
+
+
+# ---- rollouts -----------------------------------------------------------------------------------
+
+
+def test_rollouts_branch_and_are_scored_turn_by_turn():
+    from prefixtree.cli import demo
+
+    torch.manual_seed(0)
+    trees = demo.roll_out(demo._model(3))
+    assert len(trees) == depot.TASKS
+    leaves = int(np.prod(demo.BRANCHING))
+    for task, turns in enumerate(trees):
+        assert len(turns) == demo.BRANCHING[0]
+        assert sum(len(turn.rewards) for turn in turns) == leaves
+        for turn in turns:
+            prompt = depot.encode(depot.Depot(task).prompt)
+            assert turn.tokens[: turn.begin] == prompt
+            assert turn.tokens[-1] == depot.END_TOKEN
+            assert 1 <= turn.end - turn.begin <= 6
+            for child in turn.children:
+                # the depot's reply stands between a turn and the next
+                assert child.tokens[: len(turn.tokens)] == turn.tokens
+                after, reply = depot.Depot(task).call(
+                    depot.decode(turn.tokens[turn.begin : turn.end])
+                )
+                assert after == turn.state
+                assert child.tokens[len(turn.tokens) : child.begin] == depot.encode(reply)
+
+    batch = demo.Batch.of(trees)
+    assert batch.mean_reward == pytest.approx(
+        np.mean([r for turns in trees for turn in turns for r in turn.rewards])
+    )
+    rows = demo.rollout_rows(trees)
+    assert len(rows) == depot.TASKS * leaves
     for row in rows:
-        tokens, mask = np.array(row["token_ids"]), np.array(row["loss_mask"])
-        assert tokens.max() < VOCABULARY and len(tokens) == len(mask)
-        assert (tokens[np.array(row["turn_ends"]) - 1] == TURN_END).all()
-        agent = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        assert len(agent) == len(row["turn_ends"])
-        spoken = bytes(tokens[(mask == 1) & (tokens < 256)].tolist()).decode()
-        assert spoken == "".join(agent)
-    # every task is won and lost, so that every advantage counts
-    for task in {row["group"] for row in rows}:
-        assert {row["reward"] for row in rows if row["group"] == task} == {0.0, 1.0}
+        assert len(row["turn_ends"]) == len(demo.BRANCHING)
+        assert row["turn_ends"][-1] == len(row["token_ids"]) == len(row["loss_mask"])
+    # the turns' sequences are the rollouts cut at their turns' ends
+    cuts = {tuple(r["token_ids"][:end]) for r in rows for end in r["turn_ends"]}
+    assert {tuple(s.tolist()) for s in batch.sequences} == cuts
+    forest = PrefixForest.from_sequences(batch.sequences)
+    assert forest.replication_ratio > 5
 
 
-def test_the_demo_scores_each_turn_once():
+def test_the_loss_is_grpos_clipped_one():
     from prefixtree.cli.demo import Batch
-    from prefixtree.cli.desk import make_rollouts
 
-    rows = make_rollouts(7)
-    batch = Batch(rows)
-    assert len(batch.sequences) == sum(len(row["turn_ends"]) for row in rows)
-    first, mask = rows[0], np.array(rows[0]["loss_mask"], bool)
-    total = np.zeros(len(mask), int)
-    for own in batch.loss_masks[: len(first["turn_ends"])]:
-        total[: len(own)] += own
-    assert (total == mask).all()
-    # a turn has one advantage, on its own tokens alone
-    for weights, scored in zip(
-        batch.objective.logprob_weights, batch.objective.scored, strict=True
-    ):
-        assert (weights[~scored] == 0).all() and len(weights[scored].unique()) == 1
+    batch = Batch([np.array([1, 2, 3, 4])], [np.array([0, 0, 1, 1], bool)], [2.0], 0.0)
+    assert batch.scored == 2
+    now = torch.log(torch.tensor([0.9, 0.5, 0.5], requires_grad=True))
+    assert float(batch.loss(0, now).detach()) == pytest.approx(-2.0)
+    batch.old_logprobs = [torch.log(torch.tensor([0.1, 0.5, 0.25]))]
+    # ratios 1 and 2, the second clipped to 1.2
+    assert float(batch.loss(0, now).detach()) == pytest.approx(-(1 * 2 + 1.2 * 2) / 2)
+    batch.advantages = [-2.0]
+    assert float(batch.loss(0, now).detach()) == pytest.approx((1 * 2 + 2 * 2) / 2)
+
+
+# ---- the command --------------------------------------------------------------------------------
 
 
 def test_demo(short_demo, tmp_path):
-    saved = tmp_path / "desk.jsonl"
+    saved = tmp_path / "depot.jsonl"
     facts = run_json("demo", "--save", saved)
     assert facts["passed"] is True
-    assert facts["tasks"] == 2 and facts["rollouts"] == 4
-    assert facts["loss"]["packed"] == pytest.approx(facts["loss"]["replicated"], rel=1e-5)
-    assert facts["gradient_norm"]["replicated"] > 1e-2
-    assert set(facts["differences"]) == {"loss", "logprobs", "entropy", "gradients"}
-    assert max(facts["differences"].values()) < 2e-5
-    assert facts["forest"]["tokens"]["ratio"] > 5
+    assert facts["tasks"] == 4 and facts["rollouts"] == 16
+    assert len(facts["updates"]) == 2
+    for update in facts["updates"]:
+        assert update["loss"]["packed"] == pytest.approx(update["loss"]["replicated"], abs=1e-6)
+        assert set(update["differences"]) == {"loss", "logprobs", "gradients"}
+        assert max(update["differences"].values()) < 5e-5
+    # the second update of a batch is off-policy: its loss is no mean of advantages any more
+    first, second = (u["loss"]["packed"] for u in facts["updates"])
+    assert abs(second - first) > 1e-4
     assert facts["speedup"] == facts["seconds"]["replicated"] / facts["seconds"]["packed"]
 
     # what it saves is what it ran on
     report = run_json("report", saved, "--per-turn", "--strict")
-    assert report["tokens"] == facts["forest"]["tokens"]
+    assert report["tokens"]["distinct"] == facts["forest"]["tokens"]["distinct"]
 
 
-def test_demo_prints_the_forest_and_the_verdict(short_demo):
+def test_demo_draws_its_pictures(short_demo, tmp_path):
+    folder = tmp_path / "new" / "pictures"
+    facts = run_json("demo", "--pictures", folder)
+    assert facts["pictures"] == [str(folder / "forest.png"), str(folder / "mask.png")]
+    for name in ("forest.png", "mask.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").write_text("")
+    result = run("demo", "--pictures", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+def test_demo_is_the_same_every_time(short_demo):
+    losses = [[u["loss"] for u in run_json("demo", "--seed", 5)["updates"]] for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_demo_prints_the_tree_and_the_verdict(short_demo):
     result = run("demo")
     assert result.exit_code == 0
-    assert "task0: 2 trials" in result.stdout
-    assert "reward" in result.stdout and "tokens computed" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("The same update")
+    assert "task 1" in result.stdout and "16 rollouts" in result.stdout
+    assert "loss," in result.stdout and "Tokens an update" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("The same training, ")
     assert result.stderr == ""
 
 
 def test_demo_turns_red(short_demo, monkeypatch):
     from prefixtree.cli import demo
 
-    original = demo.run_packed
+    original = demo._gradients
+    calls = []
 
-    def damaged(*arguments):
-        run = original(*arguments)
-        next(g for g in run.gradients.values() if g is not None).mul_(1.01)
-        return run
+    def damaged(model):
+        gradients = original(model)
+        calls.append(model)
+        if len(calls) % 2:  # the packed model's come first
+            next(g for g in gradients.values() if g is not None).mul_(1.01)
+        return gradients
 
-    monkeypatch.setattr(demo, "run_packed", damaged)
+    monkeypatch.setattr(demo, "_gradients", damaged)
     facts = run_json("demo", exit_code=1)
     assert facts["passed"] is False and facts["speedup"] is None
-    assert facts["differences"]["gradients"] == pytest.approx(0.01, rel=1e-3)
+    assert facts["updates"][0]["differences"]["gradients"] == pytest.approx(0.01, rel=1e-2)
     result = run("demo")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1].startswith("The updates differ")
 
 
-def test_demo_cannot_save_nowhere(tmp_path):
+def test_demo_cannot_save_nowhere(short_demo, tmp_path):
     result = run("demo", "--save", tmp_path / "no" / "where.jsonl")
     assert result.exit_code == 2
     assert "cannot be written: No such file or directory" in result.stderr

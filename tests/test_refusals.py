@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from family_configs import FAMILIES, PARTS, TINY
 from models import (
-    FAMILIES,
     assert_same,
     build,
+    cases,
     make_objective,
     ragged_sequences,
     run_packed,
     run_replicated,
 )
 from torch import nn
-from transformers import AutoModel
+from transformers import CONFIG_MAPPING, AutoModel, Qwen3Config, Qwen3ForCausalLM
 
 import prefixtree as pt
 from prefixtree.integrations import families
@@ -37,7 +38,7 @@ def packed() -> pt.PackedForest:
 # for every family: each has its own forward, and some do not hand every keyword on
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 def test_no_tree_mask(model_type, packed):
     inputs = packed.model_inputs()
     del inputs["tree_mask"]
@@ -45,7 +46,7 @@ def test_no_tree_mask(model_type, packed):
         build(model_type)(**inputs)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 @pytest.mark.parametrize("kind", ["ones", "bool ones", "padding", "one row of 4-D", "4-D"])
 def test_an_attention_mask(model_type, kind, packed):
     tokens = packed.num_tokens
@@ -70,7 +71,7 @@ def test_ready_made_masks_a_layer_type(packed):
         build("gemma3_text")(**packed.model_inputs(), attention_mask=mask)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 def test_a_batch_of_two(model_type, packed):
     inputs = packed.model_inputs()
     for name in ("input_ids", "position_ids"):
@@ -80,10 +81,22 @@ def test_a_batch_of_two(model_type, packed):
 
 
 # their layers are not told about use_cache, only given a cache, which is gone before attention
-_CACHE_UNSEEN = ["gemma2", "gemma3_text"]
+_CACHE_UNSEEN = [
+    "cwm",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "laguna",
+    "nanochat",
+    "olmo3",
+    "opt",
+    "qwen3_vl",
+    "vaultgemma",
+]
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - _CACHE_UNSEEN))
+@pytest.mark.parametrize("model_type", cases(sorted(FAMILIES.keys() - _CACHE_UNSEEN)))
 def test_use_cache(model_type, packed):
     for inputs in ({**packed.model_inputs(), "use_cache": True}, packed.model_inputs()):
         if not inputs["use_cache"]:
@@ -92,7 +105,7 @@ def test_use_cache(model_type, packed):
             build(model_type)(**inputs)
 
 
-@pytest.mark.parametrize("model_type", _CACHE_UNSEEN)
+@pytest.mark.parametrize("model_type", cases(_CACHE_UNSEEN))
 def test_use_cache_where_it_cannot_be_seen(model_type, packed):
     """An empty cache is filled and changes nothing; to go on with it is refused."""
     model = build(model_type)
@@ -105,7 +118,7 @@ def test_use_cache_where_it_cannot_be_seen(model_type, packed):
             model(**inputs, past_key_values=output.past_key_values)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 def test_a_cache_that_is_already_filled(model_type, packed):
     """Whatever use_cache says: the keys of another call are not in the tree."""
     model = build(model_type, "eager").eval()
@@ -116,7 +129,7 @@ def test_a_cache_that_is_already_filled(model_type, packed):
         model(**packed.model_inputs(), past_key_values=cache)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 def test_packed_sequence_keywords(model_type, packed):
     """The keywords of padding-free training name another way of packing."""
     ends = torch.tensor([0, packed.num_tokens], dtype=torch.int32)
@@ -150,7 +163,7 @@ def test_something_else_for_a_mask(packed):
 # ---- randomness ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", cases(FAMILIES))
 def test_attention_dropout_in_training(model_type, packed):
     model = build(model_type, attention_dropout=0.1)
     with pytest.raises(pt.UnsupportedError, match=r"attention.dropout is 0\.1"):
@@ -254,7 +267,7 @@ _ROPES = {
 @pytest.mark.parametrize("kind", _ROPES)
 def test_rope_of_the_longest_sequence(kind, packed):
     model = build("qwen3", rope_parameters=_ROPES[kind])
-    match = rf"RoPE type '{kind}'.*default, linear, llama3, yarn"
+    match = rf"RoPE type '{kind}'.*default, linear, llama3, proportional, yarn"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, packed)
     with pytest.raises(pt.UnsupportedError, match=match):
@@ -274,20 +287,69 @@ def test_rope_of_the_longest_sequence_in_one_layer_type(kind, layer_type, packed
 # ---- models -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["stablelm", "nemotron", "gpt2", "opt", "phi3", "olmo2", "llama4_text", "qwen3_next", "bloom"],
-)
+# what makes each unlike a replicated batch: they drop the mask's keyword (nemotron, stablelm), keep
+# a state along packed order (qwen3_next, qwen3_5_text, nemotron_h, jamba), attend in chunks
+# (llama4_text), draw noise in their router (phimoe), bias scores by packed distance (bloom)
+_REFUSED: dict[str, dict[str, Any]] = {
+    "nemotron": {},
+    "stablelm": {},
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 16},
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 16},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "head_dim": 16,
+    },
+    "jamba": {
+        "num_experts": 2,
+        "mamba_dt_rank": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    },
+    "llama4_text": {},
+    "phimoe": {},
+    "bloom": {},
+}
+
+
+@pytest.mark.parametrize("model_type", _REFUSED)
 def test_a_model_type_that_is_not_proven(model_type, packed):
-    model = build(model_type)
+    model = build(model_type, **_REFUSED[model_type])
     match = rf"model type '{model_type}' is not verified.*qwen3.*allow_model_type"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, packed)
 
 
+@pytest.mark.parametrize("model_type", sorted(_REFUSED.keys() - {"bloom"}))
+def test_opting_in_to_one_of_them_is_refused_where_it_shows(model_type, packed, monkeypatch):
+    monkeypatch.setitem(families._FAMILIES, model_type, families.Family())
+    with pytest.raises(
+        (ValueError, pt.UnsupportedError),
+        match=r"needs the forest's mask|layers of type '(linear|chunked)_attention'|router_jitter",
+    ):
+        sequence_logprobs(build(model_type, **_REFUSED[model_type]), packed)
+
+
+class _NobodyKnowsConfig(Qwen3Config):
+    model_type = "nobody_knows"
+
+
+def test_a_model_type_nobody_knows(packed):
+    """A class of its own, though it inherits all from a family that is proven."""
+    config = _NobodyKnowsConfig(**{**TINY, "head_dim": 16})
+    config._attn_implementation = "prefixtree"
+    model = Qwen3ForCausalLM(config)
+    for run in (lambda: sequence_logprobs(model, packed), lambda: model(**packed.model_inputs())):
+        with pytest.raises(pt.UnsupportedError, match="model type 'nobody_knows' is not verified"):
+            run()
+
+
 def test_the_model_alone_refuses_an_unproven_type_too(packed):
-    with pytest.raises(pt.UnsupportedError, match="model type 'olmo2' is not verified"):
-        build("olmo2")(**packed.model_inputs())
+    with pytest.raises(pt.UnsupportedError, match="model type 'phimoe' is not verified"):
+        build("phimoe", router_jitter_noise=0.0)(**packed.model_inputs())
 
 
 @pytest.mark.parametrize("layer_type", ["linear_attention", "chunked_attention", "mamba"])
@@ -296,14 +358,6 @@ def test_layers_that_mix_by_packed_order(layer_type, packed):
     model.config.__dict__["layer_types"] = ["full_attention", layer_type, "full_attention"]
     match = f"layers of type '{layer_type}'.*full_attention, sliding_attention"
     with pytest.raises(pt.UnsupportedError, match=match):
-        sequence_logprobs(model, packed)
-
-
-def test_opting_in_does_not_let_recurrent_layers_through(packed, monkeypatch):
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    model = build("qwen3_next", linear_num_key_heads=2, linear_num_value_heads=2, head_dim=16)
-    allow_model_type("qwen3_next")
-    with pytest.raises(pt.UnsupportedError, match="layers of type 'linear_attention'"):
         sequence_logprobs(model, packed)
 
 
@@ -334,6 +388,72 @@ def test_a_model_without_a_head(packed):
 def test_something_that_is_no_transformers_model(packed):
     with pytest.raises(pt.UnsupportedError, match="Linear has none"):
         sequence_logprobs(nn.Linear(2, 2), packed)
+
+
+# ---- mixtures of experts: the load-balancing loss ------------------------------------------------
+
+_MIXTURES = [
+    name
+    for name in FAMILIES
+    if name in CONFIG_MAPPING and hasattr(CONFIG_MAPPING[name](), "output_router_logits")
+]
+
+
+def test_the_mixtures_are_the_families_with_experts():
+    experts = {
+        case.values[0]
+        for case in cases(FAMILIES)
+        if not case.marks and any("experts" in n for n, _ in build(*case.values).named_parameters())
+    }
+    assert experts == set(_MIXTURES)
+
+
+@pytest.mark.parametrize("model_type", cases(_MIXTURES))
+@pytest.mark.parametrize("given", ["config", "keyword"])
+def test_router_logits(model_type, given, packed):
+    """Their loss counts tokens; what it is of a forest is not what it is of the batch."""
+    match = r"output_router_logits asks for the load-balancing loss.*to False"
+    if given == "config":
+        model = build(model_type, output_router_logits=True)
+        with pytest.raises(pt.UnsupportedError, match=match):
+            sequence_logprobs(model, packed)
+        with pytest.raises(pt.UnsupportedError, match=match):
+            model(**packed.model_inputs())
+    else:
+        with pytest.raises(pt.UnsupportedError, match=match):
+            build(model_type)(**packed.model_inputs(), output_router_logits=True)
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+_VISION = sorted(set(PARTS.values()))
+
+
+@pytest.mark.parametrize("model_type", _VISION)
+@pytest.mark.parametrize("placeholder", ["image_token_id", "video_token_id"])
+def test_placeholders_of_images(model_type, placeholder):
+    model = build(model_type)
+    setattr(model.config, placeholder, 7)
+    text = pt.pack(pt.PrefixForest.from_sequences([[3, 4, 5], [3, 4, 6]]))
+    assert sequence_logprobs(model, text).logprobs[0].isfinite().all()
+    images = pt.pack(pt.PrefixForest.from_sequences([[3, 4, 5], [3, 7, 6]]))
+    with pytest.raises(pt.UnsupportedError, match=rf"hold {placeholder} 7: images are not packed"):
+        sequence_logprobs(model, images)
+
+
+@pytest.mark.parametrize("model_type", _VISION)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_images(model_type, gradients, packed):
+    model = build(model_type)
+    vision = model.config.vision_config
+    size = vision.in_channels if hasattr(vision, "in_channels") else vision.in_chans
+    patches = torch.randn(4, size * vision.temporal_patch_size * vision.patch_size**2)
+    inputs = {**packed.model_inputs(), "position_ids": packed.position_ids.expand(4, 1, -1)}
+    with (
+        torch.set_grad_enabled(gradients),
+        pytest.raises(pt.UnsupportedError, match="images are not packed yet"),
+    ):
+        model(**inputs, pixel_values=patches, image_grid_thw=torch.tensor([[1, 2, 2]]))
 
 
 # ---- arguments of sequence_logprobs -------------------------------------------------------------
@@ -389,24 +509,22 @@ def test_chunks_of_no_rows(chunk_size, packed):
 
 @pytest.mark.parametrize("model_type", ["olmo2", "phi3", "granite", "cohere2"])
 def test_opting_in_to_a_type_one_has_verified(model_type, monkeypatch):
-    """And its figures are right, so that the message does not promise too much: these four take the
-    mask along, the last two with a rule of their own for logits."""
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    changes: dict[str, Any] = {}
+    """And its figures are right, so that the message does not promise too much: four that are
+    proven, taken off the list, the last two with a rule of their own for logits."""
+    others = {name: f for name, f in families._FAMILIES.items() if name != model_type}
+    monkeypatch.setattr(families, "_FAMILIES", others)
     if model_type == "granite":
-        changes = {"logits_scaling": 1.7, "embedding_multiplier": 1.3, "residual_multiplier": 0.8}
         allow_model_type("granite", divisor="logits_scaling")
     elif model_type == "cohere2":
-        changes = {"logit_scale": 0.3, "sliding_window": 6}
         allow_model_type("cohere2", scale="logit_scale")
     else:
         allow_model_type(model_type)
     assert model_type in supported_model_types()
     objective = make_objective(ragged_sequences())
     packed = pt.pack(pt.PrefixForest.from_sequences(objective.sequences))
-    run = run_packed(build(model_type, **changes), packed, objective)
-    assert_same(run, run_replicated(build(model_type, "eager", **changes), objective))
+    run = run_packed(build(model_type), packed, objective)
+    assert_same(run, run_replicated(build(model_type, "eager"), objective))
 
 
 def test_the_opt_in_ended_with_its_test():
-    assert supported_model_types() == sorted(FAMILIES)
+    assert supported_model_types() == sorted([*FAMILIES, *PARTS])

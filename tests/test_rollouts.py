@@ -3,10 +3,15 @@
 import gzip
 import io
 import json
+import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from chat_tokenizer import CHATML, save_tokenizer
 
+from prefixtree.cli.chat import ChatTokenizer
 from prefixtree.cli.rollouts import InputError, expand_turns, read_rollouts
 
 
@@ -133,15 +138,15 @@ BROKEN = {
     "number": ("17", "expected a JSON object, got the number 17"),
     "no tokens": (
         {"id": "a", "text": "hi"},
-        "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids; "
-        "got the fields id, text",
+        "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids, or "
+        "messages; got the fields id, text",
     ),
     "no field": ("{}", "got the fields none at all"),
     "no response": ({"prompt_ids": [1]}, "got the fields prompt_ids"),
     "no prompt": ({"response_ids": [1]}, "got the fields response_ids"),
     "two kinds": ({"token_ids": [1], "input_ids": [2]}, "token_ids and input_ids differ"),
     "text tokens": ({"token_ids": "1 2"}, "token_ids must be a list of integers, got a string"),
-    "null tokens": ({"token_ids": None}, "token_ids must be a list of integers, got null"),
+    "null tokens": ({"token_ids": None}, "expected token_ids, or input_ids, or prompt_ids with"),
     "float": ({"token_ids": [1, 2.0]}, "token_ids[1] is 2.0; expected an integer"),
     "boolean": ({"input_ids": [1, True]}, "input_ids[1] is True; expected an integer"),
     "nested": ({"token_ids": [[1, 2]]}, "token_ids[0] is [1, 2]; expected an integer"),
@@ -328,3 +333,244 @@ def test_first(write):
     assert len(two) == 2 and two.ids == ["r0", "r1"] and two.groups == [0, 1]
     assert len(two.loss_masks) == len(two.turn_ends) == len(two.lines) == 2
     assert len(rollouts.first(100)) == 4
+
+
+# ---- parquet -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write_parquet(tmp_path):
+    def _write(name="rollouts.parquet", **columns):
+        path = tmp_path / name
+        pq.write_table(pa.table(columns), path)
+        return path
+
+    return _write
+
+
+def test_parquet_gives_what_json_lines_give(write, write_parquet):
+    rows = [
+        {"id": "a", "group": 1, "token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "turn_ends": [3]},
+        {"id": "b", "group": 2, "token_ids": [1, 2], "loss_mask": None, "turn_ends": None},
+    ]
+    path = write_parquet(**{name: [row[name] for row in rows] for name in rows[0]}, reward=[1, 2])
+    found, expected = read_rollouts(path, strict=True), read_rollouts(write(*rows), strict=True)
+    assert as_lists(found.sequences) == as_lists(expected.sequences)
+    assert all(sequence.dtype == np.int64 for sequence in found.sequences)
+    assert as_lists(found.loss_masks) == as_lists(expected.loss_masks)
+    assert found.turn_ends[0].tolist() == [3]
+    assert (found.groups, found.ids, found.lines) == ([1, 2], ["a", "b"], [1, 2])
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.int64(), pa.uint16()])
+@pytest.mark.parametrize("container", [pa.list_, pa.large_list])
+def test_parquet_integers_of_any_width(write_parquet, kind, container):
+    prompts = pa.array([[5, 6], [], [7]], container(kind))
+    responses = pa.array([[1], [2, 3], [4]], container(kind))
+    # a slice of a column starts in the middle of its values
+    table = pa.table({"prompt_ids": prompts, "response_ids": responses}).slice(1)
+    path = write_parquet(**{name: table[name] for name in table.column_names})
+    rollouts = read_rollouts(path, strict=True)
+    assert as_lists(rollouts.sequences) == [[2, 3], [7, 4]]
+    assert as_lists(rollouts.loss_masks) == [[True, True], [False, True]]
+
+
+def test_parquet_masks_may_be_boolean(write_parquet):
+    path = write_parquet(token_ids=[[1, 2]], loss_mask=[[False, True]])
+    assert as_lists(read_rollouts(path, strict=True).loss_masks) == [[False, True]]
+
+
+def test_parquet_of_many_batches(write_parquet):
+    path = write_parquet(token_ids=[[i] * (1 + i % 3) for i in range(10_000)])
+    rollouts = read_rollouts(path, strict=True)
+    assert as_lists(rollouts.sequences) == [[i] * (1 + i % 3) for i in range(10_000)]
+    assert rollouts.lines == list(range(1, 10_001))
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"token_ids": [[1], None]}, ":2: expected token_ids, or input_ids"),
+        ({"token_ids": [[1], []]}, ":2: has no token"),
+        ({"token_ids": [[1], [2, -1]]}, ":2: token_ids[1] is -1; token ids are >= 0"),
+        ({"token_ids": [[1], [2, None]]}, ":2: token_ids[1] is None; expected an integer"),
+        ({"token_ids": [[1.5], [2.0]]}, ":1: token_ids[0] is 1.5; expected an integer"),
+        ({"token_ids": [[1]], "loss_mask": [[2]]}, ":1: loss_mask[0] is np.int64(2); expected 0"),
+        ({"token_ids": [[1]], "turn_ends": [[2]]}, ":1: turn_ends[0] is 2; expected 1 to 1"),
+        ({"text": ["hello"]}, ": has none of the columns"),
+    ],
+)
+def test_a_broken_row_of_parquet_is_named(write_parquet, columns, message):
+    path = write_parquet(**columns)
+    with pytest.raises(InputError) as caught:
+        read_rollouts(path, strict=True)
+    assert f"{path}{message}" in str(caught.value)
+
+
+def test_a_damaged_parquet_file(write_parquet):
+    path = write_parquet(token_ids=[[1, 2]])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"rollouts\.parquet: cannot be read as parquet"):
+        read_rollouts(path)
+
+
+def test_parquet_without_pyarrow_names_the_extra(monkeypatch, write_parquet):
+    path = write_parquet(token_ids=[[1, 2]])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match=r"needs pyarrow; pip install 'prefixtree\[parquet\]'"):
+        read_rollouts(path)
+
+
+def test_parquet_from_standard_input_is_refused(monkeypatch, write_parquet):
+    data = write_parquet(token_ids=[[1, 2]]).read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    with pytest.raises(InputError, match="give the file's name"):
+        read_rollouts("-")
+
+
+# ---- chats ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """Bytes as tokens, no merges, ChatML, and reasoning shown in the last message alone."""
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tokenizer_folder):
+    return ChatTokenizer(tokenizer_folder)
+
+
+TALK = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "où est-il?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "function": {"name": "find", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "shelf 3"},
+    {"role": "assistant", "content": "On shelf 3."},
+]
+
+
+def test_a_chat_is_tokenized_by_its_template(write, chat_tokenizer):
+    path = write({"messages": TALK, "group": "g"})
+    rollouts = read_rollouts(path, strict=True, tokenizer=chat_tokenizer)
+    (tokens,), (mask,), (ends,) = rollouts.sequences, rollouts.loss_masks, rollouts.turn_ends
+    assert chat_tokenizer.decode(tokens.tolist()) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\noù est-il?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool>find {"a": 1}</tool><|im_end|>\n'
+        "<|im_start|>tool\nshelf 3<|im_end|>\n<|im_start|>assistant\nOn shelf 3.<|im_end|>\n"
+    )
+    # what the policy says, up to and with the token that ends its turn
+    starts = np.flatnonzero(np.diff(mask.astype(int)) == 1) + 1
+    turns = [chat_tokenizer.decode(tokens[a:b].tolist()) for a, b in zip(starts, ends, strict=True)]
+    assert turns == ['<tool>find {"a": 1}</tool><|im_end|>', "On shelf 3.<|im_end|>"]
+    assert mask.sum() == sum(b - a for a, b in zip(starts, ends, strict=True))
+    assert rollouts.messages == [TALK] and rollouts.turns == [None]
+    turns = expand_turns(rollouts, strict=True)
+    assert [len(s) for s in turns.sequences] == ends.tolist()
+    # the line before is what the file said, arguments as text and content null
+    assert TALK[2]["content"] is None
+
+
+def test_token_ids_win_over_messages(write, chat_tokenizer):
+    path = write({"token_ids": [1, 2], "messages": TALK})
+    rollouts = read_rollouts(path, strict=True, tokenizer=chat_tokenizer)
+    assert as_lists(rollouts.sequences) == [[1, 2]] and rollouts.messages == [TALK]
+
+
+def test_tools_reach_the_template(write, tmp_path):
+    tokenizer = ChatTokenizer(
+        save_tokenizer(
+            tmp_path / "t", "{% for t in tools or [] %}{{ t.name }},{% endfor %}" + CHATML
+        )
+    )
+    row = {"messages": TALK[:2], "tools": [{"name": "find"}, {"name": "take"}]}
+    rollouts = read_rollouts(write(row), strict=True, tokenizer=tokenizer)
+    assert tokenizer.decode(rollouts.sequences[0].tolist()).startswith("find,take,<|im_start|>")
+    assert rollouts.turn_ends[0].tolist() == [] and not rollouts.loss_masks[0].any()
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_sequence_per_turn(write, chat_tokenizer):
+    talk = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1", "reasoning_content": "easy"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "2", "reasoning_content": "hard"},
+    ]
+    rollouts = read_rollouts(write({"messages": talk}), strict=True, tokenizer=chat_tokenizer)
+    assert rollouts.loss_masks is None and rollouts.turn_ends == [None]
+    turns = expand_turns(rollouts, strict=True)
+    texts = [chat_tokenizer.decode(s.tolist()) for s in turns.sequences]
+    scored = [
+        chat_tokenizer.decode(s[m].tolist())
+        for s, m in zip(turns.sequences, turns.loss_masks, strict=True)
+    ]
+    head = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    assert texts[0] == head + "<think>easy</think>1<|im_end|>"
+    assert texts[1].startswith(head + "1<|im_end|>\n<|im_start|>user\ntwo")
+    assert scored == ["<think>easy</think>1<|im_end|>", "<think>hard</think>2<|im_end|>"]
+    assert turns.ids == ["line 1 turn 0", "line 1 turn 1"]
+
+
+def test_a_turn_that_does_not_begin_with_its_prompt_is_refused(write, tmp_path):
+    template = CHATML.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>model\n{% endif %}"
+    )
+    tokenizer = ChatTokenizer(save_tokenizer(tmp_path / "t", template))
+    with pytest.raises(InputError, match=r":1: the chat template writes assistant turn 0 so that"):
+        read_rollouts(write({"messages": TALK}), strict=True, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"messages": "hi"}, "messages must be a list of chat messages"),
+        ({"messages": []}, "messages must be a list of chat messages"),
+        ({"messages": ["hi"]}, "messages[0] must be an object with a role"),
+        ({"messages": [{"content": "hi"}]}, "messages[0] must be an object with a role"),
+        (
+            {"messages": [{"role": "user", "tool_calls": 3}]},
+            "messages[0].tool_calls must be a list",
+        ),
+        ({"messages": TALK, "loss_mask": [1]}, "has loss_mask or turn_ends but no token ids"),
+        ({"messages": TALK, "turn_ends": [1]}, "has loss_mask or turn_ends but no token ids"),
+    ],
+)
+def test_broken_chats_are_named(write, chat_tokenizer, row, message):
+    with pytest.raises(InputError) as caught:
+        read_rollouts(write(row), strict=True, tokenizer=chat_tokenizer)
+    assert message in str(caught.value)
+
+
+def test_what_a_template_refuses_is_passed_on(write, tmp_path):
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = ChatTokenizer(save_tokenizer(tmp_path / "t", template))
+    with pytest.raises(InputError, match="refuses the messages: roles must alternate"):
+        read_rollouts(write({"messages": TALK}), strict=True, tokenizer=tokenizer)
+
+
+def test_messages_without_a_tokenizer_ask_for_one(write):
+    with pytest.raises(InputError, match="give a tokenizer folder by --tokenizer"):
+        read_rollouts(write({"messages": TALK}))
+
+
+def test_a_tokenizer_that_cannot_be_used(write, tmp_path):
+    with pytest.raises(InputError, match="expected a folder with a tokenizer's files"):
+        ChatTokenizer(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"--tokenizer .*empty: "):
+        ChatTokenizer(tmp_path / "empty")
+    plain = ChatTokenizer(save_tokenizer(tmp_path / "plain", None))
+    with pytest.raises(InputError, match="has no chat template"):
+        read_rollouts(write({"messages": TALK}), strict=True, tokenizer=plain)
+
+
+def test_chats_in_parquet(write_parquet, chat_tokenizer):
+    talk = [{"role": m["role"], "content": m["content"] or "x"} for m in TALK]
+    path = write_parquet(messages=[talk, talk[:3]])
+    rollouts = read_rollouts(path, strict=True, tokenizer=chat_tokenizer)
+    assert [len(ends) for ends in rollouts.turn_ends] == [2, 1]

@@ -217,10 +217,10 @@ def test_verify_needs_a_model_that_exists(rollout_file, tmp_path):
 
 
 def test_verify_says_what_it_does_not_support(rollout_file, config_file):
-    config = config_file(model_type="gpt2", bos_token_id=1, eos_token_id=2)
+    config = config_file(model_type="stablelm", bos_token_id=1, eos_token_id=2)
     result = run("verify", "--model", config, rollout_file)
     assert result.exit_code == 2
-    assert "gpt2" in result.stderr and "Traceback" not in result.stderr
+    assert "stablelm" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_verify_needs_something_scored(tmp_path, config_file):

@@ -43,9 +43,9 @@ _File = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="JSON lines of rollouts, gzipped or not; - is standard input. A line holds token_ids "
-        "(or input_ids), or prompt_ids with response_ids (or completion_ids); optional: "
-        "loss_mask, turn_ends, id, group.",
+        help="JSON lines of rollouts, gzipped or not, or parquet; - is standard input. A line or "
+        "row holds token_ids (or input_ids), or prompt_ids with response_ids (or completion_ids), "
+        "or messages (with --tokenizer); optional: loss_mask, turn_ends, id, group.",
         show_default=False,
     ),
 ]
@@ -62,6 +62,15 @@ _Strict = Annotated[
     typer.Option(
         "--strict/--no-strict",
         help="Stop at the first broken line instead of leaving it out and saying so.",
+    ),
+]
+_Tokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="A local folder with a tokenizer. Puts messages (OpenAI chats, with tool_calls and "
+        "tools) through its chat template, and decodes the text that a report quotes.",
+        show_default=False,
     ),
 ]
 _AsJson = Annotated[
@@ -98,28 +107,107 @@ def _top(
 
 @app.command("report")
 def _report(
-    file: _File, per_turn: _PerTurn = False, strict: _Strict = False, as_json: _AsJson = False
+    file: _File,
+    per_turn: _PerTurn = False,
+    tokenizer: _Tokenizer = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|CONFIG.json",
+            help="Also estimate the time and memory of an update of this model.",
+            show_default=False,
+        ),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="In the estimate of --model.")
+    ] = False,
+    near_misses: Annotated[
+        int, typer.Option(min=0, help="How many near misses to describe; 0 to skip the search.")
+    ] = 5,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.png",
+            help="Draw the forest there and its block mask into OUT-mask.png (or .pdf, .svg); "
+            "needs matplotlib.",
+            show_default=False,
+        ),
+    ] = None,
+    strict: _Strict = False,
+    as_json: _AsJson = False,
 ) -> None:
-    """How much a file of rollouts shares, and what its forest looks like.
+    """How much a file of rollouts shares, and what it fails to share.
 
     The token ratio bounds what sharing can save in the linear layers, the
-    attention FLOP ratio what it can save in attention.
+    attention FLOP ratio what it can save in attention. Near misses are forks
+    after which the same tokens run again: a timestamp, an id, a re-tokenised turn.
 
         prefixtree report rollouts.jsonl.gz --per-turn
+        prefixtree report chats.parquet --tokenizer path/to/tokenizer
+        prefixtree report rollouts.jsonl --model config.json
         prefixtree report rollouts.jsonl.gz --json | jq .tokens.ratio
+
+    What --model estimates, forward and backward, is a ratio of FLOPs:
+
+    3 x 2 x linear weights a token x tokens (replicated or distinct)
+    + 3.5 x 2 x heads x (D + Dv) x visible query-key pairs x layers
+    + 3 x 2 x hidden x vocabulary x scored edges (4 x 2 x packed);
+
+    with checkpointing one forward more of the first two. Activations: tokens x
+    (layers + 1) x A, with checkpointing tokens x (layers x bh + 2A), where A is
+    norms 2(4 + 2b)h + attention b(H + Hk)(D + Dv) + MLP 4bI at b bytes an element.
     """
-    from prefixtree.cli.console import out, print_json
-    from prefixtree.cli.report import measure, show
+    from prefixtree.cli import report
+    from prefixtree.cli.console import out, print_json, status, steps
     from prefixtree.forest import PrefixForest
 
-    rollouts = _read(file, per_turn, strict)
-    facts = measure(PrefixForest.from_sequences(rollouts.sequences))
+    if plot is not None:
+        from prefixtree.cli.pictures import check_picture_path, write_pictures
+
+        check_picture_path(plot)
+    chat = _chat_tokenizer(tokenizer)
+    rollouts = _read(file, per_turn, strict, chat)
+    with status("forest"):
+        forest = PrefixForest.from_sequences(rollouts.sequences)
+        facts = report.measure(forest)
+    pictures = []
+    if plot is not None:
+        with status("pictures"):
+            pictures = write_pictures(plot, forest)
+    facts["groups"] = facts["near_misses"] = facts["estimate"] = None
+    if rollouts.groups is not None:
+        from prefixtree.cli.groups import measure_groups
+
+        with status("groups"):
+            facts["groups"] = measure_groups(forest, rollouts, chat)
+    if near_misses:
+        from prefixtree.cli.near_misses import find_near_misses
+
+        misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
+        facts["near_misses"] = report.near_miss_facts(misses, rollouts)
+    if model is not None:
+        from prefixtree.cli.estimate import estimate, read_shape
+
+        with status("estimate"):
+            shape = read_shape(model)
+            facts["estimate"] = estimate(
+                forest, rollouts, shape, checkpointing=gradient_checkpointing
+            )
     if as_json:
         left_out = len(rollouts.problems)
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
-    else:
-        unit = "a sequence per assistant turn" if per_turn else "a sequence per rollout"
-        show(facts, out(), f"{rollouts.source}, {unit}")
+        return
+    unit = "a sequence per assistant turn" if per_turn else "a sequence per rollout"
+    console = out()
+    report.show(facts, console, f"{rollouts.source}, {unit}")
+    if facts["groups"] is not None:
+        report.show_groups(facts["groups"], forest.num_tokens, console)
+    if facts["near_misses"] is not None:
+        report.show_near_misses(facts["near_misses"], console)
+    if facts["estimate"] is not None:
+        report.show_estimate(facts["estimate"], console)
+    for picture in pictures:
+        console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
 
 
 @app.command("verify")
@@ -134,6 +222,7 @@ def _verify(
         ),
     ],
     per_turn: _PerTurn = False,
+    tokenizer: _Tokenizer = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Take the first N sequences (after --per-turn).")
     ] = None,
@@ -171,7 +260,7 @@ def _verify(
     """
     from prefixtree.cli.console import out, print_json
 
-    rollouts = _read(file, per_turn, strict)
+    rollouts = _read(file, per_turn, strict, _chat_tokenizer(tokenizer))
     if tasks is not None:
         rollouts = rollouts.first_groups(tasks)
     if limit is not None:
@@ -191,37 +280,40 @@ def _verify(
 
 @app.command("demo")
 def _demo(
-    seed: Annotated[int, typer.Option(help="Of the rollouts and the weights.")] = 7,
+    seed: Annotated[int, typer.Option(help="Of the weights and the rollouts.")] = 7,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the rollouts there, for report and verify."),
+        typer.Option(metavar="FILE", help="Write the first rollouts there, for report and verify."),
+    ] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Draw the first forest and its block mask there (needs matplotlib)."
+        ),
     ] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """One policy-gradient update on embedded rollouts, replicated and packed.
+    """GRPO on live rollouts that branch, every update replicated and packed.
 
-    A refund desk with tools, a tiny Qwen3 with random weights, less than a minute
-    on two cores. Shows the forest, the same loss and gradients, and what is saved.
+    A tiny Qwen3 with random weights steers a robot through a parcel depot with
+    tools, less than a minute and a half on two cores. Shows the tree of turns, the
+    same losses update by update, and what is saved.
 
         prefixtree demo
         prefixtree demo --save rollouts.jsonl && prefixtree report rollouts.jsonl
 
-    Exits with 1 when the two updates differ.
+    Exits with 1 when the two ways differ.
     """
     from prefixtree.cli.console import out, print_json
-    from prefixtree.cli.desk import make_rollouts
+    from prefixtree.cli.demo import rollout_rows, show, train
 
-    rollouts = make_rollouts(seed)
+    facts, trees = train(seed, pictures)
     if save is not None:
-        _write(save, rollouts)
-
-    from prefixtree.cli.demo import show, update
-
-    facts = update(rollouts, seed)
+        _write(save, rollout_rows(trees))
     if as_json:
         print_json(facts)
     else:
-        show(facts, rollouts, out())
+        show(facts, trees[0], out())
     raise typer.Exit(0 if facts["passed"] else 1)
 
 
@@ -232,12 +324,27 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
 
 
-def _read(file: str, per_turn: bool, strict: bool) -> Rollouts:
-    from prefixtree.cli.console import Reading, complain_about
+def _chat_tokenizer(path: Path | None) -> Any:
+    if path is None:
+        return None
+    from prefixtree.cli.chat import ChatTokenizer
+
+    return ChatTokenizer(path)
+
+
+def _read(file: str, per_turn: bool, strict: bool, tokenizer: Any) -> Rollouts:
+    from prefixtree.cli.console import Reading, complain, complain_about
     from prefixtree.cli.rollouts import expand_turns, read_rollouts
 
     with Reading() as reading:
-        rollouts = read_rollouts(file, strict=strict, watch=reading.watch)
+        rollouts = read_rollouts(file, strict=strict, watch=reading.watch, tokenizer=tokenizer)
+    rewritten = sum(turns is not None for turns in rollouts.turns)
+    if rewritten and not per_turn:
+        complain(
+            f"{rewritten} conversation(s): the chat template writes earlier turns anew as they go "
+            "on (stripped thinking, say), so no one sequence holds every turn as the policy saw "
+            "it; --per-turn takes each turn as it was, and here all tokens count as scored"
+        )
     if per_turn:
         rollouts = expand_turns(rollouts, strict=strict)
     complain_about(rollouts.problems)

@@ -100,7 +100,7 @@ def run_replicated(
     logprobs = [torch.zeros(len(scored), device=device) for scored in there.scored]
     entropy = [torch.zeros_like(values) for values in logprobs]
     model.zero_grad(set_to_none=True)
-    with _Meter(device) as meter:
+    with Meter(device) as meter:
         for i, tokens in enumerate(watch(sequences)):
             rows = there.scored[i].nonzero().squeeze(1)
             if len(rows) == 0:
@@ -140,7 +140,7 @@ def run_packed(
     device = model.device
     there = objective.to(device)
     model.zero_grad(set_to_none=True)
-    with _Meter(device) as meter:
+    with Meter(device) as meter:
         scores = sequence_logprobs(
             model, packed.to(device), loss_mask=loss_masks, return_entropy=True
         )
@@ -156,7 +156,7 @@ def _finish(
     logprobs: list[torch.Tensor],
     entropy: list[torch.Tensor],
     objective: Objective,
-    meter: _Meter,
+    meter: Meter,
 ) -> Run:
     logprobs, entropy = ([v.detach().cpu() for v in values] for values in (logprobs, entropy))
     gradients = {
@@ -211,7 +211,7 @@ def _or_infinite(value: torch.Tensor) -> float:
 # ---- time and memory -----------------------------------------------------------------------------
 
 
-class _Meter:
+class Meter:
     """Seconds and peak memory between enter and exit.
 
     On CUDA torch counts. Elsewhere a thread samples the process's resident memory, because its
@@ -225,7 +225,7 @@ class _Meter:
         self.device = device
         self._sampler: _Sampler | None = None
 
-    def __enter__(self) -> _Meter:
+    def __enter__(self) -> Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,4 +1,4 @@
-"""`prefixtree report`: what a file of rollouts shares."""
+"""`prefixtree report`: what a file of rollouts shares, and what it fails to share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from prefixtree.cli.near_misses import NearMisses
+from prefixtree.cli.rollouts import Rollouts
 from prefixtree.forest import PrefixForest
+
+_GIB = 2**30
+_KINDS = {
+    "sampled": "sampled by the policy",
+    "mixed": "others' words, and then the policy's own",
+    "given": "not sampled by the policy",
+    "re-tokenised": "the same text in other tokens",
+    "thinking": "thinking that one of them lacks",
+    "unknown": "no loss mask tells who wrote it",
+}
 
 
 def measure(forest: PrefixForest) -> dict[str, Any]:
@@ -74,6 +87,144 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     )
     table.add_row("node lengths", *_spread_cells(facts["node_length"]))
     console.print(table)
+
+
+def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
+    """What `find_near_misses` found, ready for JSON; sequences by their ids and groups."""
+    return {
+        "forks": misses.num_forks,
+        "policy_tokens_known": rollouts.loss_masks is not None,
+        "tokens_to_win": misses.win,
+        "tokens_to_win_at_sampled_forks": misses.win_sampled,
+        "largest": [
+            {
+                "tokens_to_win": miss.win,
+                "by_this_difference_alone": miss.alone,
+                "run_again": miss.again,
+                "branches": miss.branches,
+                "rollouts": [rollouts.ids[i] for i in miss.sequences],
+                "groups": None
+                if rollouts.groups is None
+                else [rollouts.groups[i] for i in miss.sequences],
+                **miss.difference.facts(),
+            }
+            for miss in misses.shown
+        ],
+    }
+
+
+def show_groups(groups: dict[str, Any], distinct: int, console: Console) -> None:
+    """Prints what `measure_groups` found; `distinct` are the forest's tokens."""
+    ratio = groups["ratio"]
+    console.print(
+        f"\n[bold]{groups['groups']:,} groups[/]: token ratio {ratio['mean']:.2f}x in the mean, "
+        f"{ratio['min']:.2f}x to {ratio['max']:.2f}x, median {ratio['median']:.2f}x; sharing "
+        f"across groups saves another {groups['across']:,} tokens "
+        f"({groups['across'] / (groups['across'] + distinct):.0%})"
+    )
+    if groups["first_forks"]:
+        parts = ", ".join(
+            f"{_KINDS.get(name, f'{name} message')} ({n:,})"
+            for name, n in groups["first_forks"].items()
+        )
+        console.print(f"what parts the rollouts of a group first: {escape(parts)}")
+    table = Table("group", "sequences", "tokens", "distinct", "ratio", "first fork at token")
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for entries in (groups["best"], groups["worst"]):
+        for entry in entries:
+            fork = entry["first_fork"]
+            table.add_row(
+                escape(str(entry["group"])),
+                f"{entry['sequences']:,}",
+                f"{entry['replicated']:,}",
+                f"{entry['distinct']:,}",
+                f"{entry['ratio']:.2f}x",
+                "never" if fork is None else f"{fork['position']:,}, {_place(fork)}",
+            )
+        table.add_section()
+    console.print(table)
+
+
+def show_near_misses(facts: dict[str, Any], console: Console) -> None:
+    """Prints `near_miss_facts`."""
+    if not facts["forks"]:
+        console.print(
+            "\n[bold]near misses[/]: none; no branches of a fork run the same tokens again"
+        )
+        return
+    whose = "without the differences"
+    if facts["policy_tokens_known"]:
+        whose = "at differences that the policy did not sample"
+    if sampled := facts["tokens_to_win_at_sampled_forks"]:
+        whose += f", and {sampled:,} at forks where the policy's own tokens differ too"
+    console.print(
+        f"\n[bold]near misses[/]: after {facts['forks']:,} forks the same tokens run again; "
+        f"{facts['tokens_to_win']:,} tokens to win {whose}"
+    )
+    for number, miss in enumerate(facts["largest"], 1):
+        place = "" if miss["role"] is None else f", {_place(miss)}"
+        console.print(
+            f"\n{number:2}. [bold]{miss['tokens_to_win']:,} tokens to win[/] "
+            f"({miss['by_this_difference_alone']:,} by this difference alone) at token "
+            f"{miss['position']:,}{place}: {_who(miss)}"
+        )
+        unit = "" if miss["is_text"] else " ids"
+        lengths = miss["lengths"]
+        ours, theirs = (_quoted(text) for text in miss["texts"])
+        console.print(f"    [dim]before{unit}[/] {_quoted(miss['before'])}", soft_wrap=True)
+        console.print(f"    [red]one[/]    {ours} [dim]{lengths[0]:,} tokens[/]", soft_wrap=True)
+        console.print(
+            f"    [green]other[/]  {theirs} [dim]{lengths[1]:,} tokens[/]", soft_wrap=True
+        )
+        console.print(f"    [dim]after{unit}[/]  {_quoted(miss['after'])}", soft_wrap=True)
+
+
+def show_estimate(facts: dict[str, Any], console: Console) -> None:
+    """Prints what `estimate` found."""
+    short = "with" if facts["gradient_checkpointing"] else "without"
+    table = Table(
+        "one update, estimated",
+        "replicated",
+        "packed",
+        "saved",
+        title=f"\n{facts['model_type']}, {facts['parameters']:,} parameters of "
+        f"{facts['element_bytes']} bytes, {short} gradient checkpointing",
+        title_justify="left",
+    )
+    sides = facts["replicated"], facts["packed"]
+    rows = [
+        ("linear layers, PFLOP", "linear_flops", 1e15),
+        ("attention, PFLOP", "attention_flops", 1e15),
+        ("head, PFLOP", "head_flops", 1e15),
+        ("together, PFLOP", "flops", 1e15),
+        ("activations of all tokens at once, GiB", "activation_bytes", _GIB),
+    ]
+    for name, key, unit in rows:
+        one, other = (side[key] / unit for side in sides)
+        saved = f"{one / other:.2f}x" if other else "-"
+        table.add_row(name, f"{one:,.4g}", f"{other:,.4g}", saved)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    console.print(table)
+    console.print(
+        f"estimated speed-up [bold]{facts['speedup']:.2f}x[/]; weights and gradients take "
+        f"{facts['fixed_bytes'] / _GIB:,.2f} GiB on both sides"
+    )
+
+
+def _place(difference: dict[str, Any]) -> str:
+    if difference["role"] is None:
+        return _KINDS[difference["kind"]]
+    return escape(f"message {difference['message']} ({difference['role']})")
+
+
+def _who(miss: dict[str, Any]) -> str:
+    return f"{_KINDS[miss['kind']]}; {escape(' and '.join(miss['rollouts']))}"
+
+
+def _quoted(text: str) -> str:
+    return escape(repr(text))
 
 
 def _spread(lengths: np.ndarray) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
@@ -23,27 +24,92 @@ class Family:
         softcap: config attribute holding c in c tanh(logits / c), or None.
         scale: config attribute logits are multiplied by, or None.
         divisor: config attribute logits are divided by, or None.
+        position_rows: rows of position_ids that the text model takes: the text's own, which its
+            attention is shown, and those of a multi-dimensional RoPE.
     """
 
     softcap: str | None = None
     scale: str | None = None
     divisor: str | None = None
+    position_rows: int = 1
 
 
 _FAMILIES: dict[str, Family] = {
+    "afmoe": Family(),
+    "apertus": Family(),
+    "arcee": Family(),
+    "cohere": Family(scale="logit_scale"),
+    "cohere2": Family(scale="logit_scale"),
+    "cohere2_moe": Family(scale="logit_scale"),
+    "cwm": Family(),
+    "deepseek_v2": Family(),
     "deepseek_v3": Family(),
+    "dots1": Family(),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "exaone4": Family(),
+    "exaone_moe": Family(),
+    "flex_olmo": Family(),
+    "gemma": Family(),
     "gemma2": Family(softcap="final_logit_softcapping"),
     "gemma3_text": Family(softcap="final_logit_softcapping"),
+    "gemma3n_text": Family(softcap="final_logit_softcapping"),
+    "gemma4_text": Family(softcap="final_logit_softcapping"),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(),
+    "glm4_moe_lite": Family(),
+    "gpt2": Family(),
+    "gpt_neox": Family(),
     "gpt_oss": Family(),
+    "granite": Family(divisor="logits_scaling"),
+    "granitemoe": Family(divisor="logits_scaling"),
+    "granitemoeshared": Family(divisor="logits_scaling"),
+    "helium": Family(),
+    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_moe": Family(),
+    "hy_v3": Family(),
+    "internlm3": Family(),
+    "jais2": Family(),
+    "laguna": Family(),
     "llama": Family(),
+    "minimax_m2": Family(),
+    "ministral": Family(),
+    "ministral3": Family(),
     "mistral": Family(),
+    "mixtral": Family(),
+    "nanochat": Family(softcap="final_logit_softcapping"),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmoe": Family(),
+    "opt": Family(),
+    "phi": Family(),
+    "phi3": Family(),
     "qwen2": Family(),
+    "qwen2_5_vl": Family(position_rows=4),
+    "qwen2_5_vl_text": Family(position_rows=4),
+    "qwen2_moe": Family(),
     "qwen3": Family(),
     "qwen3_moe": Family(),
+    "qwen3_vl": Family(position_rows=4),
+    "qwen3_vl_text": Family(position_rows=4),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "solar_open": Family(),
+    "starcoder2": Family(),
+    "vaultgemma": Family(softcap="final_logit_softcapping"),
+    "youtu": Family(),
 }
 
+ROUTER_LOGITS = (
+    "output_router_logits asks for the load-balancing loss, which would count a shared token once "
+    "where the replicated batch counts every copy: set config.output_router_logits to False and "
+    "pass no output_router_logits"
+)
+
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+_ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
 
 # names under which configurations keep a dropout or a jitter of the forward
 _DROPOUTS = (
@@ -105,7 +171,7 @@ def family_of(config: Any) -> Family:
 def check_config(config: Any, training: bool) -> None:
     """Refuses what would make a packed run differ from the replicated one, by configuration."""
     family_of(config)
-    for layer_type in set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+    for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         raise UnsupportedError(
             f"layers of type {layer_type!r} mix tokens by packed order, not along the tree; only "
             f"{', '.join(sorted(_LAYER_TYPES))} run exactly"
@@ -114,6 +180,8 @@ def check_config(config: Any, training: bool) -> None:
         config, "is_causal", True
     ):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedError(ROUTER_LOGITS)
     for rope in _rope_types(config):
         if rope not in _ROPE_TYPES:
             raise UnsupportedError(
@@ -129,6 +197,16 @@ def check_config(config: Any, training: bool) -> None:
                 )
 
 
+def check_tokens(config: Any, tokens: np.ndarray) -> None:
+    """Refuses placeholders of images and videos: equal ids may stand for different pixels."""
+    for name in ("image_token_id", "video_token_id"):
+        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
+            raise UnsupportedError(
+                f"the sequences hold {name} {token}: images are not packed yet, their placeholders "
+                "would be shared whatever they show; score text-only sequences"
+            )
+
+
 def check_modules(model: nn.Module) -> None:
     """Refuses active dropout anywhere in the model, a LoRA adapter's included."""
     for name, module in model.named_modules():
@@ -138,6 +216,21 @@ def check_modules(model: nn.Module) -> None:
                 f"{name} is an active dropout (p = {module.p}): a shared token would draw one mask "
                 "where the replicated batch draws several; set it to 0 (lora_dropout=0 for an "
                 "adapter) or call model.eval()"
+            )
+
+
+def check_checkpointing(model: nn.Module, config: Any) -> None:
+    """Refuses reentrant checkpointing where layers use keys of earlier ones: transformers passes
+    those beside the checkpoint's inputs, and their gradients are lost, packed or not."""
+    if not getattr(config, "num_kv_shared_layers", 0):
+        return
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        options = getattr(checkpoint, "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
+            raise UnsupportedError(
+                f"reentrant checkpointing loses gradients in {config.model_type} with "
+                'num_kv_shared_layers > 0: enable it with {"use_reentrant": False}'
             )
 
 

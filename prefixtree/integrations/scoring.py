@@ -22,7 +22,13 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import check_config, check_modules, family_of
+from prefixtree.integrations.families import (
+    check_checkpointing,
+    check_config,
+    check_modules,
+    check_tokens,
+    family_of,
+)
 from prefixtree.kernels.logprobs import LogitRule, head_logprobs, linear_logprobs
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.layout import PackedForest
@@ -69,8 +75,11 @@ def sequence_logprobs(
     _check_model(model, causal_lm, packed)
     units = _make_units(packed, temperature, loss_mask)
     rule = _logit_rule(causal_lm.config)
+    inputs = packed.model_inputs()
+    if (rows := family_of(causal_lm.config).position_rows) > 1:
+        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
     with _scoring_head(causal_lm, units, rule, return_entropy, chunk_size):
-        output = model(**packed.model_inputs(), logits_to_keep=units.predictors)
+        output = model(**inputs, logits_to_keep=units.predictors)
     scores = _scores_of(output)
     columns = gather(scores, units.to_sequences).split(units.lengths)
     entropy = [c[:, 1] for c in columns] if return_entropy else None
@@ -179,7 +188,13 @@ def _find_causal_lm(model: nn.Module) -> Any:
 def _check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
     config = causal_lm.config
     check_config(config, causal_lm.training)
+    if (text := config.get_text_config()) is not config:
+        check_config(text, causal_lm.training)
     check_modules(model)
+    if causal_lm.training and torch.is_grad_enabled():
+        check_checkpointing(causal_lm, text)
+    if packed.forest.tokens is not None:
+        check_tokens(config, packed.forest.tokens)
     if config._attn_implementation != "prefixtree":
         raise UnsupportedError(
             f"the model runs attn_implementation={config._attn_implementation!r}, which ignores "
@@ -197,6 +212,7 @@ def _check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None
 
 def _logit_rule(config: Any) -> LogitRule:
     family = family_of(config)
+    config = config.get_text_config()
 
     def number(name: str | None) -> float | None:
         value = None if name is None else getattr(config, name, None)
@@ -227,8 +243,10 @@ def _scoring_head(
         if plain:
             result = linear_logprobs(rows, head.weight, head.bias, *rest)
         else:
-            result = head_logprobs(head_forward, causal_lm.config.vocab_size, rows, *rest)
-        return result[None]
+            vocabulary = causal_lm.config.get_text_config().vocab_size
+            result = head_logprobs(head_forward, vocabulary, rows, *rest)
+        # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
+        return result[None].clone()
 
     def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         # behind the hooks of a wrapper of the head: what they return is what it can follow
@@ -247,7 +265,11 @@ def _scoring_head(
         return output
 
     handle = head.register_forward_hook(keep)
-    with _own_forward(head, score), _own_forward(causal_lm, forward):
+    # they are other functions in every call, which torch.compile(model) would trace anew each time;
+    # the model's own forward, called inside, is compiled
+    outer = torch.compiler.disable(forward, recursive=False)
+    inner = torch.compiler.disable(score)
+    with _own_forward(head, inner), _own_forward(causal_lm, outer):
         try:
             yield
         finally:

@@ -4,7 +4,8 @@
     scores = sequence_logprobs(model, packed)
 
 The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
-checkpointing and torch.compile. What cannot run exactly is refused (`integrations.families`).
+checkpointing and torch.compile. What cannot run exactly is refused (`integrations.families`). The
+same model generates (`integrations.ordinary`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import (
+    ROUTER_LOGITS,
     allow_model_type,
     check_config,
     supported_model_types,
 )
+from prefixtree.integrations.ordinary import ordinary_attention, ordinary_mask
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask
@@ -52,17 +55,40 @@ def prefixtree_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] unrepeated.
 
-    Returns ([1, T, H, Dv], None).
+    Returns ([1, T, H, Dv], None). Without a tree mask `integrations.ordinary` decides.
     """
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedError(
+            f"{type(module).__name__} attends both ways, as image encoders do: images are not "
+            'packed yet; use model.set_attn_implementation("sdpa") for calls with images'
+        )
+    if attention_mask is None and sliding_window is None and _slides(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} keeps its sliding window from the attention function: set "
+            "layer_types to full_attention, or use_sliding_window to False"
+        )
     if tree_mask is None:
-        raise ValueError(
-            f"attn_implementation={_NAME!r} needs the forest's mask: call the model with "
-            "**packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary batches use "
-            'model.set_attn_implementation("sdpa")'
+        kwargs["dropout"] = dropout
+        return ordinary_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            sliding_window,
+            softcap,
+            s_aux,
+            **kwargs,
         )
     if not isinstance(tree_mask, TreeMask):
         raise TypeError(
             f"tree_mask must be a TreeMask (packed.mask), got {type(tree_mask).__name__}"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
+            f"rows, the mask has {tree_mask.num_tokens})"
         )
     if attention_mask is not None:
         raise ValueError("tree_mask already says who sees whom: do not pass an attention_mask too")
@@ -76,6 +102,8 @@ def prefixtree_attention(
         raise UnsupportedError(
             f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
         )
+    if kwargs.get("output_router_logits"):
+        raise UnsupportedError(ROUTER_LOGITS)
     check_config(module.config, module.training)
     if getattr(module, "layer_idx", None) == 0:
         _check_positions(kwargs.get("position_ids"), tree_mask)
@@ -96,11 +124,24 @@ def prefixtree_attention(
     return out.unsqueeze(0), None
 
 
+def _slides(module: nn.Module) -> bool:
+    """Whether the configuration says so; some models put the window into their mask alone."""
+    layer_types: Any = getattr(module.config, "layer_types", None)
+    index: Any = getattr(module, "layer_idx", None)
+    return bool(layer_types) and index is not None and layer_types[index] == "sliding_attention"
+
+
 def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
     without a trace; one comparison a forward, where nothing forbids to look at the values."""
-    if position_ids is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return
+    if position_ids is None:
+        raise UnsupportedError(
+            "this model does not show its attention the positions, so that wrong ones would go "
+            "unseen; one with a multi-dimensional RoPE takes them as "
+            "packed.position_ids.expand(4, 1, -1)"
+        )
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     depths = tree_mask.position_ids
@@ -115,19 +156,28 @@ def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> 
 
 
 def prefixtree_mask(
-    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any
-) -> None:
-    """transformers' mask function: there is no T x T mask to make, and none may be given."""
-    if attention_mask is not None:
-        raise ValueError(
-            "a packed forest takes no attention_mask: tree_mask says who sees whom. Drop it "
-            "(padding of the original batch is not packed)"
-        )
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """transformers' mask function: None for a packed forest, which needs no T x T mask.
+
+    It cannot see the tree mask. But neither padding nor cached keys come with one: such a batch
+    gets an ordinary mask, which the attention function refuses where there is a tree mask too.
+    """
     if use_vmap:
         raise UnsupportedError(
             "this model adds its own mask function (images or bidirectional parts), which a tree "
             "mask would ignore"
         )
+    if attention_mask is None and q_length == kv_length and q_offset == 0:
+        return None
+    return ordinary_mask(
+        attention_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
+    )
 
 
 AttentionInterface.register(_NAME, prefixtree_attention)

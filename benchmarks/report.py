@@ -1,0 +1,163 @@
+"""Time of `prefixtree report` on 100,000 sequences of 50M tokens, from JSON lines and from parquet.
+
+    python benchmarks/report.py            # about 2 minutes, 1 GB of temporary files
+    python benchmarks/report.py --small    # a hundredth of it
+
+Writes benchmarks/results/report.json (not with --small). Each figure is a median of runs of the
+command as a user starts it, in a process of its own, imports included, with a progress bar on a
+terminal of its own; cpu_seconds show what of it was the machine's other work. The stages are timed
+once, in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import pty
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from prefixtree.cli.groups import measure_groups
+from prefixtree.cli.near_misses import find_near_misses
+from prefixtree.cli.report import measure
+from prefixtree.cli.rollouts import read_rollouts
+from prefixtree.forest import PrefixForest
+
+SEQUENCES, MEMBERS, VOCABULARY = 100_000, 8, 150_000
+SYSTEM, TASK, STAMP, TURN, TURNS = 60, 90, 4, 50, 7
+
+
+def make_rows(count: int) -> list[tuple[str, list[np.ndarray]]]:
+    """Groups of 8: a shared system prompt, a task, and seven turns; half of each group forks at a
+    turn, the others follow the first's turns up to a depth. Every fourth group has a timestamp of
+    its own in each of its sequences, before the task: a near miss."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, VOCABULARY, SYSTEM)
+    rows = []
+    for group in range(count // MEMBERS):
+        task = rng.integers(0, VOCABULARY, TASK)
+        stamp = rng.integers(0, VOCABULARY, STAMP)
+        trunk = rng.integers(0, VOCABULARY, TURN * TURNS)
+        for member in range(MEMBERS):
+            if group % 4 == 0:
+                stamp = rng.integers(0, VOCABULARY, STAMP)
+            kept = TURN * (member % TURNS)
+            own = rng.integers(0, VOCABULARY, TURN * TURNS - kept)
+            rows.append((f"task{group}", [system, stamp, task, trunk[:kept], own]))
+    return rows
+
+
+def write(folder: Path, count: int) -> dict[str, Path]:
+    """The same rollouts in each format."""
+    rows = make_rows(count)
+    tokens = [np.concatenate(parts) for _, parts in rows]
+    given = SYSTEM + STAMP + TASK
+    paths = {"jsonl": folder / "rollouts.jsonl", "parquet": folder / "rollouts.parquet"}
+    with paths["jsonl"].open("w") as file:
+        for (group, _), ids in zip(rows, tokens, strict=True):
+            row = {"group": group, "prompt_ids": ids[:given].tolist()}
+            file.write(json.dumps({**row, "response_ids": ids[given:].tolist()}) + "\n")
+    table = {
+        "group": [group for group, _ in rows],
+        "prompt_ids": [ids[:given].astype(np.int32) for ids in tokens],
+        "response_ids": [ids[given:].astype(np.int32) for ids in tokens],
+    }
+    pq.write_table(pa.table(table), paths["parquet"])
+    return paths
+
+
+def run(path: Path) -> tuple[float, float]:
+    """Seconds, and seconds of CPU, of one `prefixtree report` with its progress bar drawn."""
+    controller, terminal = pty.openpty()
+    drained = threading.Thread(target=_drain, args=(controller,), daemon=True)
+    drained.start()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    begin = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "prefixtree", "report", str(path), "--json"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
+    seconds = time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    os.close(terminal)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, used
+
+
+def _drain(controller: int) -> None:
+    try:
+        while os.read(controller, 65536):
+            pass
+    except OSError:
+        pass
+
+
+def stages(path: Path) -> dict[str, float]:
+    """Seconds of each part."""
+    marks = [time.perf_counter()]
+    rollouts = read_rollouts(path)
+    marks.append(time.perf_counter())
+    forest = PrefixForest.from_sequences(rollouts.sequences)
+    measure(forest)
+    marks.append(time.perf_counter())
+    measure_groups(forest, rollouts)
+    marks.append(time.perf_counter())
+    find_near_misses(forest, rollouts)
+    marks.append(time.perf_counter())
+    names = ("read", "forest", "groups", "near_misses")
+    return dict(zip(names, np.diff(marks).round(2).tolist(), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a hundredth, and no file of results")
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    count = SEQUENCES // 100 if options.small else SEQUENCES
+    results, load = {}, os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in write(Path(folder), count).items():
+            run(path)  # numba compiles once and keeps it
+            seconds, used = zip(*(run(path) for _ in range(options.runs)), strict=True)
+            results[name] = {
+                "seconds": round(statistics.median(seconds), 2),
+                "cpu_seconds": round(statistics.median(used), 2),
+                "all_seconds": [round(s, 2) for s in seconds],
+                "stages": stages(path),
+                "file_bytes": path.stat().st_size,
+            }
+            print(name, json.dumps(results[name]), flush=True)
+        rollouts = read_rollouts(path)
+        forest = PrefixForest.from_sequences(rollouts.sequences)
+    facts = {
+        "sequences": forest.num_sequences,
+        "replicated_tokens": forest.num_replicated_tokens,
+        "distinct_tokens": forest.num_tokens,
+        "cores": os.cpu_count(),
+        "load_before": round(load, 1),
+        "python": platform.python_version(),
+        "results": results,
+    }
+    print(json.dumps(facts))
+    if not options.small:
+        target = Path(__file__).parent / "results" / "report.json"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

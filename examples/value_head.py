@@ -1,0 +1,62 @@
+"""A critic and a reward model on packed rollouts: a value a token, a reward a sequence.
+
+Any model whose output has a row a token works: call it with `packed.model_inputs()` and hand the
+rows back to the sequences with `packed.unpack`. transformers' token classification is such a head;
+`AutoModelForSequenceClassification` is not (it pools a row, and a whole forest is one row): load
+its checkpoint as a token classifier with one label and read the last token of each sequence.
+
+    python examples/value_head.py
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForTokenClassification, Qwen3Config
+
+import prefixtree as pt
+import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
+from prefixtree.integrations.families import check_modules
+
+
+def token_values(model: nn.Module, packed: pt.PackedForest) -> list[torch.Tensor]:
+    """The value at every token of every sequence, [n] each; the model runs once, wrapped or not."""
+    check_modules(model)  # the head's dropout is 0.1 unless its configuration says otherwise
+    values = model(**packed.model_inputs()).logits[0, :, 0].float()  # [T]
+    return packed.unpack(values)
+
+
+def rewards(model: nn.Module, packed: pt.PackedForest) -> torch.Tensor:
+    """The value at every sequence's last token, [S]; sequences may end inside the tree."""
+    return torch.stack([values[-1] for values in token_values(model, packed)])
+
+
+def main() -> None:
+    """One regression step of a critic on the returns of four rollouts."""
+    config = Qwen3Config(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        head_dim=16,
+        num_labels=1,
+        classifier_dropout=0.0,
+    )
+    critic = AutoModelForTokenClassification.from_config(config, attn_implementation="prefixtree")
+    rollouts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 7, 8], [1, 2, 3, 4]]
+    returns = [1.0, 0.0, 0.5, 0.0]  # they differ where the sequences share tokens: so do the losses
+    packed = pt.pack(pt.PrefixForest.from_sequences(rollouts))
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+    for step in range(5):
+        values = token_values(critic, packed)
+        losses = [((v - r) ** 2).mean() for v, r in zip(values, returns, strict=True)]
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step}: loss {loss.item():.4f}")
+    print("rewards:", [round(x, 3) for x in rewards(critic, packed).tolist()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""OpenAI chat messages to token ids, through the chat template of a local tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prefixtree.cli.rollouts import InputError
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A tokenized conversation.
+
+    Attributes:
+        tokens: int64 [n], all of it.
+        loss_mask: bool [n], the tokens of assistant turns; None where they have no place in it.
+        turn_ends: int64, the tokens up to the end of each assistant turn; None likewise.
+        turns: where loss_mask is None, a (tokens, loss_mask) per assistant turn: the conversation
+            templated up to its end, in which this turn alone is scored. Else None.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None
+    turn_ends: np.ndarray | None
+    turns: list[tuple[np.ndarray, np.ndarray]] | None
+
+
+class ChatTokenizer:
+    """A tokenizer folder with a chat template; nothing is downloaded.
+
+    Where a turn starts and ends is found by templating the conversation up to there, with and
+    without the turn. Each of these texts must begin the next one. Some templates rewrite earlier
+    turns as a conversation goes on (they strip thinking): then no one sequence holds all turns as
+    the policy saw them, and each turn becomes a sequence of its own.
+
+    Args:
+        path: a folder with the files of a tokenizer.
+
+    Raises:
+        InputError: a path that holds no tokenizer, one without a chat template, or one that does
+            not tell which letters a token stands for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        if not path.is_dir():
+            raise InputError(f"--tokenizer {path}: expected a folder with a tokenizer's files")
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as problem:
+            raise InputError(f"--tokenizer {path}: {_first_line(problem)}") from None
+        self._path = path
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special ones included."""
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def __call__(self, messages: Any, tools: Any = None) -> Conversation:
+        """The conversation's tokens, with its assistant turns.
+
+        Args:
+            messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
+            tools: the tools' schemas, where the template shows them.
+
+        Raises:
+            InputError: messages of another shape, or that the template refuses.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InputError(f"--tokenizer {self._path}: has no chat template to put messages in")
+        if not self._tokenizer.is_fast:
+            raise InputError(
+                f"--tokenizer {self._path}: is a slow tokenizer, which does not tell the letters "
+                "of a token; expected one with a tokenizer.json"
+            )
+        messages = _checked(messages)
+        tools = tools or None
+        whole = self._text(messages, tools)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
+                spans.append((prompt, self._text(messages[: i + 1], tools)))
+        tokens, borders = self._encode(whole)
+        if not spans:
+            return Conversation(tokens, np.zeros(len(tokens), bool), np.empty(0, np.int64), None)
+        loss_mask, ends = np.zeros(len(tokens), bool), []
+        done = 0
+        for prompt, turn in spans:
+            span = _span(prompt, turn, borders) if whole.startswith(turn) else None
+            if span is None or span[0] < done:
+                break
+            start, done = span[0], self._trim(tokens, *span)
+            loss_mask[start:done] = True
+            ends.append(done)
+        else:
+            return Conversation(tokens, loss_mask, np.array(ends), None)
+        turns = []
+        for number, (prompt, turn) in enumerate(spans):
+            tokens_there, borders = self._encode(turn)
+            span = _span(prompt, turn, borders)
+            if span is None:
+                raise InputError(
+                    f"the chat template writes assistant turn {number} so that what comes before "
+                    "it, with the generation prompt, is not its beginning in whole tokens; give "
+                    "token_ids with loss_mask or turn_ends"
+                )
+            end = self._trim(tokens_there, *span)
+            turns.append((tokens_there[:end], np.arange(end) >= span[0]))
+        return Conversation(tokens, None, None, turns)
+
+    def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, **options
+            )
+        except Exception as problem:
+            raise InputError(
+                f"the chat template refuses the messages: {_first_line(problem)}"
+            ) from None
+
+    def _encode(self, text: str) -> tuple[np.ndarray, dict[int, int]]:
+        """Token ids, and how many tokens end at or before a letter, for letters where one ends."""
+        # the template has written the special tokens already
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = np.array(encoded["input_ids"], np.int64)
+        if len(tokens) == 0:
+            raise InputError("messages has no token; a sequence has at least one")
+        borders = {0: 0}
+        for count, (_, end) in enumerate(encoded["offset_mapping"], 1):
+            borders[end] = count
+        return tokens, borders
+
+    def _trim(self, tokens: np.ndarray, start: int, end: int) -> int:
+        """The turn's end without what templates write behind the token that ends it."""
+        stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_token_id)
+        if len(stops) and not self.decode(tokens[start + stops[-1] + 1 : end].tolist()).strip():
+            return start + int(stops[-1]) + 1
+        return end
+
+
+def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | None:
+    """First token of a turn and the one past its last; None where they are not whole tokens."""
+    start, end = borders.get(len(prompt)), borders.get(len(turn))
+    if not turn.startswith(prompt) or start is None or end is None or start >= end:
+        return None
+    return start, end
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise InputError("messages must be a list of chat messages, at least one")
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InputError(f"messages[{i}] must be an object with a role")
+        # a field that is null is an absent one, but content: templates join it to text
+        message = {name: value for name, value in message.items() if value is not None}
+        message.setdefault("content", "")
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise InputError(f"messages[{i}].tool_calls must be a list of objects")
+            message["tool_calls"] = [_with_object_arguments(call) for call in calls]
+        checked.append(message)
+    return checked
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates expect them, where they parse."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _first_line(problem: Exception) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(problem).__name__

@@ -1,0 +1,199 @@
+"""What two rollouts differ in where they fork: who wrote it, and the text of both.
+
+The text comes from a tokenizer, or from the file's own messages where the turns before the fork
+prove that the messages' first difference is the fork; otherwise token ids are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from prefixtree.cli.rollouts import Rollouts
+
+_CONTEXT_TOKENS, _SHOWN_TOKENS = 16, 24
+_CONTEXT_LETTERS, _SHOWN_LETTERS = 60, 120
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two sequences part, and how they differ there.
+
+    Attributes:
+        position: tokens before it, equal in both.
+        kind: "sampled" (the policy's own tokens from the first on), "mixed" (not the first,
+            but later ones), "given" (none of the policy's own in at least one of them),
+            "re-tokenised" (the same text), "thinking" (a thinking block in one of them) or
+            "unknown" (nothing tells).
+        role: of the message it stands in, or None where that is not known.
+        message: that message's number from 0, or None.
+        lengths: how many tokens each has of its own before both run on with equal ones; None
+            where they never do.
+        before, after: text around it; after is "" where nothing equal follows.
+        texts: what each has there.
+        is_text: whether the above are text, or token ids written out.
+    """
+
+    position: int
+    kind: str
+    role: str | None
+    message: int | None
+    lengths: tuple[int, int] | None
+    before: str
+    texts: tuple[str, str]
+    after: str
+    is_text: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def describe(
+    rollouts: Rollouts,
+    pair: tuple[int, int],
+    position: int,
+    lengths: tuple[int, int] | None,
+    tokenizer: Any = None,
+) -> Difference:
+    """What the two sequences of `pair`, equal for `position` tokens, differ in there.
+
+    Args:
+        rollouts: the file.
+        pair: two sequence indices; both have a token at `position`, and another one.
+        position: tokens before the fork.
+        lengths: tokens of their own, before they run on alike; None where they do not.
+        tokenizer: decodes, where there is one.
+    """
+    located = _first_difference(rollouts, pair, position)
+    role = message = None
+    if located is not None:
+        message, role, *_ = located
+    kind = _kind(rollouts, pair, position, lengths, role)
+    if tokenizer is not None:
+        before, own, after = (
+            [tokenizer.decode(ids.tolist()) for ids in piece]
+            for piece in _pieces(rollouts, pair, position, lengths)
+        )
+        if lengths is not None and own[0] == own[1]:
+            kind = "re-tokenised"
+        elif lengths is not None and ("</think>" in own[0]) != ("</think>" in own[1]):
+            kind = "thinking"
+        excerpt = before[0], (_head(own[0]), _head(own[1])), after[0]
+    elif located is not None:
+        excerpt = _excerpt(*located[2:])
+    else:
+        before, own, after = (
+            [_written(ids) for ids in piece] for piece in _pieces(rollouts, pair, position, lengths)
+        )
+        excerpt = before[0], (own[0], own[1]), after[0]
+    is_text = tokenizer is not None or located is not None
+    return Difference(position, kind, role, message, lengths, *excerpt, is_text)
+
+
+def _kind(
+    rollouts: Rollouts,
+    pair: tuple[int, int],
+    position: int,
+    lengths: tuple[int, int] | None,
+    role: str | None,
+) -> str:
+    if rollouts.loss_masks is None:
+        return {None: "unknown", "assistant": "sampled"}.get(role, "given")
+    masks = [rollouts.loss_masks[i][position:] for i in pair]
+    if all(mask[0] for mask in masks):
+        return "sampled"
+    # where one has no token of its own, the one that follows tells
+    ends = (1, 1) if lengths is None else [max(1, n) for n in lengths]
+    return "mixed" if all(m[:n].any() for m, n in zip(masks, ends, strict=True)) else "given"
+
+
+# ---- text from messages --------------------------------------------------------------------------
+
+
+def _first_difference(
+    rollouts: Rollouts, pair: tuple[int, int], position: int
+) -> tuple[int, str, str, str] | None:
+    """Number and role of the message in which the two first differ, and both texts; None where
+    the messages are not known, or do not fit the turns before the fork."""
+    if rollouts.messages is None:
+        return None
+    one, other = (rollouts.messages[i] for i in pair)
+    ends = [e for i in pair if (e := rollouts.turn_ends[i]) is not None]
+    if one is None or other is None or len(ends) < 2:
+        return None
+    turns = 0
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        texts = message_text(a), message_text(b)
+        if texts[0] != texts[1] or a.get("role") != b.get("role"):
+            # as many assistant turns must have ended before the fork as before this message
+            if any(np.count_nonzero(e <= position) != turns for e in ends):
+                return None
+            roles = dict.fromkeys(str(m.get("role")) for m in (a, b))
+            return number, " or ".join(roles), *texts
+        turns += a.get("role") == "assistant"
+    return None
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """A chat message's content and tool calls as text; ids of calls, rarely templated, left out."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", part)) for part in content)
+    parts = [str(message.get("reasoning_content") or ""), str(content or "")]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        parts.append(f"{function.get('name')}({function.get('arguments')})")
+    return "\n".join(part for part in parts if part)
+
+
+def _excerpt(one: str, other: str) -> tuple[str, tuple[str, str], str]:
+    start = _common_start(one, other)
+    # back to the start of a word: half a word is no text to read
+    while start > 0 and one[start - 1].isalnum():
+        start -= 1
+    rest = one[start:], other[start:]
+    common = _common_start(rest[0][::-1], rest[1][::-1])
+    after = rest[0][len(rest[0]) - common :]
+    while after and after[0].isalnum():
+        after = after[1:]
+    texts = tuple(text[: len(text) - len(after)] for text in rest)
+    before = one[:start]
+    return _tail(before), (_head(texts[0]), _head(texts[1])), _head(after, _CONTEXT_LETTERS)
+
+
+def _common_start(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _head(text: str, letters: int = _SHOWN_LETTERS) -> str:
+    return text if len(text) <= letters else text[: letters - 1] + "…"
+
+
+def _tail(text: str) -> str:
+    return text if len(text) <= _CONTEXT_LETTERS else "…" + text[1 - _CONTEXT_LETTERS :]
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+
+def _pieces(
+    rollouts: Rollouts, pair: tuple[int, int], position: int, lengths: tuple[int, int] | None
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Tokens before the fork, those that each has of its own, and the equal ones after."""
+    one, other = (rollouts.sequences[i] for i in pair)
+    before = one[max(0, position - _CONTEXT_TOKENS) : position]
+    if lengths is None:
+        own = [s[position : position + _SHOWN_TOKENS + 1] for s in (one, other)]
+        return [before], own, [before[:0]]
+    ends = [position + length for length in lengths]
+    own = [one[position : ends[0]], other[position : ends[1]]]
+    return [before], own, [one[ends[0] : ends[0] + _CONTEXT_TOKENS]]
+
+
+def _written(ids: np.ndarray) -> str:
+    more = " …" if len(ids) > _SHOWN_TOKENS else ""
+    return " ".join(map(str, ids[:_SHOWN_TOKENS].tolist())) + more

@@ -1,0 +1,237 @@
+"""Near misses: forks whose branches then run the same tokens again.
+
+A timestamp, a per-sample id, a re-tokenised turn or stripped thinking parts sequences early, and
+whatever they have in common behind it is computed once a branch. Each branch of each fork is
+compared with the fork's heaviest branch and some others (see `realign`), so sequences that differ
+in many places are found at the first of them.
+
+A run of 24 equal tokens or more is found; shorter ones only next to others. Of a branch only its
+heaviest chain is compared, so the tokens to win are a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from prefixtree.cli.differences import Difference, describe
+from prefixtree.cli.rollouts import Rollouts
+from prefixtree.forest import PrefixForest
+
+# other branches of a fork that a branch is compared with, besides the heaviest
+_TRIES = 3
+# chains between two steps of the progress bar
+_STEP = 512
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """One fork, and the pair of its branches that repeats most.
+
+    Attributes:
+        win: tokens that all its branches together would share if this difference were gone and
+            those behind it that the policy did not sample.
+        alone: the same with this difference gone and no other.
+        again: all tokens run again, sampled differences in between or not.
+        branches: branches that repeat another.
+        sequences: indices of two sequences, one through each branch of the pair.
+        difference: what parts these two.
+    """
+
+    win: int
+    alone: int
+    again: int
+    branches: int
+    sequences: tuple[int, int]
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class NearMisses:
+    """What `find_near_misses` found.
+
+    Attributes:
+        shown: the largest, those the policy did not sample first, most tokens to win first.
+        num_forks: forks with something to win, shown or not.
+        win: tokens to win at all of them, at forks the policy did not sample.
+        win_sampled: the same at forks that it did: what other samples would have shared.
+    """
+
+    shown: list[NearMiss]
+    num_forks: int
+    win: int
+    win_sampled: int
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """The forest's chains [C], in preorder; see `realign`.
+
+    begins and ends are packed tokens, depth the position of the first; sequence is one that ends
+    at the leaf. trunk, fork and previous are `realign.best_partners`'s; fork_id numbers the forks.
+    """
+
+    begins: np.ndarray
+    ends: np.ndarray
+    depth: np.ndarray
+    sequence: np.ndarray
+    trunk: np.ndarray
+    fork: np.ndarray
+    fork_id: np.ndarray
+    previous: np.ndarray
+
+
+def find_near_misses(
+    forest: PrefixForest,
+    rollouts: Rollouts,
+    *,
+    tokenizer: Any = None,
+    most: int = 10,
+    watch: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, *_: items,
+) -> NearMisses:
+    """The forks of `forest` after which the same tokens run again.
+
+    Args:
+        forest: of `rollouts.sequences`, siblings heaviest first.
+        rollouts: loss masks tell sampled differences, groups which branches to compare first,
+            messages give text.
+        tokenizer: gives the text, where there is one.
+        most: how many to describe.
+        watch: wraps a loop (items, description, total) to show progress.
+    """
+    from prefixtree.cli import realign
+
+    assert forest.tokens is not None
+    chains = _chains(forest, rollouts)
+    sampled_before = _sampled_before(chains, forest.num_tokens, rollouts)
+    index = realign.fingerprints(forest.tokens, chains.begins, chains.ends)
+    count = len(chains.begins)
+    partner, found = np.full(count, -1), np.zeros((count, 4), np.int64)
+    steps = range(0, count, _STEP)
+    for first in watch(steps, "near misses", len(steps)):
+        realign.best_partners(
+            first,
+            min(first + _STEP, count),
+            forest.tokens,
+            sampled_before,
+            chains.begins,
+            chains.ends,
+            chains.trunk,
+            chains.fork,
+            chains.previous,
+            index,
+            _TRIES,
+            partner,
+            found,
+        )
+    again = np.flatnonzero(partner >= 0)
+    if len(again) == 0:
+        return NearMisses([], 0, 0, 0)
+    forks, which = np.unique(chains.fork_id[again], return_inverse=True)
+    totals = np.zeros((len(forks), 3), np.int64)
+    np.add.at(totals, which, found[again, :3])
+    branches = np.bincount(which)
+    # the pair that repeats most stands for its fork
+    order = np.lexsort((-found[again, 0], which))
+    best = again[order[np.searchsorted(which[order], np.arange(len(forks)))]]
+    other = partner[best]
+    a_from = _meeting(chains, best, other)
+    by_policy = found[best, 3] > 0
+    shown = []
+    # the text may show that tokens sampled on both sides are one text, so the largest forks of
+    # these are described too before the ranking is final
+    ranks = np.lexsort((-totals[:, 0], by_policy))
+    largest = np.argsort(-totals[:, 0], kind="stable")[:most]
+    for f in dict.fromkeys([*ranks[:most].tolist(), *largest.tolist()]):
+        b, a = best[f], other[f]
+        blocks = realign.align(forest.tokens, chains.begins, chains.ends, *index, a, a_from[f], b)
+        lengths = int(blocks[0, 0] - a_from[f]), int(blocks[0, 1] - chains.begins[b])
+        pair = int(chains.sequence[a]), int(chains.sequence[b])
+        difference = describe(rollouts, pair, int(chains.depth[b]), lengths, tokenizer)
+        win, alone, run_again = totals[f].tolist()
+        shown.append(NearMiss(win, alone, run_again, int(branches[f]), pair, difference))
+    shown.sort(key=lambda miss: (miss.difference.kind in ("sampled", "mixed"), -miss.win))
+    return NearMisses(
+        shown[:most],
+        len(forks),
+        int(totals[~by_policy, 0].sum()),
+        int(totals[by_policy, 0].sum()),
+    )
+
+
+def _chains(forest: PrefixForest, rollouts: Rollouts) -> _Chains:
+    parent = forest.node_parent.astype(np.int64)
+    head = parent != np.arange(-1, len(parent) - 1)
+    head |= parent < 0
+    first = np.flatnonzero(head)
+    last = np.append(first[1:], len(parent)) - 1
+    chain_of_node = np.cumsum(head) - 1
+    node_end = forest.node_start.astype(np.int64) + forest.node_length
+    ending = np.empty(len(parent), np.int64)
+    # of several sequences the first: assigned last
+    backwards = np.arange(forest.num_sequences)[::-1]
+    ending[forest.sequence_node[backwards]] = backwards
+    begins, sequence = forest.node_start[first].astype(np.int64), ending[last]
+
+    above = parent[first]
+    is_root = above < 0
+    group = _group_numbers(rollouts)[sequence]
+    # roots have no node to fork at: those of one group, or without groups all, are one fork
+    fork_id = np.where(is_root, -1 - group, above)
+    trunk = np.where(is_root, -1, chain_of_node[above])
+    fork = np.where(is_root, 0, node_end[above])
+    roots = np.flatnonzero(is_root)
+    _, at, which = np.unique(group[roots], return_index=True, return_inverse=True)
+    trunk[roots] = roots[at][which]
+    fork[roots] = begins[trunk[roots]]
+    trunk[roots[at]] = -1
+
+    # earlier branches of the same fork, those of the same group first
+    previous = np.full(len(first), -1)
+    branch = np.flatnonzero(trunk >= 0)
+    order = branch[np.lexsort((branch, group[branch], fork_id[branch]))]
+    same = fork_id[order[1:]] == fork_id[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return _Chains(
+        begins,
+        node_end[last],
+        forest.node_depth[first].astype(np.int64),
+        sequence,
+        trunk,
+        fork,
+        fork_id,
+        previous,
+    )
+
+
+def _meeting(chains: _Chains, branch: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Packed token of each `other` at which it parts from `branch`."""
+    on_trunk = chains.trunk[branch] == other
+    return np.where(on_trunk, chains.fork[branch], chains.begins[other])
+
+
+def _group_numbers(rollouts: Rollouts) -> np.ndarray:
+    if rollouts.groups is None:
+        return np.zeros(len(rollouts), np.int64)
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(group, len(numbers)) for group in rollouts.groups])
+
+
+def _sampled_before(chains: _Chains, num_tokens: int, rollouts: Rollouts) -> np.ndarray:
+    """How many of the tokens before each packed one the policy sampled: int64 [T + 1]."""
+    sampled = np.zeros(num_tokens, bool)
+    if rollouts.loss_masks is not None:
+        for begin, end, depth, sequence in zip(
+            chains.begins.tolist(),
+            chains.ends.tolist(),
+            chains.depth.tolist(),
+            chains.sequence.tolist(),
+            strict=True,
+        ):
+            sampled[begin:end] = rollouts.loss_masks[sequence][depth:]
+    before = np.zeros(num_tokens + 1, np.int64)
+    np.cumsum(sampled, out=before[1:])
+    return before

@@ -1,0 +1,49 @@
+"""The pictures that `report --plot` writes: the forest, and its block mask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from prefixtree.cli.rollouts import InputError
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.mask import TileShape, TreeMask
+from prefixtree.view import plot_forest, plot_mask
+
+_ENDINGS = (".png", ".pdf", ".svg")
+_TILE = 128
+
+
+def check_picture_path(path: Path) -> None:
+    """Refuses a file name that is no picture's; call it before the work of a command."""
+    if path.suffix.lower() not in _ENDINGS:
+        raise InputError(f"--plot {path}: expected a name that ends in {', '.join(_ENDINGS)}")
+
+
+def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
+    """Writes the forest to `path` and its block mask beside it: forest.png and forest-mask.png.
+
+    The mask's tiles are 128 x 128, or smaller for a forest that would be a few of them.
+
+    Returns:
+        The two files.
+
+    Raises:
+        InputError: a file that cannot be written.
+        UnsupportedError: matplotlib is not installed.
+    """
+    mask = TreeMask(np.repeat(forest.node_subtree_end, forest.node_length))
+    tile = _TILE
+    while tile > 2 and forest.num_tokens < 8 * tile:
+        tile //= 2
+    figures = {
+        path: plot_forest(forest),
+        path.with_stem(f"{path.stem}-mask"): plot_mask(mask, TileShape(tile, tile)),
+    }
+    for file, figure in figures.items():
+        try:
+            figure.savefig(file)
+        except OSError as problem:
+            raise InputError(f"{file}: cannot be written: {problem.strerror}") from None
+    return list(figures)

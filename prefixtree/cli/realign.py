@@ -1,0 +1,244 @@
+"""The loops behind near misses: where the branches of a fork run the same tokens again.
+
+Branches are the forest's *chains*: a node, its first child, that one's first child and so on to a
+leaf. In preorder a chain is one run of packed tokens, and every token lies in exactly one chain,
+so a chain is indexed once, aligned with a few others, and all of it costs a few passes over T.
+
+Chains are indexed by winnowing (Schleimer, Wilkerson, Aiken, SIGMOD 2003): of the hashes of GRAM
+tokens that start in any WINDOW adjacent places one is kept, chosen by content alone. Two chains
+that share a run of GRAM + WINDOW - 1 tokens keep a hash in common there, wherever it stands in
+each. A common hash is an anchor only: what is reported was compared token by token.
+
+Legend: T distinct tokens, C chains, F kept hashes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+GRAM = 16
+WINDOW = 9
+# with more copies than this below the fork only the first is tried: boilerplate, or a stretch that
+# repeats itself, which one anchor at its start is enough to align
+_MOST_COPIES = 4
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)
+_SHIFT = np.uint64(31)
+
+
+@njit(cache=True)
+def fingerprints(tokens, begins, ends):
+    """The kept hashes of every chain tokens[begins[c]:ends[c]].
+
+    Returns pointers int64 [C + 1], and per chain sorted by hash and then position: hashes uint64
+    [F] and positions (packed) int64 [F].
+    """
+    num_chains = len(begins)
+    pointers = np.zeros(num_chains + 1, np.int64)
+    capacity = 1024 + len(tokens) // 4
+    hashes = np.empty(capacity, np.uint64)
+    positions = np.empty(capacity, np.int64)
+    oldest = np.uint64(1)
+    for _ in range(GRAM):
+        oldest *= _MULTIPLIER
+    recent = np.empty(WINDOW, np.uint64)
+    count = 0
+    for c in range(num_chains):
+        first = count
+        value = np.uint64(0)
+        kept = -1
+        for t in range(begins[c], ends[c]):
+            value = value * _MULTIPLIER + np.uint64(tokens[t] + 1)
+            at = t - GRAM + 1
+            if at < begins[c]:
+                continue
+            if at > begins[c]:
+                value -= np.uint64(tokens[at - 1] + 1) * oldest
+            # the polynomial's own low bits are too regular to choose by
+            mixed = (value ^ (value >> _SHIFT)) * _MIX
+            recent[at % WINDOW] = mixed ^ (mixed >> _SHIFT)
+            if at < begins[c] + WINDOW - 1 and t < ends[c] - 1:
+                continue
+            start = max(begins[c], at - WINDOW + 1)
+            if kept >= start:
+                # the one kept last is in this window too, and stays while nothing is below it
+                best = kept
+                if recent[at % WINDOW] < recent[kept % WINDOW]:
+                    best = at
+            else:
+                # of equal ones the last, which stays longest
+                best = start
+                for i in range(start + 1, at + 1):
+                    if recent[i % WINDOW] <= recent[best % WINDOW]:
+                        best = i
+            if best == kept:
+                continue
+            kept = best
+            if count == len(hashes):
+                hashes = np.concatenate((hashes, np.empty(count, np.uint64)))
+                positions = np.concatenate((positions, np.empty(count, np.int64)))
+            hashes[count] = recent[best % WINDOW]
+            positions[count] = best
+            count += 1
+        order = np.argsort(hashes[first:count], kind="mergesort")
+        hashes[first:count] = hashes[first:count][order]
+        positions[first:count] = positions[first:count][order]
+        pointers[c + 1] = count
+    return pointers, hashes[:count].copy(), positions[:count].copy()
+
+
+@njit(cache=True)
+def _anchors(pointers, hashes, positions, a, a_from, b, b_from):
+    """Places of chain b whose hash chain a has too at or after a_from, one int64 each: ascending
+    in b, and at one place of b descending in a, so that an ascending chain takes each once."""
+    low, high = pointers[a], pointers[a + 1]
+    keys = np.empty(_MOST_COPIES * (pointers[b + 1] - pointers[b]), np.int64)
+    count = 0
+    for i in range(pointers[b], pointers[b + 1]):
+        # two binary searches: a token repeated many times is as many equal hashes
+        at = low + np.searchsorted(hashes[low:high], hashes[i])
+        end = low + np.searchsorted(hashes[low:high], hashes[i], side="right")
+        at += np.searchsorted(positions[at:end], a_from)
+        copies = end - at
+        if copies > _MOST_COPIES:
+            copies = 1
+        for j in range(copies):
+            keys[count] = ((positions[i] - b_from) << 31) + (
+                np.int64(2**31 - 1) - (positions[at + j] - a_from)
+            )
+            count += 1
+    return np.sort(keys[:count])
+
+
+@njit(cache=True)
+def _longest_ascending(values):
+    """Indices of a longest strictly ascending subsequence; of equal values the first."""
+    n = len(values)
+    tails = np.empty(n, np.int64)
+    before = np.empty(n, np.int64)
+    length = 0
+    for i in range(n):
+        low, high = 0, length
+        while low < high:
+            middle = (low + high) // 2
+            if values[tails[middle]] < values[i]:
+                low = middle + 1
+            else:
+                high = middle
+        if low < length and values[tails[low]] == values[i]:
+            continue
+        before[i] = tails[low - 1] if low > 0 else -1
+        tails[low] = i
+        if low == length:
+            length += 1
+    chain = np.empty(length, np.int64)
+    if length > 0:
+        at = tails[length - 1]
+        for i in range(length - 1, -1, -1):
+            chain[i] = at
+            at = before[at]
+    return chain
+
+
+@njit(cache=True)
+def align(tokens, begins, ends, pointers, hashes, positions, a, a_from, b):
+    """Runs of equal tokens, in order in both: chain a from packed token a_from, and all of chain b.
+
+    Returns int64 [blocks, 3]: packed start in a, packed start in b, length (at least GRAM). Every
+    run is as long as it can be, and any two chains' only common run of GRAM + WINDOW - 1 tokens or
+    more is found.
+    """
+    b_from = begins[b]
+    keys = _anchors(pointers, hashes, positions, a, a_from, b, b_from)
+    in_b = (keys >> 31) + b_from
+    in_a = np.int64(2**31 - 1) - (keys & np.int64(2**31 - 1)) + a_from
+    chain = _longest_ascending(in_a)
+    blocks = np.empty((len(chain), 3), np.int64)
+    count = 0
+    a_done, b_done = a_from, b_from
+    for i in chain:
+        x, y = in_a[i], in_b[i]
+        # inside the last run, or across it
+        if x < a_done or y < b_done:
+            continue
+        length = 0
+        while (
+            x + length < ends[a]
+            and y + length < ends[b]
+            and tokens[x + length] == tokens[y + length]
+        ):
+            length += 1
+        while x > a_done and y > b_done and tokens[x - 1] == tokens[y - 1]:
+            x -= 1
+            y -= 1
+            length += 1
+        # two texts with one hash
+        if length < GRAM:
+            continue
+        blocks[count] = (x, y, length)
+        count += 1
+        a_done, b_done = x + length, y + length
+    return blocks[:count]
+
+
+@njit(cache=True)
+def _sampled_in(before, start, end):
+    """Whether the policy sampled any of the tokens start:end, or, of none, the one that follows."""
+    if start == end:
+        end += 1
+    return before[end] > before[start]
+
+
+@njit(cache=True)
+def tokens_to_win(blocks, a_from, b_from, before):
+    """What the runs of `align` would save: int64 (win, alone, again, is_sampled).
+
+    alone: the first run, shared if only the difference before it were gone. win: also the later
+    runs, as far as no difference between them has tokens on both sides that the policy sampled;
+    before [T + 1] counts the sampled tokens before each. again: all runs. is_sampled: 1 where the
+    first difference is such a one.
+    """
+    win, alone, again, is_sampled = 0, 0, 0, 0
+    is_open = True
+    for i in range(len(blocks)):
+        x, y, length = blocks[i]
+        sampled = _sampled_in(before, a_from, x) and _sampled_in(before, b_from, y)
+        if i == 0:
+            alone = length
+            is_sampled = int(sampled)
+        elif sampled:
+            is_open = False
+        if is_open:
+            win += length
+        again += length
+        a_from, b_from = x + length, y + length
+    return win, alone, again, is_sampled
+
+
+@njit(cache=True)
+def best_partners(
+    first, last, tokens, before, begins, ends, trunk, fork, previous, index, tries, partner, found
+):
+    """For each of the chains first..last - 1, the sibling it repeats most.
+
+    Siblings tried: the trunk, chain trunk[c] (-1: none, and no sibling) from packed token fork[c]
+    on, and up to `tries` other earlier branches of the fork, linked by previous[c] (-1: no more).
+    Writes partner [C] (-1 where nothing is repeated) and found [C, 4], `tokens_to_win`'s.
+    """
+    pointers, hashes, positions = index
+    for c in range(first, last):
+        partner[c] = -1
+        found[c] = 0
+        candidate, a_from, left = trunk[c], fork[c], tries
+        while candidate >= 0:
+            blocks = align(tokens, begins, ends, pointers, hashes, positions, candidate, a_from, c)
+            gains = tokens_to_win(blocks, a_from, begins[c], before)
+            if gains[0] > found[c, 0]:
+                partner[c] = candidate
+                found[c] = gains
+            candidate = previous[c] if candidate == trunk[c] else previous[candidate]
+            if candidate < 0 or left == 0:
+                break
+            left -= 1
+            a_from = begins[candidate]

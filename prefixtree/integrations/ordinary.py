@@ -1,0 +1,150 @@
+"""Ordinary batches on a model with attn_implementation="prefixtree": what `generate` runs.
+
+A call without a tree mask must never train on a causal mask by accident. So with gradients it
+always raises; without, it is taken for an ordinary batch only if its positions run on by one along
+every row, which those of a forest do not wherever there is more than one sequence. Then it gets the
+masks and the attention of "sdpa". Nothing else tells the two apart in every family: some do not
+show their attention whether a cache is used, and `generate` drops masks without padding.
+
+Legend: B rows, n queries, m keys (cached ones included).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import check_config
+
+_FIX = (
+    "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary "
+    'batches use model.set_attn_implementation("sdpa")'
+)
+_LOST_CACHE = (
+    "a key-value cache was taken away. Gradient checkpointing does that in training mode: call "
+    "model.eval() to generate"
+)
+
+
+def ordinary_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, n, D], key and value [B, Hk, m, D] -> ([B, n, H, Dv], None), as under "sdpa".
+
+    Args:
+        attention_mask: [B, 1, n, m], true (or 0) where a query sees a key; None for a causal one.
+
+    Raises:
+        ValueError: a call that may be a packed forest without its mask.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(f'attn_implementation="prefixtree" needs the forest\'s mask: {_FIX}')
+    check_config(module.config, training=False)
+    length, keys = query.shape[2], key.shape[2]
+    if attention_mask is not None and attention_mask.shape[-1] != keys:
+        raise ValueError(
+            f"the attention mask has {attention_mask.shape[-1]} keys, the layer {keys}: "
+            f"{_LOST_CACHE}"
+        )
+    if getattr(module, "layer_idx", None) == 0 and (length > 1 or attention_mask is None):
+        _check_positions(kwargs.get("position_ids"), attention_mask, length)
+    slides = sliding_window is not None and keys > sliding_window
+    if attention_mask is None and (slides or length != keys):
+        # fewer queries than keys: the last ones, of a model that drops rows where layers share keys
+        attention_mask = sdpa_mask(
+            batch_size=1,
+            q_length=length,
+            kv_length=keys,
+            q_offset=keys - length,
+            mask_function=sliding_window_causal_mask_function(sliding_window)
+            if slides
+            else causal_mask_function,
+            allow_is_causal_skip=False,
+            device=query.device,
+        )
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    # sdpa has neither: the family's own eager attention, with the mask it adds to the scores
+    if attention_mask is None:
+        attention_mask = query.new_ones(1, 1, length, key.shape[2], dtype=torch.bool).tril()
+    if attention_mask.dtype == torch.bool:
+        bias = torch.zeros_like(attention_mask, dtype=query.dtype)
+        attention_mask = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
+    out, _ = _family_eager(module)(
+        module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
+    )
+    return out, None
+
+
+def ordinary_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+    """The mask [B, 1, n, m] of a batch with padding or cached keys, never left out.
+
+    Raises:
+        ValueError: with gradients, where only packed forests run.
+    """
+    if torch.is_grad_enabled():
+        what = "attention_mask" if attention_mask is not None else "key-value cache"
+        raise ValueError(
+            f"a packed forest takes no {what}: tree_mask says who sees whom. Drop it (padding of "
+            "the original batch is not packed); to train on ordinary batches use "
+            'model.set_attn_implementation("sdpa")'
+        )
+    return sdpa_mask(**{**kwargs, "attention_mask": attention_mask, "allow_is_causal_skip": False})
+
+
+def _check_positions(
+    position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
+) -> None:
+    """Packed positions jump at branches; an ordinary row's only at padding, which nobody sees."""
+    if torch.compiler.is_compiling():
+        return
+    if position_ids is None:
+        raise UnsupportedError(
+            "this model does not show its attention the positions, which tell ordinary batches "
+            'from packed ones: use model.set_attn_implementation("sdpa") to generate'
+        )
+    if attention_mask is None and bool((position_ids[..., 0] != 0).any()):
+        raise ValueError(f"the tokens before the first one are not there: {_LOST_CACHE}")
+    jumps = position_ids.reshape(-1, *position_ids.shape[-2:]).diff() != 1  # [.., B or 1, n - 1]
+    if attention_mask is not None and attention_mask.shape[2:] == (length, length):
+        sees = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        jumps = jumps & sees[:, 0].diagonal(-1, 1, 2)
+    elif attention_mask is not None:
+        return  # cached keys: not a packed forest
+    if bool(jumps.any()):
+        raise ValueError(
+            "position_ids jump, as those of a packed forest or of packed documents do, but there "
+            f"is no tree_mask: {_FIX}"
+        )
+
+
+def _family_eager(module: nn.Module) -> Any:
+    for cls in type(module).__mro__:
+        eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            return eager
+    raise UnsupportedError(
+        f"{type(module).__name__} has no eager attention for a batch without a tree: use "
+        'model.set_attn_implementation("eager") to generate'
+    )

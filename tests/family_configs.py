@@ -1,0 +1,356 @@
+"""Tiny configurations of every verified family, the only place that lists them in the tests.
+
+Each turns on what is special about its family (windows, softcaps, sinks, multipliers, biases, MLA,
+experts, partial rotary) and off what is refused (dropout). Windows are far shorter than the trees
+are deep (40 tokens); some family uses each allowed RoPE kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 97
+HIDDEN = 32
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN = _rope("yarn", factor=32.0, original_max_position_embeddings=16)
+# tuples: transformers changes lists of layer types in place
+_SLIDING = {
+    "sliding_window": 6,
+    "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+}
+# layers from max_window_layers on slide
+_LATE_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# experts chosen within the best of two groups, one shared by all tokens
+_GROUPS = {
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+_ROUTED = {**_GROUPS, "n_routed_experts": 6, "n_shared_experts": 1}
+_FIRST_DENSE = {"mlp_layer_types": ("dense", "sparse", "sparse")}
+# D = 24, Dv = 12
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_MULTIPLIERS = {
+    "embedding_multiplier": 1.3,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.3,
+}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_GEMMA3N = {
+    "head_dim": 16,
+    **_SLIDING,
+    "final_logit_softcapping": 3.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": (0.5, 0.0, 0.0),
+}
+# unlike its sliding layers, the full ones have D = 16
+_GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    **_SLIDING,
+    "final_logit_softcapping": 3.0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+_SHARED_KV = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 1,
+    "layer_types": ("sliding_attention", "full_attention") * 2,
+}
+_DEEPSEEK = {**_MLA, **_ROUTED, "first_k_dense_replace": 1, "attention_bias": True}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "patch_size": 4,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_EXPERTS,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "route_scale": 1.5,
+        "mup_enabled": True,
+    },
+    "apertus": {"hidden_act": "xielu", "rope_parameters": _LLAMA3},
+    "arcee": {"head_dim": 16, **_BIASES, "rope_parameters": _YARN},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": True, "attention_bias": True},
+    "cohere2": {"logit_scale": 0.3, "head_dim": 16, **_SLIDING},
+    "cohere2_moe": {
+        "logit_scale": 0.3,
+        "head_dim": 16,
+        **_SLIDING,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "cwm": {"head_dim": 16, **_SLIDING, "rope_parameters": _LLAMA3},
+    "deepseek_v2": {
+        **_DEEPSEEK,
+        "n_routed_experts": 4,
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
+    },
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "n_routed_experts": 8,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    "dots1": {"head_dim": 16, **_ROUTED, **_SLIDING, "first_k_dense_replace": 1},
+    "ernie4_5": {"head_dim": 16, "use_bias": True},
+    "ernie4_5_moe": {
+        "head_dim": 16,
+        "use_bias": True,
+        "moe_intermediate_size": 24,
+        "moe_k": 2,
+        "moe_num_experts": 4,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 2,
+    },
+    "exaone4": {"head_dim": 16, **_SLIDING},
+    "exaone_moe": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_GROUPS,
+        **_FIRST_DENSE,
+        "num_experts": 6,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 16},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        **_SLIDING,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "full_attention": _rope("linear", factor=8.0),
+            "sliding_attention": _rope(),
+        },
+    },
+    "gemma3n_text": _GEMMA3N,
+    "gemma4_text": _GEMMA4,
+    "glm": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+    "glm4": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+    "glm4_moe": {
+        "head_dim": 16,
+        **_ROUTED,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": _rope(partial_rotary_factor=0.5),
+    },
+    "glm4_moe_lite": {**_MLA, **_ROUTED, **_FIRST_DENSE, "attention_bias": True},
+    "gpt2": {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+    "gpt_neox": {"attention_bias": True, "rope_parameters": _rope(partial_rotary_factor=0.25)},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        **_LOCAL_EXPERTS,
+        "rope_parameters": {
+            **_YARN,
+            "rope_theta": 150000.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+    "granite": {**_MULTIPLIERS, **_BIASES},
+    "granitemoe": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "attention_bias": True},
+    "granitemoeshared": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "shared_intermediate_size": 24},
+    "helium": {"head_dim": 8, **_BIASES},
+    "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
+    "hunyuan_v1_moe": {"head_dim": 16, "attention_bias": True, "num_experts": 4, "moe_topk": 2},
+    "hy_v3": {"head_dim": 16, **_EXPERTS, **_FIRST_DENSE, "num_shared_experts": 1},
+    "internlm3": {"head_dim": 16, "bias": True, "qkv_bias": True},
+    "jais2": {"head_dim": 16, **_BIASES},
+    # as many heads as each layer is given
+    "laguna": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_EXPERTS,
+        **_FIRST_DENSE,
+        "shared_expert_intermediate_size": 24,
+        "num_attention_heads_per_layer": (4, 4, 2),
+    },
+    "llama": {**_BIASES, "rope_parameters": _LLAMA3},
+    "minimax_m2": {
+        "head_dim": 16,
+        **_LOCAL_EXPERTS,
+        "rope_parameters": _rope(partial_rotary_factor=0.5),
+    },
+    "ministral": {"head_dim": 16, **_SLIDING},
+    "ministral3": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1},
+    },
+    "mistral": {"head_dim": 16, "sliding_window": 6},
+    "mixtral": {"head_dim": 16, "sliding_window": 6, **_LOCAL_EXPERTS},
+    "nanochat": {"final_logit_softcapping": 3.0, "attention_bias": True},
+    "olmo": {"clip_qkv": 0.5, "attention_bias": True},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"attention_bias": True, **_SLIDING},
+    "olmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "clip_qkv": 0.5,
+        "norm_topk_prob": True,
+    },
+    "opt": {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 16},
+    "phi": {"qk_layernorm": True, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+    # of the 16 dimensions of a head 12 turn
+    "phi3": {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window": 6,
+        "rope_parameters": _rope(partial_rotary_factor=0.75),
+    },
+    "qwen2": _LATE_SLIDING,
+    # image and video ids lie outside the tests' vocabulary: none occurs in text
+    "qwen2_5_vl": {
+        "text_config": {
+            **TINY,
+            **_LATE_SLIDING,
+            "rope_parameters": _rope(mrope_section=[1, 1, 2]),
+        },
+        "vision_config": {**_VISION, "fullatt_block_indexes": [0]},
+    },
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3": {"head_dim": 16, "attention_bias": True, **_LATE_SLIDING},
+    "qwen3_moe": {
+        "head_dim": 16,
+        **_EXPERTS,
+        "norm_topk_prob": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **TINY,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": _rope(mrope_section=[4, 2, 2], mrope_interleaved=True),
+        },
+        "vision_config": {
+            **_VISION,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+    },
+    "seed_oss": {
+        "head_dim": 16,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        **_BIASES,
+        "attention_out_bias": True,
+    },
+    # the second layer turns no positions in
+    "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, **_SLIDING, **_BIASES},
+    "solar_open": {"head_dim": 16, **_ROUTED},
+    "starcoder2": {"use_bias": True, "sliding_window": 6},
+    "vaultgemma": {
+        "head_dim": 16,
+        **_SLIDING,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "youtu": {**_MLA, "attention_bias": True},
+}
+
+# further proofs of a family, named FAMILY/WHAT
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2/grouped": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
+    "gemma3n_text/shared keys": {
+        **_GEMMA3N,
+        **_SHARED_KV,
+        "activation_sparsity_pattern": (0.5, 0.0, 0.0, 0.0),
+    },
+    "gemma4_text/shared keys": {**_GEMMA4, **_SHARED_KV},
+    "gemma4_text/keys as values": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4_text/experts": {
+        **_GEMMA4,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+    "opt/norm after": {
+        "ffn_dim": 48,
+        "dropout": 0.0,
+        "word_embed_proj_dim": HIDDEN,
+        "do_layer_norm_before": False,
+    },
+}
+
+# model types of parts, which need no proof of their own: their wholes are proven
+PARTS = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
+
+# Older transformers hand these families no positions or their own attention mask: refused there.
+REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
+# older transformers cannot run these at all
+BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}

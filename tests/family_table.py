@@ -1,0 +1,168 @@
+"""Writes docs/families.md and the README's list of families from results of test_families.py.
+
+    python tests/family_table.py RESULTS.xml ...
+
+A file is pytest's --junitxml of one version of transformers; `make families` makes them all. The
+figures, the versions and what was skipped come from the files; what a family's tiny configuration
+turns on is said here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+from family_configs import FAMILIES, PARTS
+from packaging.version import parse
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/families.md"
+
+# models of the family, and what the proof covers besides RoPE, grouped queries and a gated MLP
+ABOUT: dict[str, tuple[str, str]] = {
+    "afmoe": ("Trinity", "windows, gated attention, experts (shared too)"),
+    "apertus": ("Apertus", "xIELU, normed queries and keys, llama3 RoPE"),
+    "arcee": ("AFM 4.5B", "squared ReLU, biases, YaRN"),
+    "cohere": ("Command R, R+", "logit scale, parallel block, normed queries and keys, bias"),
+    "cohere2": ("Command R7B, Command A", "logit scale, parallel block, windows"),
+    "cohere2_moe": ("Cohere 2 MoE", "logit scale, windows, experts"),
+    "cwm": ("CWM 32B", "windows, llama3 RoPE"),
+    "deepseek_v2": ("DeepSeek V2, V2-Lite", "MLA (D != Dv), experts (grouped, shared)"),
+    "deepseek_v3": ("DeepSeek V3, R1", "MLA (D != Dv), experts (grouped, shared), YaRN"),
+    "dots1": ("dots.llm1", "windows, experts (grouped, shared)"),
+    "ernie4_5": ("ERNIE 4.5 0.3B", "interleaved RoPE, biases"),
+    "ernie4_5_moe": ("ERNIE 4.5 21B", "interleaved RoPE, biases, experts (shared too)"),
+    "exaone4": ("EXAONE 4.0", "windows, full layers without RoPE, post-norm"),
+    "exaone_moe": ("K-EXAONE", "windows, experts (grouped, shared)"),
+    "flex_olmo": ("FlexOlmo", "experts, post-norm"),
+    "gemma": ("Gemma 1", "scaled embeddings"),
+    "gemma2": ("Gemma 2", "softcap of scores and of logits, windows, scale"),
+    "gemma3_text": ("Gemma 3 (text)", "windows, two RoPEs (linear), softcap of logits, scale"),
+    "gemma3n_text": ("Gemma 3n (text)", "AltUp, Laurel, shared keys, windows, softcap of logits"),
+    "gemma4_text": (
+        "Gemma 4 (text)",
+        "two head sizes, windows, shared keys, keys as values, experts, softcap of logits",
+    ),
+    "glm": ("GLM-4 9B", "partial RoPE, biases"),
+    "glm4": ("GLM-4-0414", "partial RoPE, biases, sandwich norm"),
+    "glm4_moe": ("GLM-4.5, 4.6", "partial RoPE, experts (grouped, shared), normed queries"),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "MLA (D != Dv), experts (grouped, shared)"),
+    "gpt2": ("GPT-2", "learned positions, fused projections, scale by layer"),
+    "gpt_neox": ("Pythia, GPT-NeoX", "partial RoPE, parallel block, fused projections, biases"),
+    "gpt_oss": ("gpt-oss", "sinks, windows, experts with biases, YaRN"),
+    "granite": ("Granite 3", "four multipliers, logit divisor, biases"),
+    "granitemoe": ("Granite 3 MoE", "four multipliers, logit divisor, experts"),
+    "granitemoeshared": ("Granite 3 MoE, shared", "as granitemoe, a shared expert too"),
+    "helium": ("Helium", "interleaved RoPE, biases"),
+    "hunyuan_v1_dense": ("Hunyuan dense (not with dynamic RoPE)", "normed queries, biases"),
+    "hunyuan_v1_moe": ("Hunyuan A13B (likewise)", "normed queries, biases, experts (shared too)"),
+    "hy_v3": ("Hunyuan 3", "experts (shared too), dense first layer"),
+    "internlm3": ("InternLM 3", "biases"),
+    "jais2": ("Jais 2", "squared ReLU, layer norms, biases"),
+    "laguna": ("Laguna", "heads by layer, gated attention, windows, experts (shared too)"),
+    "llama": ("Llama 2, 3; Yi; SmolLM 2", "biases, llama3 RoPE"),
+    "minimax_m2": ("MiniMax M2", "partial RoPE, normed queries and keys, experts"),
+    "ministral": ("Ministral 8B", "windows"),
+    "ministral3": ("Ministral 3", "scale by position, windows, YaRN"),
+    "mistral": ("Mistral 7B, Nemo", "windows"),
+    "mixtral": ("Mixtral", "windows, experts"),
+    "nanochat": ("nanochat", "softcap of logits, squared ReLU, norms without weights"),
+    "olmo": ("OLMo 1", "clipped projections, norms without weights, bias"),
+    "olmo2": ("OLMo 2", "post-norm, normed queries and keys, bias"),
+    "olmo3": ("OLMo 3", "post-norm, windows, bias"),
+    "olmoe": ("OLMoE", "clipped projections, normed queries and keys, experts"),
+    "opt": ("OPT", "learned positions, narrow embeddings, norm before or after, biases"),
+    "phi": ("Phi 1, 1.5, 2", "partial RoPE, parallel block, head bias, normed queries"),
+    "phi3": ("Phi 3, Phi 4 (longrope refused)", "fused projections, partial RoPE, windows"),
+    "qwen2": ("Qwen 2, 2.5; R1 distills", "biases, windows"),
+    "qwen2_5_vl": ("Qwen2.5-VL (text only)", "3-D RoPE, windows, biases"),
+    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B", "experts (gated shared one), biases"),
+    "qwen3": ("Qwen 3", "normed queries and keys, windows, bias"),
+    "qwen3_moe": ("Qwen3 30B-A3B, 235B", "experts, windows"),
+    "qwen3_vl": ("Qwen3-VL (text only)", "interleaved 3-D RoPE, biases"),
+    "seed_oss": ("Seed-OSS 36B", "biases"),
+    "smollm3": ("SmolLM 3", "layers without RoPE, windows, biases"),
+    "solar_open": ("Solar Open", "experts (grouped, shared)"),
+    "starcoder2": ("StarCoder 2", "windows, layer norms, biases"),
+    "vaultgemma": ("VaultGemma", "softcap of scores and of logits, windows, scale"),
+    "youtu": ("Youtu-LLM", "MLA (D != Dv), bias"),
+}
+
+_HEAD = """# Families
+
+Written by `make families` from the results of `tests/test_families.py`; do not edit.
+
+Each family is on the allow-list because a tiny model of it, configured so that all its special
+parts take part, gives on a packed forest what its own eager attention gives sequence by sequence,
+in float32: log-probabilities, entropies and the gradient of every parameter, without checkpointing
+and with both kinds. The forest has two trees, five nodes deep, and a chain; some sequences end
+inside a tree, one is repeated; temperatures and loss masks differ. Every figure must stay below
+1e-5.
+
+- **log p**: the largest difference over the largest size of a log-probability; **gradient**: of all
+  parameters, the largest norm of the difference over the norm of the gradient. Both are the worst
+  of all versions and ways of checkpointing.
+- **transformers**: the versions in which the proof ran. In the other tested ones the type does not
+  exist, or is refused.
+- Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4): transformers
+  loses gradients there, packed or not.
+- Refused: images, the load-balancing loss of experts (`output_router_logits`), active dropout and
+  router noise, RoPE that depends on the longest sequence (`dynamic`, `longrope`).
+
+| model type | models | covered besides RoPE and GQA | transformers | log p | gradient |
+|---|---|---|---|---|---|
+"""
+
+
+def read(paths: list[str]) -> tuple[dict[str, dict[str, float]], dict[str, set[str]]]:
+    """The worst figures and the versions of each family; an error if any proof failed."""
+    worst: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    versions: dict[str, set[str]] = defaultdict(set)
+    for path in paths:
+        for case in ElementTree.parse(path).getroot().iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                raise SystemExit(f"{path}: {case.get('name')} failed; mend it first")
+            found = re.fullmatch(
+                r"test_equals_eager_one_by_one\[(.+?)-(none|reentrant|non-reentrant)\]",
+                case.get("name", ""),
+            )
+            properties = {p.get("name"): p.get("value", "") for p in case.iter("property")}
+            if found is None or not properties:
+                continue
+            family = found[1].partition("/")[0]
+            versions[family].add(properties["transformers"])
+            for name in ("logprob", "gradient"):
+                worst[family][name] = max(worst[family][name], float(properties[name]))
+    return worst, versions
+
+
+def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> str:
+    """docs/families.md."""
+    rows = []
+    for family in sorted(FAMILIES):
+        models, covered = ABOUT[family]
+        ran = ", ".join(sorted(versions[family], key=parse))
+        figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
+        rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
+    return _HEAD + "".join(rows)
+
+
+def main(paths: list[str]) -> None:
+    """Writes both files; refuses results that leave a family out."""
+    worst, versions = read(paths)
+    if missing := FAMILIES.keys() - versions.keys():
+        raise SystemExit(f"no results for {', '.join(sorted(missing))}")
+    if ABOUT.keys() != FAMILIES.keys():
+        raise SystemExit(f"ABOUT and FAMILIES differ: {sorted(ABOUT.keys() ^ FAMILIES.keys())}")
+    TABLE.write_text(table(worst, versions))
+    readme = ROOT / "README.md"
+    names = ", ".join(sorted([*FAMILIES, *PARTS]))
+    marked = re.compile("(?<=<!-- families -->).*?(?=<!-- /families -->)")
+    readme.write_text(marked.sub(names, readme.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,204 @@
+"""One rank of the runs of test_distributed.py: `python ranks.py RANK WORLD_SIZE FOLDER`.
+
+Runs every case, one after the other, and saves what it computed, or the traceback, a case.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from models import (
+    Objective,
+    build,
+    enable_checkpointing,
+    make_objective,
+    ragged_sequences,
+    randomise,
+)
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+
+WORLD_SIZE = 2
+
+# what each rank does between two updates: micro-batches, None for a rank that has none left
+Step = list[list[Objective | None]]
+
+
+def _objective(seed: int, count: int) -> Objective:
+    return make_objective(ragged_sequences(seed)[:count], seed)
+
+
+def _nothing_scored(objective: Objective) -> Objective:
+    return replace(objective, loss_masks=[np.zeros(len(s)) for s in objective.sequences])
+
+
+STEPS: dict[str, Step] = {
+    "different forests": [[_objective(1, 12)], [_objective(2, 4)]],
+    "one scores nothing": [[_objective(1, 5)], [_nothing_scored(_objective(2, 9))]],
+    "one has nothing": [[None], [_objective(1, 7)]],
+    "accumulation": [[_objective(1, 3), _objective(2, 8)], [_objective(3, 6), None]],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wrapper and a model."""
+
+    wrapper: str
+    model_type: str = "qwen3"
+    checkpointing: bool = False
+    lora: bool = False
+    # for DistributedDataParallel
+    options: tuple[tuple[str, bool], ...] = ()
+    # FSDP2: the head in a group of its own; bfloat16 parameters
+    head_alone: bool = False
+    half: bool = False
+
+    def model(self, implementation: str = "prefixtree") -> Any:
+        """The model before it is wrapped."""
+        model = build(self.model_type, implementation)
+        if not self.lora:
+            return model
+        import peft
+
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"])
+        adapted = peft.get_peft_model(model, config)
+        randomise(adapted)  # B starts at 0, where A has no gradient
+        return adapted.train()
+
+
+CASES: dict[str, Case] = {
+    "ddp": Case("ddp"),
+    "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
+    "ddp, find unused": Case("ddp", options=(("find_unused_parameters", True),)),
+    "ddp, static graph": Case("ddp", options=(("static_graph", True),)),
+    "ddp, lora": Case("ddp", lora=True),
+    "ddp, experts": Case("ddp", "qwen3_moe"),
+    "fsdp2": Case("fsdp2"),
+    "fsdp2, checkpointing": Case("fsdp2", "gemma2", checkpointing=True),
+    "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True),
+    "fsdp2, lora": Case("fsdp2", lora=True),
+    "fsdp2, experts": Case("fsdp2", "qwen3_moe"),
+    "fsdp2, bfloat16": Case("fsdp2", half=True),
+}
+
+RUNS = [
+    (case, step)
+    for case in CASES
+    for step in STEPS
+    # torch's own limit: the first iteration of a static graph must be reduced
+    if (case, step) != ("ddp, static graph", "accumulation")
+]
+
+
+def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
+    """The wrapped model, and a context in which gradients are (not) reduced."""
+    model = case.model()
+    if case.checkpointing:
+        enable_checkpointing(model, use_reentrant=False)
+    if case.wrapper == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(model, **dict(case.options))
+        return ddp, lambda last: nullcontext() if last else ddp.no_sync()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (WORLD_SIZE,))}
+    if case.half:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, output_dtype=torch.float32
+        )
+    inner = model.get_base_model() if case.lora else model
+    for layer in inner.model.layers:
+        fully_shard(layer, **options)
+    if case.head_alone:
+        fully_shard(inner.lm_head, **options)
+    fully_shard(model, **options)
+
+    def reduced(last: bool) -> Any:
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return model, reduced
+
+
+def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
+    """Gradients after the step, their clipped norm, the parameters after an update, scores."""
+    model, reduced = _wrap(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # static graphs only reduce as they should from the second iteration on, and a rank's second
+    # step must not depend on what the others did in the first
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        logprobs = []
+        for i, objective in enumerate(step[rank]):
+            with reduced(i == len(step[rank]) - 1):
+                logprobs += _backward(model, objective)
+    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    optimizer.step()
+    parameters = {n: _whole(p.detach()) for n, p in model.named_parameters()}
+    return {
+        "logprobs": logprobs,
+        "gradients": gradients,
+        "norm": float(norm),
+        "parameters": parameters,
+    }
+
+
+def _backward(model: nn.Module, objective: Objective | None) -> list[torch.Tensor]:
+    if objective is None:
+        # a rank without work takes part with a token that nothing is scored on
+        packed = pt.pack(pt.PrefixForest.from_sequences([[0]]))
+        scores = sequence_logprobs(model, packed)
+        torch.cat(scores.logprobs).sum().backward()
+        return []
+    scores = sequence_logprobs(
+        model,
+        pt.pack(pt.PrefixForest.from_sequences(objective.sequences)),
+        objective.temperatures,
+        objective.loss_masks,
+        return_entropy=True,
+        chunk_size=7,
+    )
+    assert scores.entropy is not None
+    objective.loss(scores.logprobs, scores.entropy).backward()
+    return [p.detach() for p in scores.logprobs]
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def main(rank: int, folder: Path) -> None:
+    """Runs all cases on this rank."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
+    )
+    results: dict[tuple[str, str], Any] = {}
+    for name, step_name in RUNS:
+        try:
+            results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
+        except Exception:
+            results[name, step_name] = traceback.format_exc()
+    # in one go: others wait for the name
+    torch.save(results, folder / f"rank{rank}.part")
+    (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,91 @@
+"""torch.compile: one graph for all forests, the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import (
+    Run,
+    assert_same,
+    build,
+    make_objective,
+    ragged_sequences,
+    run_packed,
+    run_replicated,
+)
+from torch._dynamo.backends.registry import lookup_backend
+
+import prefixtree as pt
+
+pytestmark = [
+    # dynamo's own look at .grad of its inputs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_of_other_tests() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Counts compilations."""
+
+    def __init__(self, name: str) -> None:
+        self.compile = lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self.compile(module, inputs)
+
+
+def _ten_runs(model: Any, reference: Any, backend: Backend, at_most: int) -> None:
+    """Ten forests of different lengths and shapes: right each, and after two (one length, then any
+    length) nothing is compiled any more."""
+    rng, lengths = np.random.default_rng(0), set()
+    for i in range(10):
+        sequences = ragged_sequences(i)[: int(rng.integers(2, 13))]
+        objective = make_objective(sequences, seed=i)
+        packed = pt.pack(pt.PrefixForest.from_sequences(sequences))
+        lengths.add(packed.num_tokens)
+        run = run_packed(model, packed, objective)
+        names = {n: n.replace("_orig_mod.", "") for n in run.gradients}
+        run = Run(run.logprobs, run.entropy, {names[n]: g for n, g in run.gradients.items()})
+        assert_same(run, run_replicated(reference, objective))
+        if i == 1:
+            compiled = backend.graphs
+            assert 1 <= compiled <= at_most
+    assert backend.graphs == compiled
+    assert len(lengths) > 4
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_compiled_layers(model_type):
+    """Each without a graph break, windows, sinks and experts included."""
+    changes = {"num_hidden_layers": 1 if model_type == "qwen3" else 2}
+    model = build(model_type, **changes)
+    backend = Backend("aot_eager" if model_type == "qwen3" else "eager")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    _ten_runs(model, build(model_type, "eager", **changes), backend, at_most=8)
+
+
+def test_a_compiled_decoder():
+    model = build("gemma2", num_hidden_layers=2)
+    backend = Backend("eager")
+    model.model.compile(fullgraph=True, backend=backend)
+    _ten_runs(model, build("gemma2", "eager", num_hidden_layers=2), backend, at_most=2)
+
+
+def test_a_compiled_model():
+    """The decoder is one graph; the scoring, which is another in every call, stays outside."""
+    backend = Backend("eager")
+    model = torch.compile(build("qwen3", num_hidden_layers=1), backend=backend)
+    _ten_runs(model, build("qwen3", "eager", num_hidden_layers=1), backend, at_most=2)

@@ -1,0 +1,148 @@
+"""DDP and FSDP2 on two ranks: gradients, clipping and updates are those of the replicated batches.
+
+Both ranks run every case of ranks.py once, as processes that meet in a file; a rank that waits for
+the other in vain fails after half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from models import Run, run_replicated
+from ranks import CASES, RUNS, STEPS, WORLD_SIZE, Case
+from torch import nn
+
+_LIMIT = 240  # seconds
+
+pytestmark = [
+    # PEFT asks transformers under the old name of the property
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    """What each rank computed, a run."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # the workers share one run: the first to come starts it
+    folder = root / "ranks"
+    files = [folder / f"rank{rank}.pt" for rank in range(WORLD_SIZE)]
+    try:
+        folder.mkdir()
+        _spawn(folder)
+    except FileExistsError:
+        deadline = time.monotonic() + _LIMIT
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, "the ranks' run failed; see the other worker"
+            time.sleep(0.2)
+    return [torch.load(file) for file in files]
+
+
+def _spawn(folder: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, ranks.__file__, str(rank), str(folder)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        messages = [process.communicate(timeout=_LIMIT)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(messages)
+
+
+@cache
+def _replicated(model_type: str, lora: bool, step: str) -> tuple[list[Run], dict[str, Any]]:
+    """A run a micro-batch, and the gradients: summed over a rank's, averaged over ranks."""
+    model = Case("", model_type, lora=lora).model("eager")
+    runs = [run_replicated(model, o) for micro in STEPS[step] for o in micro if o is not None]
+    return runs, {
+        name: sum(run.gradients[name] for run in runs) / WORLD_SIZE for name in runs[0].gradients
+    }
+
+
+def _of(results: list[dict[tuple[str, str], Any]], case: str, step: str) -> list[dict[str, Any]]:
+    found = [result[case, step] for result in results]
+    for rank, each in enumerate(found):
+        assert not isinstance(each, str), f"rank {rank}:\n{each}"
+    return found
+
+
+def _distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of all."""
+    names = sorted(expected)
+    a, b = (torch.cat([side[name].flatten() for name in names]) for side in (got, expected))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize(("case", "step"), [run for run in RUNS if not CASES[run[0]].half])
+def test_two_ranks(results, case, step):
+    if CASES[case].lora:
+        pytest.importorskip("peft")
+    found = _of(results, case, step)
+    runs, expected = _replicated(CASES[case].model_type, CASES[case].lora, step)
+    logprobs = [p for each in found for p in each["logprobs"]]
+    reference = torch.cat([p for run in runs for p in run.logprobs])
+    torch.testing.assert_close(torch.cat(logprobs), reference, atol=2e-5, rtol=1e-5)
+
+    floor = 1e-3 * sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
+    for each in found:
+        got = {name.removeprefix("module."): g for name, g in each["gradients"].items()}
+        assert got.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = float((got[name] - gradient).norm()) / max(float(gradient.norm()), floor)
+            assert error <= 1e-5, (name, error)
+
+    model = CASES[case].model("eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, parameter in model.named_parameters():
+        parameter.grad = expected[name].clone() if name in expected else None
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    assert norm > 0.5
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    moved = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    for each in found:
+        assert each["norm"] == pytest.approx(norm, rel=1e-5)
+        got = {n.removeprefix("module."): p for n, p in each["parameters"].items()}
+        assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_bfloat16_parameters(results, step):
+    """FSDP2's mixed precision: no further from float32 than twice the replicated run that has its
+    weights in bfloat16, and a little for the sum over ranks."""
+    found = _of(results, "fsdp2, bfloat16", step)
+    _, expected = _replicated("qwen3", False, step)
+    model = Case("", "qwen3").model("eager").bfloat16()
+    runs = [run_replicated(model, o) for micro in STEPS[step] for o in micro if o is not None]
+    half = {
+        name: sum(run.gradients[name].float() for run in runs) / WORLD_SIZE for name in expected
+    }
+    allowed = 2 * _distance(half, expected) + 1e-3
+    for each in found:
+        assert 0 < _distance(each["gradients"], expected) <= allowed
+
+
+def test_the_ranks_agree(results):
+    """To the bit: what was reduced is one tensor."""
+    for case, step in RUNS:
+        first, second = _of(results, case, step)
+        for name, gradient in first["gradients"].items():
+            assert torch.equal(gradient, second["gradients"][name]), (case, step, name)

@@ -1,0 +1,224 @@
+"""The estimate of an update: its counts by hand, and its predictions against `verify`."""
+
+import json
+
+import numpy as np
+import pytest
+from cli_runs import one_thread, run, run_json
+from transformers import (
+    AutoModelForCausalLM,
+    CTRLConfig,
+    DeepseekV3Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    Starcoder2Config,
+)
+
+from prefixtree.cli.estimate import estimate, read_shape, visible_pairs
+from prefixtree.cli.rollouts import InputError, read_rollouts
+from prefixtree.forest import PrefixForest
+
+# measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the
+# launch of small operations) keeps a small model on a CPU within this factor of them
+FACTOR = 2.0
+SMALL = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+
+
+def save(config, path):
+    path.mkdir()
+    config.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    def _rollouts(rows):
+        path = tmp_path / "rollouts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path, read_rollouts(path, strict=True)
+
+    return _rollouts
+
+
+# ---- shapes --------------------------------------------------------------------------------------
+
+
+def test_the_shape_of_a_dense_model(tmp_path):
+    shape = read_shape(save(LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path / "m"))
+    attention = 64 * 24 * (4 + 2 + 2) + 4 * 24 * 64
+    assert shape.token_weights == 3 * (attention + 3 * 64 * 160)
+    assert shape.intermediate == 160
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim) == (4, 2, 24, 24)
+    assert shape.windows == (None,) * 3 and not shape.normalised_queries
+    assert shape.element_bytes == 2
+    # norms 2 (4 + 4) 64, attention 2 (4 + 2) (24 + 24), mlp 4 x 2 x 160
+    assert shape.layer_bytes == 1024 + 576 + 1280
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_embedding_and_head_are_no_token_weights(tmp_path):
+    tied = read_shape(save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path / "a"))
+    untied = read_shape(save(LlamaConfig(**SMALL, tie_word_embeddings=False), tmp_path / "b"))
+    assert tied.token_weights == untied.token_weights
+    assert untied.parameters == tied.parameters + 64 * 500
+
+
+def test_a_token_meets_the_experts_it_is_routed_to(tmp_path):
+    sizes = {**SMALL, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+    shape = read_shape(save(Qwen3MoeConfig(**sizes), tmp_path / "m"))
+    attention = 64 * 24 * (4 + 2 + 2) + 4 * 24 * 64
+    assert shape.token_weights == 3 * (attention + 8 * 64 + 2 * 3 * 64 * 32)
+    assert shape.intermediate == 2 * 32
+    assert shape.normalised_queries
+
+
+def test_windows_and_head_dims_of_other_families(tmp_path):
+    mistral = MistralConfig(**SMALL, sliding_window=7)
+    assert read_shape(save(mistral, tmp_path / "a")).windows == (7, 7, 7)
+    alternating = read_shape(
+        save(
+            GptOssConfig(**SMALL, sliding_window=9, num_local_experts=4, num_experts_per_tok=2),
+            tmp_path / "b",
+        )
+    )
+    assert alternating.windows == (9, None, 9)
+    latent = DeepseekV3Config(
+        vocab_size=500,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+    )
+    shape = read_shape(save(latent, tmp_path / "c"))
+    assert (shape.head_dim, shape.value_dim) == (24, 12)
+
+
+def test_a_model_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read_shape(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(InputError, match=r"--model .*config\.json: "):
+        read_shape(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("config", [GPT2Config, GPTNeoXConfig, Starcoder2Config])
+def test_mlps_by_other_names(tmp_path, config):
+    sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = read_shape(save(config(**sizes, intermediate_size=96, n_inner=96), tmp_path / "m"))
+    assert shape.intermediate == 96
+
+
+def test_layers_that_the_formulas_do_not_describe_are_refused(tmp_path):
+    recurrent = Qwen3NextConfig(**SMALL, num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(InputError, match="has layers of linear_attention; the estimate knows"):
+        read_shape(save(recurrent, tmp_path / "a"))
+    with pytest.raises(InputError, match="does not know the MLPs of ctrl"):
+        read_shape(save(CTRLConfig(vocab_size=50, n_embd=16, dff=32, n_layer=1), tmp_path / "b"))
+
+
+# ---- counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_visible_pairs_are_those_of_a_loop(window):
+    rng = np.random.default_rng(0)
+    depth, length = rng.integers(0, 9, 6), rng.integers(1, 9, 6)
+    expected = sum(
+        min(p + 1, window or p + 1)
+        for d, n in zip(depth, length, strict=True)
+        for p in range(d, d + n)
+    )
+    assert visible_pairs(depth, length, window) == expected
+
+
+def test_the_formulas_on_a_forest_counted_by_hand(tmp_path, rollouts):
+    # 9 replicated tokens, 6 distinct; scored: the last two of each, of which one is shared
+    rows = [
+        {"token_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 0, 1, 1]},
+        {"token_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+        {"token_ids": [7], "loss_mask": [1]},
+    ]
+    _, read = rollouts(rows)
+    forest = PrefixForest.from_sequences(read.sequences)
+    shape = read_shape(save(LlamaConfig(**SMALL, dtype="float32"), tmp_path / "m"))
+    facts = estimate(forest, read, shape)
+    one, other = facts["replicated"], facts["packed"]
+    assert (one["scored"], other["scored"]) == (4, 3)
+    assert one["linear_flops"] == 6 * shape.token_weights * 10
+    assert other["linear_flops"] == 6 * shape.token_weights * 6
+    assert one["attention_flops"] == 3.5 * 3 * 2 * 4 * 48 * (15 + 10 + 1)
+    assert other["attention_flops"] == 3.5 * 3 * 2 * 4 * 48 * (15 + 1)
+    assert one["head_flops"] == 6 * 64 * 500 * 4
+    assert other["head_flops"] == 8 * 64 * 500 * 3
+    assert facts["speedup"] == one["flops"] / other["flops"]
+    assert facts["fixed_bytes"] == 2 * 4 * shape.parameters
+    assert other["activation_bytes"] == 6 * 4 * shape.layer_bytes
+    less = estimate(forest, read, shape, checkpointing=True)["packed"]
+    assert less["linear_flops"] == 8 * shape.token_weights * 6
+    assert less["attention_flops"] == 4.5 / 3.5 * other["attention_flops"]
+    assert less["activation_bytes"] == 6 * (3 * 4 * 64 + 2 * shape.layer_bytes)
+
+
+def test_without_masks_every_token_but_the_first_is_scored(tmp_path, rollouts):
+    _, read = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}, {"token_ids": [5, 6]}])
+    shape = read_shape(save(LlamaConfig(**SMALL), tmp_path / "m"))
+    facts = estimate(PrefixForest.from_sequences(read.sequences), read, shape)
+    assert (facts["replicated"]["scored"], facts["packed"]["scored"]) == (5, 4)
+
+
+# ---- against what was measured -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_predictions_against_verify(tmp_path, rollouts, checkpointing):
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 2000, 256).tolist()
+    rows = [
+        {"prompt_ids": prompt, "response_ids": rng.integers(0, 2000, 64).tolist()} for _ in range(6)
+    ]
+    path, _ = rollouts(rows)
+    sizes = {**SMALL, "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 768}
+    model = save(Qwen3Config(**{**sizes, "head_dim": 64}, dtype="float32"), tmp_path / "m")
+    model = model / "config.json"
+    options = ["--gradient-checkpointing"] if checkpointing else []
+    predicted = run_json("report", path, "--model", model, *options)["estimate"]
+    with one_thread():
+        measured = run_json("verify", path, "--model", model, *options)
+    assert measured["passed"]
+    assert predicted["speedup"] > 2
+    assert 1 / FACTOR < measured["speedup"] / predicted["speedup"] < FACTOR
+    if (peak := measured["packed"]["peak_bytes"]) is not None:
+        # the weights were held before
+        expected = predicted["fixed_bytes"] / 2 + predicted["packed"]["activation_bytes"]
+        assert 1 / FACTOR < peak / expected < FACTOR
+
+
+def test_report_prints_the_estimate(tmp_path, rollouts):
+    path, _ = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}])
+    model = save(LlamaConfig(**SMALL), tmp_path / "m")
+    text = run("report", path, "--model", model).stdout
+    assert "llama" in text and "estimated speed-up" in text and "activations" in text
+    assert run("report", path, "--model", tmp_path / "nowhere").exit_code == 2
