@@ -73,8 +73,8 @@ def sdpa_cpu(data: dict[str, Any]) -> str:
         f"fp32, 8 heads of 64, {data['sequences']} sequences, {data['packed_tokens']:,} distinct "
         f"of {data['replicated_tokens']:,} tokens, forward and backward: "
         f"**{data['packed_s']:.2f} s packed, {data['replicated_s']:.1f} s** for every sequence "
-        f"alone through torch's SDPA, **{data['speed_up']:.1f}x**; attention FLOPs alone bound it at "
-        f"{data['attention_flop_ratio']:.1f}x (the replicated side also adds up the copies' "
+        f"alone through torch's SDPA, **{data['speed_up']:.1f}x**; attention FLOPs alone bound it "
+        f"at {data['attention_flop_ratio']:.1f}x (the replicated side also adds up the copies' "
         f"gradients). Largest relative difference {max(data['relative_difference'].values()):.1e}."
     )
 
