@@ -11,6 +11,7 @@ import copy
 import math
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Batch:
         gain = torch.minimum(ratio * self.advantages[index], clipped * self.advantages[index])
         return -(gain * mask).sum() / self.scored
 
-    @property
+    @cached_property
     def scored(self) -> int:
         """Scored tokens of all sequences."""
         return sum(int(mask[1:].sum()) for mask in self.loss_masks)
@@ -118,7 +119,8 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
         for model in (replicated, packed)
     ]
     updates: list[dict[str, Any]] = []
-    forests: list[PrefixForest] = []
+    drawn: list[Path] = []
+    first_forest: PrefixForest | None = None
     first_trees: list[list[Turn]] = []
     with status("compiling, once"):
         _warm_up(replicated, packed)
@@ -127,9 +129,10 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
             torch.manual_seed(seed + number)
             trees, rollout_seconds = _timed(lambda: roll_out(replicated))
             batch = Batch.of(trees)
-            first_trees = first_trees or trees
-            forests.append(PrefixForest.from_sequences(batch.sequences))
-            forest = pack(forests[-1])
+            forest = pack(PrefixForest.from_sequences(batch.sequences))
+            if first_forest is None:
+                first_trees, first_forest = trees, forest.forest
+                drawn = [] if pictures is None else _draw(pictures, forest)
         else:
             rollout_seconds = 0.0
         facts = _update(replicated, packed, batch, forest)
@@ -138,7 +141,7 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
         updates.append(
             {**facts, "mean_reward": batch.mean_reward, "rollout_seconds": rollout_seconds}
         )
-    drawn = [] if pictures is None else _draw(pictures, forests[0])
+    assert first_forest is not None
     passed = all(
         math.isfinite(d) and d <= _LIMIT for u in updates for d in u["differences"].values()
     )
@@ -150,11 +153,11 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
         "tasks": depot.TASKS,
         "rollouts": depot.TASKS * math.prod(BRANCHING),
         "scored_tokens": batch.scored,
-        "forest": measure(forests[0]),
+        "forest": measure(first_forest),
         "updates": updates,
         "weights_difference": _worst_weight(replicated, packed),
         "limit": _LIMIT,
-        "pictures": drawn,
+        "pictures": [str(file) for file in drawn],
         "seconds": seconds,
         # a speed-up of a wrong result is none
         "speedup": seconds["replicated"] / seconds["packed"] if passed else None,
@@ -344,22 +347,22 @@ def _timed(run: Any) -> tuple[Any, float]:
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def _draw(folder: Path, forest: PrefixForest) -> list[str]:
+def _draw(folder: Path, packed: PackedForest) -> list[Path]:
     """Draws the forest and its block mask; the files."""
     from prefixtree import TileShape
+    from prefixtree.cli.pictures import save
     from prefixtree.view import plot_forest, plot_mask
 
-    figures = {
-        "forest.png": plot_forest(forest),
-        "mask.png": plot_mask(pack(forest).mask, TileShape(64, 64)),
-    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            figure.savefig(folder / name)
     except OSError as problem:
         raise InputError(f"{folder}: cannot be written: {problem.strerror}") from None
-    return [str(folder / name) for name in figures]
+    return save(
+        {
+            folder / "forest.png": plot_forest(packed.forest),
+            folder / "mask.png": plot_mask(packed.mask, TileShape(64, 64)),
+        }
+    )
 
 
 def picture(turns: list[Turn]) -> Tree:

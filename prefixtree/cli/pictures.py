@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from prefixtree.cli.rollouts import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.mask import TileShape, TreeMask
 from prefixtree.view import plot_forest, plot_mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ENDINGS = (".png", ".pdf", ".svg")
 _TILE = 128
@@ -41,6 +45,11 @@ def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
         path: plot_forest(forest),
         path.with_stem(f"{path.stem}-mask"): plot_mask(mask, TileShape(tile, tile)),
     }
+    return save(figures)
+
+
+def save(figures: dict[Path, Figure]) -> list[Path]:
+    """Writes each figure to its file; `InputError` where one cannot be written."""
     for file, figure in figures.items():
         try:
             figure.savefig(file)
