@@ -58,6 +58,16 @@ class Case:
             options,
         )
 
+    def to(self, device: torch.device | str) -> Case:
+        """The same inputs elsewhere."""
+        return Case(
+            *(
+                x.to(device) if x is not None else None
+                for x in (self.q, self.k, self.v, self.dout, self.dlse, self.sinks)
+            ),
+            options=self.options,
+        )
+
     def heads_of(self, name: str) -> int:
         """Columns to judge a result by: heads, kv heads for dk and dv, one for dsinks, where a
         head has only one number."""
@@ -71,7 +81,7 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def run(case: Case, attend: Attention, dtype: torch.dtype | None = None) -> Results:
-    """out, lse and all gradients of `attend(q, k, v, sinks, **options) -> out, lse`."""
+    """out, lse and all gradients of `attend(q, k, v, sinks, **options) -> out, lse`, on the CPU."""
     names = ["q", "k", "v"] + (["sinks"] if case.sinks is not None else [])
     inputs = {n: getattr(case, n).detach().clone() for n in names}
     if dtype is not None:
@@ -85,7 +95,8 @@ def run(case: Case, attend: Attention, dtype: torch.dtype | None = None) -> Resu
         outputs, grads = [out, lse], [*grads, case.dlse.to(lse.dtype)]
     gradients = torch.autograd.grad(outputs, list(inputs.values()), grads)
     got = {"out": out.detach(), "lse": lse.detach().t()}
-    return got | {f"d{n}": g for n, g in zip(names, gradients, strict=True)}
+    got |= {f"d{n}": g for n, g in zip(names, gradients, strict=True)}
+    return {name: value.cpu() for name, value in got.items()}
 
 
 def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Attention:
@@ -128,7 +139,7 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
     """Per (node x head) the worst error is at most 2x eager's + 2 eps x max|reference|, and per
     head the mean error at most 1.2x eager's (+ eps / 10 x max|reference|, for what eager gets
     exactly); both against float64."""
-    rows = np.arange(mask.num_tokens) if mask.query_tokens is None else mask.query_tokens.numpy()
+    rows = mask.plan.query_tokens
     position = mask.position_ids.long()
     dense = eager(mask.dense(), (position[rows], position))
     reference = run(case, dense, torch.float64)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# frameworks with environments of their own: make test-trl, make test-verl
+collect_ignore = ["trl_adapter", "verl"]
+
+# without a GPU the Triton kernels run in its interpreter; read when a kernel is defined
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.register_assert_rewrite(
     "strategies", "table_checks", "models", "attention_checks", "cli_runs"

@@ -38,6 +38,8 @@ def assert_tables_exact(
     if window is None:
         check_no_needless_compare(forward, t, mask, shape)
     check_query_costs(forward, t)
+    check_partial_tiles(t)
+    check_key_spans(t, mask, shape)
     backward = listed_backward(t, window)
     check_pairs(backward, t, mask, shape, window, "backward")
     check_pieces(t, shape)
@@ -110,6 +112,29 @@ def listed_forward(t: dict[str, np.ndarray]) -> np.ndarray:
                 assert before[1] <= first, "runs do not ascend"
                 assert before[1] < first or before[2] != kind, "runs that touch were not joined"
     return kinds
+
+
+def check_partial_tiles(t: dict[str, np.ndarray]) -> None:
+    """The partial runs, tile by tile."""
+    starts = t["k_tiles"][:, 0]
+    ptr, rows = t["partial_ptr"], t["partial_tiles"]
+    assert ptr[0] == 0
+    assert ptr[-1] == len(rows)
+    for i in range(len(t["q_tiles"])):
+        runs = t["q_runs"][t["q_split"][i] : t["q_ptr"][i + 1]]
+        tiles = [tile for first, end, _ in runs for tile in range(first, end)]
+        assert rows[ptr[i] : ptr[i + 1], 0].tolist() == tiles
+        assert rows[ptr[i] : ptr[i + 1], 1].tolist() == starts[tiles].tolist()
+
+
+def check_key_spans(t: dict[str, np.ndarray], mask: TreeMask, shape: TileShape) -> None:
+    """subtree_end[k] - k of the keys of each tile, nothing behind them."""
+    ends = mask.subtree_end.cpu().numpy()
+    assert t["k_spans"].shape == (len(t["k_tiles"]), shape.tile_k)
+    for (start, length), spans in zip(t["k_tiles"], t["k_spans"], strict=True):
+        keys = np.arange(start, start + length)
+        assert (spans[:length] == ends[keys] - keys).all()
+        assert (spans[length:] == 0).all()
 
 
 def listed_backward(t: dict[str, np.ndarray], window: int | None) -> np.ndarray:

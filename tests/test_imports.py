@@ -169,5 +169,5 @@ def test_compiled_loops_are_imported_inside_functions(module: str) -> None:
 
 
 def test_the_compiled_modules_are_known() -> None:
-    known = {"prefixtree._trie", "prefixtree.packing.tables", "prefixtree.packing.copies"}
+    known = {"prefixtree._trie", "prefixtree.packing.tables", "prefixtree.packing.pieces"}
     assert known <= COMPILED

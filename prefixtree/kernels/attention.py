@@ -5,16 +5,19 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import sdpa
+from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
-from prefixtree.packing.mask import TreeMask, check_window, plan_of
+from prefixtree.packing.mask import MaskPlan, TreeMask, check_window, plan_of
 
-BACKENDS = ("auto", "reference", "sdpa")
+BACKENDS = ("auto", "reference", "sdpa", "triton")
 
 
 @overload
@@ -74,8 +77,9 @@ def tree_attention(
         softcap: c in c tanh(scale q k^T / c), before the mask.
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
         deterministic: bitwise repeatable gradients; the mask's own option unless True.
-        backend: "auto", "sdpa" (any device) or "reference" (dense, T x T memory); the mask's own
-            option unless another than "auto".
+        backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "reference" (dense,
+            T x T memory), or "auto": triton where it can serve the call, sdpa elsewhere. The mask's
+            own option unless another than "auto".
         return_lse: return lse as well.
 
     Returns:
@@ -84,11 +88,15 @@ def tree_attention(
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, each with what was expected.
-        UnsupportedError: a backend that does not exist here.
+        UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
     deterministic = deterministic or mask.deterministic
-    backend = _choose(mask.backend if backend == "auto" else backend)
+    backend = mask.backend if backend == "auto" else backend
+    if backend not in BACKENDS:
+        raise UnsupportedError(
+            f"backend {backend!r} does not exist in this version; use one of {', '.join(BACKENDS)}"
+        )
     if backend == "reference":
         visible = mask.dense(window or None)
         out, lse = dense_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -99,12 +107,22 @@ def tree_attention(
     return (out, lse) if return_lse else out
 
 
-def _choose(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise UnsupportedError(
-            f"backend {backend!r} does not exist in this version; use one of {', '.join(BACKENDS)}"
-        )
-    return "sdpa" if backend == "auto" else backend
+def _backend(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> ModuleType:
+    """The module that serves a call; the same for a backward as for its forward."""
+    if name == "sdpa" or (name == "auto" and (not q.is_cuda or not find_spec("triton"))):
+        return sdpa
+    if name == "triton" and not find_spec("triton"):
+        raise UnsupportedError("backend 'triton' needs the package triton; use backend='sdpa'")
+    from prefixtree.kernels.triton import launch
+
+    reason = launch.refusal(q, k, v, scale)
+    if reason is None:
+        return launch
+    if name == "triton":
+        raise UnsupportedError(f"backend 'triton': {reason}; use backend='sdpa'")
+    return sdpa
 
 
 def _check(
@@ -182,7 +200,8 @@ def _tree_attention(
     lse_used: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
-    return sdpa.forward(q, k, v, sinks, plan, _options(plan, scale, window, softcap))
+    options = _options(plan, scale, window, softcap, deterministic)
+    return _backend(backend, q, k, v, scale).forward(q, k, v, sinks, plan, options)
 
 
 @_tree_attention.register_fake
@@ -210,8 +229,10 @@ def _tree_attention_backward(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
-    options = _options(plan, scale, window, softcap)
-    dq, dk, dv, dsinks = sdpa.backward(dout, dlse, q, k, v, sinks, out, lse, plan, options)
+    options = _options(plan, scale, window, softcap, deterministic)
+    dq, dk, dv, dsinks = _backend(backend, q, k, v, scale).backward(
+        dout, dlse, q, k, v, sinks, out, lse, plan, options
+    )
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -237,7 +258,8 @@ def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ..
 _tree_attention.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _options(plan: Any, scale: float, window: int, softcap: float) -> sdpa.Options:
+def _options(
+    plan: MaskPlan, scale: float, window: int, softcap: float, deterministic: bool
+) -> Options:
     # a window no path outgrows is none, and lets the plain kernels serve
-    deepest = int(plan.position.max(initial=-1)) + 1
-    return sdpa.Options(scale, 0 if window >= deepest else window, softcap)
+    return Options(scale, 0 if window >= plan.deepest else window, softcap, deterministic)

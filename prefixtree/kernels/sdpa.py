@@ -18,19 +18,11 @@ from functools import cache
 
 import torch
 
+from prefixtree.kernels.options import Options
 from prefixtree.packing.mask import MaskPlan
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24
-
-
-@dataclass(frozen=True)
-class Options:
-    """What shapes the scores besides the mask; 0 stands for no window and no softcap."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
 
 
 def forward(

@@ -53,6 +53,8 @@ class BlockTables:
         q_tiles: [NQ, 3] packed start, first row in q, length.
         k_tiles: [NK, 2] packed start, length. Lanes behind a tile's length belong to the next tile
             and must be dead in the forward and in dQ, as if their subtree end were 0.
+        k_spans: [NK, tile_k] subtree_end[k] - k of each lane, 0 where dead: query q sees the key of
+            a lane exactly when q - k, as an unsigned number, is less (and the window allows it).
         q_order: [NQ] query tiles, costliest first.
         q_cost: [NQ].
         q_ptr, q_split: [NQ + 1], [NQ]: query tile i has the full runs q_ptr[i]:q_split[i] and the
@@ -60,6 +62,8 @@ class BlockTables:
         q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of `packing.kinds`;
             0 for a full run). A key tile shorter than `tile_k` is never full here: END stands for
             its dead lanes too.
+        partial_ptr, partial_tiles: [NQ + 1], [*, 2]: the partial runs once more, a key tile a row
+            (key tile, packed start), for kernels whose loop over them must not follow two tables.
         k_cost: [NK].
         k_ptr: [NK + 1]: key tile j has the runs k_ptr[j]:k_ptr[j + 1].
         k_runs: [*, 4] first query tile, full begin, full end, end. Query tiles before `full begin`
@@ -76,11 +80,14 @@ class BlockTables:
 
     q_tiles: torch.Tensor
     k_tiles: torch.Tensor
+    k_spans: torch.Tensor
     q_order: torch.Tensor
     q_cost: torch.Tensor
     q_ptr: torch.Tensor
     q_split: torch.Tensor
     q_runs: torch.Tensor
+    partial_ptr: torch.Tensor
+    partial_tiles: torch.Tensor
     k_cost: torch.Tensor
     k_ptr: torch.Tensor
     k_runs: torch.Tensor
@@ -88,15 +95,17 @@ class BlockTables:
     piece_cost: torch.Tensor
     slots: torch.Tensor
 
+    @property
+    def num_partials(self) -> int:
+        """Partial sums that the pieces of cut key tiles write; known without a look at them."""
+        # an uncut tile has one piece, and every piece of a cut one has a partial
+        return len(self.pieces) - (len(self.k_tiles) - len(self.slots))
+
     def to(self, device: torch.device | str) -> BlockTables:
         """The same tables on another device, moved in one asynchronous copy."""
         names = [field.name for field in fields(self)]
-        parts = [getattr(self, name) for name in names]
-        flat = move(torch.cat([part.reshape(-1) for part in parts]), device)
-        views = flat.split([part.numel() for part in parts])
-        return BlockTables(
-            **{n: view.view(part.shape) for n, view, part in zip(names, views, parts, strict=True)}
-        )
+        moved = move_all([getattr(self, name) for name in names], device)
+        return BlockTables(**dict(zip(names, moved, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,23 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
+def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """`move` for several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.
+
+    Kernels are compiled for what they may assume of an address, so it must not vary by forest.
+    """
+    step = 64 // tensors[0].element_size()
+    room = [-(-tensor.numel() // step) * step for tensor in tensors]
+    flat = tensors[0].new_zeros(sum(room))
+    for view, tensor in zip(flat.split(room), tensors, strict=True):
+        view[: tensor.numel()] = tensor.reshape(-1)
+    views = move(flat, device).split(room)
+    return [
+        view[: tensor.numel()].view(tensor.shape)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
+
+
 class MaskPlan:
     """The host side of a `TreeMask`, shared by its copies on every device: arrays and caches."""
 
@@ -149,6 +175,8 @@ class MaskPlan:
             query_runs = np.array([[0, 0, len(self.subtree_end)]], np.int64)
         self.query_runs = query_runs
         self._tables: dict[Any, BlockTables] = {}
+        self._pairs: dict[int, int] = {}
+        self._shares: dict[Any, float] = {}
         self._arrays: dict[torch.device, dict[str, torch.Tensor]] = {}
 
     @property
@@ -158,6 +186,11 @@ class MaskPlan:
     @property
     def num_queries(self) -> int:
         return int(self.query_runs[:, 2].sum())
+
+    @cached_property
+    def deepest(self) -> int:
+        """Tokens of the longest path."""
+        return int(self.position.max(initial=-1)) + 1
 
     @cached_property
     def query_tokens(self) -> np.ndarray:
@@ -177,11 +210,27 @@ class MaskPlan:
         if device not in self._arrays:
             parts = [self.subtree_end, self.position]
             parts += [self.query_tokens] if self.is_subset else []
-            flat = move(torch.from_numpy(np.concatenate(parts)), device)
-            views = flat.split([len(part) for part in parts])
+            views = move_all([torch.from_numpy(part) for part in parts], device)
             names = ("subtree_end", "position_ids", "query_tokens")
             self._arrays[device] = dict(zip(names, views, strict=False))
         return self._arrays[device]
+
+    def visible_pairs(self, window: int) -> int:
+        """(query, key) pairs that attend, a head."""
+        if window not in self._pairs:
+            visible = self.position[self.query_tokens].astype(np.int64) + 1
+            self._pairs[window] = int((np.minimum(visible, window) if window else visible).sum())
+        return self._pairs[window]
+
+    def partial_share(self, shape: TileShape, window: int) -> float:
+        """Share of the key tiles a forward visits that need a compare."""
+        if (shape, window) not in self._shares:
+            from prefixtree.packing import pieces
+
+            tables = self.tables(shape, window, torch.device("cpu"))
+            _, full, part = pieces.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+            self._shares[shape, window] = int(part.sum()) / max(1, int(full.sum() + part.sum()))
+        return self._shares[shape, window]
 
     def tables(self, shape: TileShape, window: int, device: torch.device) -> BlockTables:
         """The block tables, built once a (shape, window) and moved once a device."""
@@ -193,6 +242,7 @@ class MaskPlan:
         return self._tables[key]
 
     def _build(self, shape: TileShape, window: int) -> BlockTables:
+        from prefixtree.packing import pieces as cuts
         from prefixtree.packing import tables as loops
 
         ends, positions = self.subtree_end, self.position
@@ -210,22 +260,26 @@ class MaskPlan:
         q_ptr, q_split, q_runs = loops.forward_runs(
             q_tiles, k_tiles, shape.tile_k, k_ends, k_positions, q_positions, window
         )
-        q_cost, _, _ = loops.query_costs(q_ptr, q_runs)
+        q_cost, _, _ = cuts.query_costs(q_ptr, q_runs)
         if window:
             k_ptr, k_runs = loops.transposed_runs(q_ptr, q_runs, len(k_tiles))
         else:
             k_ptr, k_runs = loops.backward_runs(q_tiles, k_tiles, k_ends)
-        k_cost, k_ptr, k_runs, pieces, piece_cost, slots = loops.cut_pieces(
+        partial_ptr, partial_tiles = cuts.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
+        k_cost, k_ptr, k_runs, pieces, piece_cost, slots = cuts.cut_pieces(
             k_ptr, k_runs, shape.piece_tiles
         )
         arrays = {
             "q_tiles": q_tiles,
             "k_tiles": k_tiles,
+            "k_spans": loops.key_spans(ends, k_tiles, shape.tile_k),
             "q_order": np.argsort(-q_cost, kind="stable").astype(np.int32),
             "q_cost": q_cost,
             "q_ptr": q_ptr,
             "q_split": q_split,
             "q_runs": q_runs,
+            "partial_ptr": partial_ptr,
+            "partial_tiles": partial_tiles,
             "k_cost": k_cost,
             "k_ptr": k_ptr,
             "k_runs": k_runs,
@@ -387,13 +441,12 @@ class TreeMask:
 
     def stats(self, shape: TileShape, window: int | None = None) -> MaskStats:
         """Useful share, partial and cut tiles for a tile shape. Counts pairs of one head."""
-        from prefixtree.packing import tables as loops
+        from prefixtree.packing import pieces
 
         window = check_window(window)
         tables = self.plan.tables(shape, window, torch.device("cpu"))
-        _, full, partial = loops.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
-        visible = self.plan.position[self.plan.query_tokens].astype(np.int64) + 1
-        visible_pairs = int((np.minimum(visible, window) if window else visible).sum())
+        _, full, partial = pieces.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+        visible_pairs = self.plan.visible_pairs(window)
         tile_pairs = int(full.sum()) + int(partial.sum())
         return MaskStats(
             visible_pairs=visible_pairs,

@@ -1,0 +1,240 @@
+"""Compiles every Triton kernel for GPUs that are not here, and reads the machine code.
+
+    python benchmarks/compiled.py [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
+
+For each configuration of `prefixtree/kernels/triton/configs.py`: registers, stack and shared memory
+of a program, how many programs a multiprocessor holds, and for the innermost loops over tiles
+(unmasked first) the instructions a warp scheduler issues, the cycles its tensor core is busy and
+the loads from local memory (spills) a step. `--candidates` adds shapes that were considered. Needs
+triton and its bundled ptxas and nvdisasm; no GPU. Not with TRITON_INTERPRET set.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import triton
+import typer
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from prefixtree.kernels.triton.backward import (
+    keys_kernel,
+    queries_kernel,
+)
+from prefixtree.kernels.triton.configs import Choice, Config, choose
+from prefixtree.kernels.triton.forward import forward_kernel
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+INT32 = {
+    "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
+    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS",
+}  # fmt: skip
+FLOAT32 = {"LSE", "TOP", "DELTA", "SHARE", "PARTIALS", "DLSE", "DSINKS"}
+KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
+# shared memory a multiprocessor has for programs, KiB
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
+
+
+def statics(
+    config: Config, choice: Choice, dims: tuple[int, int], heads: tuple[int, int], **flags: Any
+) -> dict[str, Any]:
+    """Compile-time arguments of any of the kernels, as `launch` passes them."""
+    values: dict[str, Any] = {
+        "GROUP": heads[0] // heads[1],
+        "HEADS": choice.heads,
+        "KV_HEADS": heads[1],
+        "D": dims[0],
+        "DV": dims[1],
+        "D_PADDED": max(16, triton.next_power_of_2(dims[0])),
+        "DV_PADDED": max(16, triton.next_power_of_2(dims[1])),
+        "ROWS": config.rows,
+        "KEYS": config.keys,
+        "TOKENS": config.rows // choice.heads,
+        "TMA": choice.tma,
+        "ROWS_TMA": choice.tma,
+    }
+    off = ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")
+    values |= {f"HAS_{name}": False for name in off} | {"SUBSET": False, "DETERMINISTIC": False}
+    return values | flags
+
+
+def compiled(
+    kernel: Any, values: dict[str, Any], config: Config, capability: int, dtype: str
+) -> Any:
+    """The kernel compiled for `sm_<capability>`."""
+    signature: dict[str, str] = {}
+    aligned: dict[tuple[int], Any] = {}
+    for i, name in enumerate(kernel.arg_names):
+        signature[name] = kind = _type(kernel, name, values, dtype)
+        if kind.startswith("*") or name.endswith(("_token", "_head")):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    names = kernel.arg_names
+    fixed = {(names.index(k),): v for k, v in values.items() if k in names}
+    options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.registers:
+        options["maxnreg"] = config.registers
+    source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
+    if name in values:
+        return "constexpr"
+    described = values["TMA"] and kernel in KERNELS.values()
+    rows = values["ROWS_TMA"] and kernel in KERNELS.values()
+    width = values["DV_PADDED" if name in ("V", "DOUT") else "D_PADDED"]
+    if described and name in ("K", "V"):
+        return f"tensordesc<{dtype}{[values['KEYS'], width]}>"
+    if described and name in ("Q", "DOUT"):
+        return f"tensordesc<{dtype}{[values['TOKENS'], values['HEADS'], width]}>"
+    if described and name == "K_SPANS":
+        return f"tensordesc<i32{[values['KEYS']]}>"
+    if rows and name in ("TOP", "DELTA", "SHARE"):
+        return f"tensordesc<fp32{[values['ROWS']]}>"
+    if name in INT32:
+        return "*i32"
+    if name in FLOAT32:
+        return "*fp32"
+    if name.isupper():
+        return f"*{dtype}"
+    return "fp32" if name in ("inner", "outer", "scale") else "i32"
+
+
+@dataclass
+class Loop:
+    """One step of an innermost loop, of one program: issue slots and tensor core cycles."""
+
+    issued: int
+    tensor: int
+    spills: int
+
+
+@dataclass
+class Code:
+    registers: int
+    stack: int
+    shared: int
+    programs: int
+    loops: list[Loop]
+
+
+def read(kernel: Any, warps: int, capability: int) -> Code:
+    """What the machine code of a compiled kernel says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        lines = _tool("nvdisasm", "-c", file.name).split("\n")
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    shared = kernel.metadata.shared
+    by_registers = 65536 // (-(-registers // 8) * 8 * warps * 32)
+    by_memory = SHARED[capability] * 1024 // (shared + 1024)
+    loops = sorted((_loop(body, warps) for body in _innermost(lines)), key=lambda loop: loop.issued)
+    return Code(registers, stack, shared, min(by_registers, by_memory), loops[:2])
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True).stdout
+
+
+def _innermost(lines: list[str]) -> list[list[str]]:
+    """Bodies of the loops with matrix products that hold no other such loop."""
+    label = {m[1]: i for i, x in enumerate(lines) if (m := re.match(r"\s*\.(L_x_\d+):", x))}
+    spans = []
+    for i, line in enumerate(lines):
+        target = re.search(r"BRA.*`\(\.(L_x_\d+)\)", line)
+        if target and label.get(target[1], i) < i:
+            spans.append((label[target[1]], i))
+    spans = [s for s in spans if any("MMA" in x for x in lines[s[0] : s[1]])]
+    inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+    return [lines[a:b] for a, b in inner]
+
+
+def _loop(body: list[str], warps: int) -> Loop:
+    counts: collections.Counter[str] = collections.Counter()
+    tensor = 0
+    for line in body:
+        if m := re.search(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", line):
+            counts[m[1]] += 1
+        # 64 x N x 16 at 8192 FLOP a cycle and multiprocessor, four schedulers side by side
+        if m := re.search(r"HGMMA\.64x(\d+)x16", line):
+            tensor += int(m[1]) // 2
+    scale = warps // 4
+    return Loop(sum(counts.values()) * scale, tensor * scale, counts["LDL"])
+
+
+CANDIDATES = {
+    "forward": [(64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 64, 8, 2, 0),
+                (128, 128, 8, 2, 0), (128, 64, 4, 2, 0)],
+    "keys": [(64, 64, 4, 2, 0), (32, 64, 4, 2, 0), (64, 128, 8, 2, 0), (128, 64, 8, 2, 0),
+             (32, 64, 8, 2, 0), (64, 64, 8, 2, 0)],
+    "queries": [(64, 64, 4, 2, 0), (64, 64, 4, 2, 168), (64, 128, 4, 2, 0), (128, 64, 8, 2, 0),
+                (128, 128, 8, 2, 0), (64, 64, 8, 2, 0)],
+}  # fmt: skip
+
+
+def main(
+    capability: Annotated[int, typer.Option(help="80, 86, 89 or 90.")] = 90,
+    dims: Annotated[list[str] | None, typer.Option(help="Head dims, as 128x128.")] = None,
+    heads: Annotated[str, typer.Option(help="Query and kv heads.")] = "32x8",
+    dtype: str = "bf16",
+    candidates: Annotated[bool, typer.Option(help="Also shapes that were considered.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Prints a table; exits with 1 if a configuration of configs.py does not fit, or if more than
+    2 % of its unmasked loop is spills."""
+    h, hk = map(int, heads.split("x"))
+    table = Table("kernel", "D / Dv", "rows x keys", "warps", "stages", "registers", "stack",
+                  "shared KiB", "programs", "issue / tensor, spills a step")  # fmt: skip
+    rows, bad = [], []
+    for pair in dims or ["64x64", "128x128", "192x128", "256x256"]:
+        d, dv = map(int, pair.split("x"))
+        wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
+        choice = choose((capability // 10, capability % 10), *wide, h // hk, True)
+        for name, kernel in KERNELS.items():
+            chosen = list(dict.fromkeys(getattr(choice, name)))
+            extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
+                     for r, k, w, s, g in CANDIDATES[name]] if candidates else []  # fmt: skip
+            for config in dict.fromkeys([*chosen, *extra]):
+                values = statics(config, choice, (d, dv), (h, hk))
+                binary = compiled(kernel, values, config, capability, dtype)
+                code = read(binary, config.warps, capability)
+                mark = "*" if config in chosen else ""
+                steps = "; ".join(f"{x.issued} / {x.tensor}, {x.spills}" for x in code.loops)
+                table.add_row(
+                    name + mark, f"{d} / {dv}", f"{config.rows} x {config.keys}",
+                    str(config.warps), str(config.stages), str(code.registers), str(code.stack),
+                    f"{code.shared / 1024:.0f}", str(code.programs), steps,
+                )  # fmt: skip
+                if config in chosen and code.programs == 0:
+                    bad.append(f"{name} {pair}: {code.shared} bytes of shared memory do not fit")
+                if config in chosen and any(x.spills * 50 > x.issued for x in code.loops[:1]):
+                    bad.append(f"{name} {pair}: spills inside the unmasked loop")
+                rows.append({"kernel": name, "dims": pair, "chosen": config in chosen,
+                             "config": vars(config), "registers": code.registers,
+                             "stack": code.stack, "shared": code.shared,
+                             "programs": code.programs,
+                             "loops": [vars(x) for x in code.loops]})  # fmt: skip
+    Console(width=150).print(table)
+    if out:
+        record = {"triton": triton.__version__, "capability": capability, "dtype": dtype,
+                  "heads": [h, hk], "rows": rows}  # fmt: skip
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    for line in bad:
+        print(line)
+    if bad:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

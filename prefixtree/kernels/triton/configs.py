@@ -1,0 +1,199 @@
+"""Which tiles each kernel uses: a frozen table, read by the table builder and by the launch.
+
+`choose` is a pure function of (capability, head dims, GQA group). For each kernel it gives a
+configuration for forests of long nodes and one for short ones, told apart by the share of partial
+tiles. Nothing is tuned at run time.
+
+What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
+of the inner loop read off the machine code for sm_90 (benchmarks/compiled.py; triton 3.6, bf16, no
+feature flags); docs/performance.md has the table. "Prototype" means measured on one H200 with the
+project's first pointer-load prototype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from prefixtree.packing.mask import MaskPlan, TileShape
+
+# the grid on which the share of partial tiles is counted, and the share above which a forest
+# counts as one of short nodes (prototype: its one guess between two sets, right on all ten
+# workloads)
+PROBE = TileShape(16, 128)
+SHORT_NODES = 0.1
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched.
+
+    Attributes:
+        rows: rows of a query tile: query tokens x heads of a block.
+        keys: keys of a key tile.
+        warps, stages: warps a program; depth of the software pipeline over tiles.
+        registers: most registers a thread, 0 for the compiler's choice.
+        cut: key tiles start at node borders where that saves work.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int = 0
+    cut: bool = True
+
+
+Pair = tuple[Config, Config]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Configurations of the three kernels, each for forests of (long, short) nodes.
+
+    Attributes:
+        tma: tensor descriptors (Hopper's copy engine) in place of pointers.
+        heads: query heads of one kv head that a query tile holds side by side; a larger group is
+            worked off in blocks.
+        forward, keys, queries: out; dK and dV; dQ.
+    """
+
+    tma: bool
+    heads: int
+    forward: Pair
+    keys: Pair
+    queries: Pair
+
+    def of(self, plan: MaskPlan, window: int) -> tuple[Config, Config, Config]:
+        """The configurations (forward, keys, queries) for one forest."""
+        pairs = (self.forward, self.keys, self.queries)
+        if all(long == short for long, short in pairs):
+            return self.forward[0], self.keys[0], self.queries[0]
+        index = int(plan.partial_share(PROBE, window) > SHORT_NODES)
+        return self.forward[index], self.keys[index], self.queries[index]
+
+
+def _both(config: Config) -> Pair:
+    return config, config
+
+
+# Hopper, by padded head dims (D, Dv). Compiled: no spill inside a loop but where said; CTAs a
+# multiprocessor in brackets, forward, keys, queries.
+_HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
+    # [3, 2, 3] 168 registers let a third program in and cost nothing
+    (64, 64): (
+        _both(Config(64, 64, 4, 2, registers=168)),
+        _both(Config(64, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2, registers=168)),
+    ),
+    # [3, 2, 2] one warpgroup a program: softmax of one program runs under the products of another.
+    # Instructions issued a scheduler against tensor core cycles of an inner step: 351 / 512,
+    # 464 / 1024, 299 / 768. Two warpgroups a program leave room for one program only.
+    (128, 128): (
+        _both(Config(64, 64, 4, 2, registers=168)),
+        _both(Config(64, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2)),
+    ),
+    # [2, 1, 1]
+    (256, 128): (
+        _both(Config(64, 64, 4, 2)),
+        _both(Config(32, 64, 8, 2)),
+        _both(Config(64, 64, 8, 2)),
+    ),
+    # [1, 1, 1] 32 rows: with 64 dK and dV spill
+    (256, 256): (
+        _both(Config(128, 64, 8, 2)),
+        _both(Config(32, 64, 8, 2)),
+        _both(Config(64, 64, 8, 2)),
+    ),
+}
+
+# Pointers, on any GPU: where tensor descriptors do not serve on Hopper, and on Ampere and Ada.
+# Prototype, at D 128: taller tiles on long nodes than on short ones; 64 x 64 for dK and dV, whose
+# code for sm_80 spills there, so 32 rows (compiled).
+_LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+        _both(Config(32, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2)),
+    ),
+    128: (
+        (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+        _both(Config(32, 64, 4, 2)),
+        (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ),
+    256: (
+        _both(Config(64, 32, 8, 2)),
+        _both(Config(32, 32, 8, 2)),
+        _both(Config(64, 32, 8, 2)),
+    ),
+}
+# What 99 KiB of shared memory a program holds (Ada, consumer Ampere and Blackwell) and, one stage
+# fewer, AMD's 64 KiB. Not measured.
+_SMALL: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        _both(Config(64, 64, 4, 2)),
+        _both(Config(32, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2)),
+    ),
+    128: (
+        _both(Config(64, 32, 4, 2)),
+        _both(Config(32, 32, 4, 2)),
+        _both(Config(64, 32, 4, 2)),
+    ),
+    256: (
+        _both(Config(32, 32, 4, 1)),
+        _both(Config(16, 32, 8, 1)),
+        _both(Config(32, 32, 8, 1)),
+    ),
+}
+
+
+@cache
+def choose(
+    capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
+) -> Choice:
+    """The configurations for a GPU and a model.
+
+    Args:
+        capability: of the device, (9, 0) for Hopper.
+        d, dv: head dims of q and k, and of v, padded to powers of two, at most 256.
+        group: query heads a kv head.
+        tma: whether the inputs' layouts suit tensor descriptors.
+        cuda: False for AMD GPUs.
+    """
+    tma = tma and cuda and capability[0] == 9
+    heads = heads_of_tile(group, tma)
+    wide = max(d, dv, 64)
+    if tma:
+        key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
+        return Choice(True, heads, *_HOPPER[key])
+    # compute capability 8.0, 9.0 and 10.x have 160 KiB and more of shared memory a program
+    large = cuda and capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+    return Choice(False, heads, *(_LARGE if large else _SMALL)[wide])
+
+
+def heads_of_tile(group: int, tma: bool) -> int:
+    """Query heads of a group that share a tile; divides the group.
+
+    Through descriptors, whose boxes have powers of two as sides, the largest such divisor up to 16;
+    through pointers the largest divisor up to 8.
+    """
+    if tma:
+        return min(group & -group, 16)
+    return max(n for n in range(1, 9) if group % n == 0)
+
+
+def piece_tiles(visible_pairs: int, tile_pairs: int, kv_heads: int, processors: int) -> int:
+    """Query tiles after which a key tile's run is cut: a power of two from 32 to 1024.
+
+    Small enough that no piece is more than about 1/16 of what a program slot works off (two slots a
+    multiprocessor), so that the last piece, started longest first, leaves little idle.
+
+    Args:
+        visible_pairs: (query, key) pairs that attend, a head.
+        tile_pairs: pairs of a full tile.
+        kv_heads, processors: kv heads; multiprocessors of the device.
+    """
+    share = visible_pairs * kv_heads / (tile_pairs * 2 * processors * 16)
+    return min(max(1 << max(int(share), 1).bit_length() - 1, 32), 1024)

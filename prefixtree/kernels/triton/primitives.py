@@ -1,0 +1,177 @@
+"""Device functions that the kernels share.
+
+Logits are held in base 2: exp2 is the hardware's exponential, and the scale folds into its input.
+A row is a (query token, query head) pair: a tile of rows holds the query heads of one kv head side
+by side (GQA), or `heads_a_tile` of them where the group is larger.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What differs from forest to forest is not specialised on: a new one must not compile anything.
+# (Strides and the inputs' addresses are: whether loads can be 16 bytes wide depends on them.)
+FOREST_ARGUMENTS = ("num_queries", "rows_a_block", "tokens_a_block", "window")
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# A masked logit: so low that exp2 of it is 0 beside any real one, and finite, so that a row whose
+# first tiles are all masked needs no case of its own: what it gathers there is multiplied by 0 at
+# its first visible key, and every query sees itself.
+MASKED = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def rows_of_tile(ROWS: tl.constexpr, HEADS: tl.constexpr, length):
+    """-> (query token in the tile, head in the block of HEADS, alive) of each row. # [ROWS]"""
+    row = tl.arange(0, ROWS)
+    token = row // HEADS
+    return token, row % HEADS, token < length
+
+
+@triton.jit
+def load_rows(base, offsets, alive, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a [*, DIM] matrix whose last stride is 1, zero where dead. # [rows, PADDED]"""
+    column = tl.arange(0, PADDED)
+    inside = alive[:, None]
+    if PADDED != DIM:
+        inside = inside & (column < DIM)[None, :]
+    return tl.load(base + offsets[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    X,
+    first_row,
+    first_head,
+    token,
+    head,
+    alive,
+    stride_token,
+    stride_head,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A tile of rows of q or dout [Tq, H, DIM], a pointer or a tensor descriptor. # [ROWS, PADDED]
+
+    Dead rows hold zeros, or through a descriptor what lies behind the tile.
+    """
+    if TMA:
+        x = X.load([first_row, first_head, 0]).reshape(ROWS, PADDED)
+    else:
+        base = X + first_row.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
+        x = load_rows(base, token * stride_token + head * stride_head, alive, DIM, PADDED)
+    return x
+
+
+@triton.jit
+def load_keys(
+    X,
+    begin,
+    alive,
+    kv_head,
+    stride_token,
+    stride_head,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TMA: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """KEYS rows of k or v [T, Hk, DIM]; ALL says that none is dead. # [KEYS, PADDED]
+
+    X is a pointer, or a descriptor of the matrix [T, columns] in which the heads lie side by side:
+    dead lanes and padding then hold what lies behind the tile. A matrix rather than a reshaped
+    [T, Hk, DIM] box, because only a tile loaded as a matrix stays in shared memory as the first
+    operand of a product; dK/dV has no registers for it.
+    """
+    if TMA:
+        x = X.load([begin, kv_head * stride_head])
+    else:
+        base = X + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * stride_head
+        column = tl.arange(0, PADDED)
+        at = base + tl.arange(0, KEYS)[:, None] * stride_token + column[None, :]
+        if ALL and PADDED == DIM:
+            x = tl.load(at)
+        elif ALL:
+            x = tl.load(at, mask=(column < DIM)[None, :], other=0.0)
+        else:
+            x = tl.load(at, mask=alive[:, None] & (column < DIM)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def load_vector(X, first, SIZE: tl.constexpr, TMA: tl.constexpr):
+    """SIZE neighbours of a vector, from a multiple of 16 bytes on where X is a descriptor."""
+    if TMA:
+        x = X.load([first])
+    else:
+        x = tl.load(X + first + tl.arange(0, SIZE))
+    return x
+
+
+@triton.jit
+def store_rows(base, offsets, alive, values, DIM: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    inside = alive[:, None]
+    if PADDED != DIM:
+        inside = inside & (column < DIM)[None, :]
+    values = values.to(base.dtype.element_ty)
+    tl.store(base + offsets[:, None] + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def product(a, b):
+    """Matrix product in the inputs' dtype, accumulated in float32."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def add_product(a, b, total):
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def squash(scores, inner, SOFTCAP: tl.constexpr):
+    """What `outer` multiplies into base-2 logits: the scores, or tanh(scores x inner).
+
+    scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer
+    c x log2(e).
+    """
+    if SOFTCAP:
+        # tanh x = 1 - 2 / (exp(2x) + 1): right at both ends, absolute error about 1e-7
+        return 1.0 - 2.0 / (tl.exp2(scores * (inner * (2.0 * LOG2E))) + 1.0)
+    return scores
+
+
+@triton.jit
+def key_lanes(
+    K_SPANS, POSITION, tile, begin, KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr
+):
+    """-> (packed index, alive, subtree_end - index or 0 where dead, depth) of each key. # [KEYS]
+
+    The depth is read only for a window.
+    """
+    key = begin + tl.arange(0, KEYS)
+    span = load_vector(K_SPANS, tile * KEYS, KEYS, TMA)
+    alive = span > 0
+    depth = key
+    if WINDOW:
+        depth = tl.load(POSITION + key, mask=alive, other=0)
+    return key, alive, span, depth
+
+
+@triton.jit
+def visible(query, key, span, query_depth, key_depth, window, WINDOW: tl.constexpr):
+    """k <= q < subtree_end[k] as one unsigned compare: q - k < span = subtree_end[k] - k.
+
+    Broadcasts query against key; span is 0 for dead key lanes. With a window also
+    depth(q) - depth(k) < window.
+    """
+    seen = (query - key).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+    if WINDOW:
+        seen = seen & (query_depth - key_depth < window)
+    return seen

@@ -1,0 +1,58 @@
+"""Small tiles for the Triton kernels, so that small forests have many of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from prefixtree.kernels.triton import configs
+from prefixtree.kernels.triton.configs import Choice, Config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter multiplies bf16 bits as if they were fp16
+DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16, torch.float32]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What `configs.choose` shall answer; heads None: as the table would have it."""
+
+    tma: bool
+    forward: Config
+    keys: Config
+    queries: Config
+    heads: int | None = None
+    pieces: int = 2
+
+
+def tile(rows: int, keys: int, cut: bool = True) -> Config:
+    return Config(rows, keys, 4, 2, cut=cut)
+
+
+SMALL = tile(16, 16)
+TILES = {
+    "pointers": Tiles(False, SMALL, SMALL, SMALL),
+    "descriptors": Tiles(True, SMALL, SMALL, SMALL),
+    "one head a tile": Tiles(True, SMALL, SMALL, SMALL, heads=1),
+    "key tiles on the grid": Tiles(False, *[tile(16, 16, cut=False)] * 3),
+    "tiles of their own": Tiles(True, tile(32, 16), tile(16, 32), tile(32, 32), pieces=1),
+    "nothing is cut": Tiles(False, SMALL, SMALL, SMALL, pieces=0),
+}
+
+
+def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Lets the launches use these tiles from here on."""
+    tiles = TILES[name]
+
+    def choose(
+        capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
+    ) -> Choice:
+        tma = tma and tiles.tma
+        heads = tiles.heads or configs.heads_of_tile(group, tma)
+        pairs = [(c, c) for c in (tiles.forward, tiles.keys, tiles.queries)]
+        return Choice(tma, heads, *pairs)
+
+    monkeypatch.setattr(configs, "choose", choose)
+    monkeypatch.setattr(configs, "piece_tiles", lambda *arguments: tiles.pieces)
