@@ -464,3 +464,16 @@ def test_deterministic_is_bitwise_repeatable() -> None:
         for _ in range(20):
             for name, value in run(case, ours(mask)).items():
                 assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": 9}])
+def test_autocast_does_not_reach_into_the_operator(options: dict) -> None:
+    """float32 stays float32, forward and backward, and a first call may well be under autocast."""
+    mask = mask_of(CATERPILLAR)
+    case = Case.random(mask, **options)
+    want = run(case, ours(mask))
+    sdpa._flash_works.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(case, ours(mask))
+    for name, value in got.items():
+        assert torch.equal(value, want[name]), name

@@ -201,7 +201,8 @@ def _tree_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
-    return _backend(backend, q, k, v, scale).forward(q, k, v, sinks, plan, options)
+    with _as_given(q):
+        return _backend(backend, q, k, v, scale).forward(q, k, v, sinks, plan, options)
 
 
 @_tree_attention.register_fake
@@ -230,9 +231,10 @@ def _tree_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
-    dq, dk, dv, dsinks = _backend(backend, q, k, v, scale).backward(
-        dout, dlse, q, k, v, sinks, out, lse, plan, options
-    )
+    with _as_given(q):
+        dq, dk, dv, dsinks = _backend(backend, q, k, v, scale).backward(
+            dout, dlse, q, k, v, sinks, out, lse, plan, options
+        )
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -256,6 +258,11 @@ def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ..
 
 
 _tree_attention.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _as_given(q: torch.Tensor) -> Any:
+    """Autocast would reach into an operator and turn its float32 products into half precision."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def _options(
