@@ -29,7 +29,9 @@ from triton.compiler import ASTSource
 
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
+    prepare_kernel,
     queries_kernel,
+    reduce_kernel,
 )
 from prefixtree.kernels.triton.configs import Choice, Config, choose
 from prefixtree.kernels.triton.forward import forward_kernel
@@ -41,6 +43,8 @@ INT32 = {
 }  # fmt: skip
 FLOAT32 = {"LSE", "TOP", "DELTA", "SHARE", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
+FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
+FEATURES += ["SUBSET", "DETERMINISTIC"]
 # shared memory a multiprocessor has for programs, KiB
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -63,9 +67,7 @@ def statics(
         "TMA": choice.tma,
         "ROWS_TMA": choice.tma,
     }
-    off = ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")
-    values |= {f"HAS_{name}": False for name in off} | {"SUBSET": False, "DETERMINISTIC": False}
-    return values | flags
+    return values | dict.fromkeys(FEATURES, False) | flags
 
 
 def compiled(
@@ -173,6 +175,17 @@ def _loop(body: list[str], warps: int) -> Loop:
     return Loop(sum(counts.values()) * scale, tensor * scale, counts["LDL"])
 
 
+def _helpers(capability: int, dtype: str) -> None:
+    """Compiles the two small kernels, every feature off and on."""
+    config = Config(64, 64, 4, 2)
+    choice = Choice(False, 4, *[(config, config)] * 3)
+    for on in (False, True):
+        values = statics(config, choice, (128, 128), (32, 8), **dict.fromkeys(FEATURES, on))
+        for kernel in (prepare_kernel, reduce_kernel):
+            # outside a tile, HEADS and ROWS mean what they mean to `launch`
+            compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
+
+
 CANDIDATES = {
     "forward": [(64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 64, 8, 2, 0),
                 (128, 128, 8, 2, 0), (128, 64, 4, 2, 0)],
@@ -189,6 +202,9 @@ def main(
     heads: Annotated[str, typer.Option(help="Query and kv heads.")] = "32x8",
     dtype: str = "bf16",
     candidates: Annotated[bool, typer.Option(help="Also shapes that were considered.")] = False,
+    features: Annotated[
+        bool, typer.Option(help="Every feature on, and no limit on spills.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Prints a table; exits with 1 if a configuration of configs.py does not fit, or if more than
@@ -197,6 +213,7 @@ def main(
     table = Table("kernel", "D / Dv", "rows x keys", "warps", "stages", "registers", "stack",
                   "shared KiB", "programs", "issue / tensor, spills a step")  # fmt: skip
     rows, bad = [], []
+    _helpers(capability, dtype)
     for pair in dims or ["64x64", "128x128", "192x128", "256x256"]:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
@@ -206,7 +223,8 @@ def main(
             extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
                      for r, k, w, s, g in CANDIDATES[name]] if candidates else []  # fmt: skip
             for config in dict.fromkeys([*chosen, *extra]):
-                values = statics(config, choice, (d, dv), (h, hk))
+                flags = dict.fromkeys(FEATURES, True) if features else {}
+                values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)
                 mark = "*" if config in chosen else ""
@@ -218,7 +236,8 @@ def main(
                 )  # fmt: skip
                 if config in chosen and code.programs == 0:
                     bad.append(f"{name} {pair}: {code.shared} bytes of shared memory do not fit")
-                if config in chosen and any(x.spills * 50 > x.issued for x in code.loops[:1]):
+                spilling = any(x.spills * 50 > x.issued for x in code.loops[:1])
+                if config in chosen and spilling and not features:
                     bad.append(f"{name} {pair}: spills inside the unmasked loop")
                 rows.append({"kernel": name, "dims": pair, "chosen": config in chosen,
                              "config": vars(config), "registers": code.registers,

@@ -32,6 +32,11 @@ settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 settings.load_profile("suite")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 class Poison:
     """Counts the allocations that came back filled with NaN."""
 
