@@ -5,6 +5,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import BlockTables, MaskStats, TileShape, TreeMask
+from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
 
 __version__ = "0.1.0"
 __all__ = [
@@ -12,11 +13,14 @@ __all__ = [
     "Edges",
     "ForestError",
     "MaskStats",
+    "MicroBatch",
+    "MicroBatchPlan",
     "PackedForest",
     "PrefixForest",
     "TileShape",
     "TreeMask",
     "UnsupportedError",
     "pack",
+    "plan_micro_batches",
     "tree_attention",
 ]

@@ -1,0 +1,521 @@
+"""The loops behind `plan_micro_batches`, compiled by numba: arrays in and arrays out.
+
+Nodes are numbered in preorder, parents before children. So the paths to a set of nodes, taken in
+ascending order, are found without marks: from the next node upwards every ancestor that is not
+below the one before is new. `ends` are always unique and ascending within their set; a set is
+ends[ptr[i]:ptr[i + 1]].
+
+Weights are int64 (tokens or rounded cost), so that sums do not depend on their order. Legend: N
+nodes, U units (what is never cut), P pieces (units together), I items (what is dealt to ranks).
+"""
+
+import numpy as np
+from numba import njit
+
+# pieces up to this number are sorted and placed by plain loops
+_SMALL = 24
+
+
+@njit(cache=True)
+def path_weights(parent, weight):
+    """Weight of each node's path from the root through its own last token, int64 [N]."""
+    total = weight.copy()
+    for node in range(len(parent)):
+        if parent[node] >= 0:
+            total[node] += total[parent[node]]
+    return total
+
+
+@njit(cache=True)
+def used_nodes(parent, ends):
+    """Nodes on the paths to `ends`, ascending, int64."""
+    count = 0
+    for fill in range(2):
+        if fill == 1:
+            nodes = np.empty(count, np.int64)
+        count = 0
+        last = -1
+        for end in ends:
+            begin = count
+            node = end
+            while node > last:
+                if fill == 1:
+                    nodes[count] = node
+                count += 1
+                node = parent[node]
+            if fill == 1:
+                nodes[begin:count] = nodes[begin:count][::-1].copy()
+            last = end
+    return nodes
+
+
+@njit(cache=True)
+def union_weights(parent, weight, ptr, ends):
+    """Weight of all nodes on the paths of each set, int64 [sets]."""
+    out = np.zeros(len(ptr) - 1, np.int64)
+    for i in range(len(out)):
+        last = -1
+        for k in range(ptr[i], ptr[i + 1]):
+            node = ends[k]
+            while node > last:
+                out[i] += weight[node]
+                node = parent[node]
+            last = ends[k]
+    return out
+
+
+@njit(cache=True)
+def common_ancestors(parent, ptr, ends):
+    """Deepest node on all paths of each set, int64 [sets]; -1 where there is none."""
+    out = np.empty(len(ptr) - 1, np.int64)
+    for i in range(len(out)):
+        # of a set in preorder, what the first and the last have in common
+        a, b = ends[ptr[i]], ends[ptr[i + 1] - 1]
+        while a != b:
+            if a > b:
+                a = parent[a]
+            else:
+                b = parent[b]
+        out[i] = a
+    return out
+
+
+# ---- pieces: units of one tree together, up to a capacity ----------------------------------------
+
+
+@njit(cache=True)
+def _first_fit(sizes, order, room):
+    """First-fit: the bin [len(sizes)] of each item, taken in `order`, bins of `room`; an item that
+    fits into no bin has one of its own. Second: the number of bins."""
+    m = len(sizes)
+    bins = np.empty(m, np.int64)
+    num_bins = 0
+    if m <= _SMALL:
+        left = np.empty(m, np.int64)
+        for k in range(m):
+            i = order[k]
+            b = 0
+            while b < num_bins and left[b] < sizes[i]:
+                b += 1
+            if b == num_bins:
+                left[b] = room
+                num_bins += 1
+            left[b] -= sizes[i]
+            bins[i] = b
+        return bins, num_bins
+    # the greatest room left below each vertex of a binary tree over the bins finds the first
+    leaves = 1
+    while leaves < m:
+        leaves *= 2
+    most = np.full(2 * leaves, -1, np.int64)
+    for k in range(m):
+        i = order[k]
+        if most[1] >= sizes[i]:
+            v = 1
+            while v < leaves:
+                v *= 2
+                if most[v] < sizes[i]:
+                    v += 1
+        else:
+            v = leaves + num_bins
+            num_bins += 1
+            most[v] = room
+        bins[i] = v - leaves
+        # below 0 is full, also for items of no size
+        most[v] = max(-1, most[v] - sizes[i])
+        while v > 1:
+            v //= 2
+            most[v] = max(most[2 * v], most[2 * v + 1])
+    return bins, num_bins
+
+
+@njit(cache=True)
+def _descending(sizes):
+    """Order of descending size, ties in their order."""
+    m = len(sizes)
+    if m > _SMALL:
+        return np.argsort(-sizes, kind="mergesort")
+    order = np.arange(m)
+    for k in range(1, m):
+        i = order[k]
+        j = k - 1
+        while j >= 0 and sizes[order[j]] < sizes[i]:
+            order[j + 1] = order[j]
+            j -= 1
+        order[j + 1] = i
+    return order
+
+
+@njit(cache=True)
+def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep, limit):
+    """Joins units to pieces that weigh at most `capacity`, the path above them included.
+
+    From the leaves up: what hangs below a node is joined there, first-fit decreasing, before it is
+    offered to the parent. So units meet as deep as possible, where they share most; a node that
+    does not fit as a whole is repeated in as few pieces as first-fit needs.
+
+    Args:
+        unit_node: int64 [U], the deepest node that all of a unit's sequences share; -1 for none.
+        unit_size: int64 [U], its weight below that node.
+        join_roots: whether trees are joined with one another too.
+        keep: a piece may also weigh `keep` times the path above it, up to `limit` with it: what
+            costs much to cut stays whole. 0 for the capacity alone.
+
+    Returns the piece of each unit, int64 [U], numbered by first unit. A unit that alone is heavier
+    than the capacity is a piece of its own.
+    """
+    n = len(parent)
+    num_units = len(unit_node)
+    path = path_weights(parent, weight)
+    size = np.empty(2 * num_units, np.int64)
+    into = np.full(2 * num_units, -1, np.int64)
+    # pieces waiting at each node as a linked list; the last entry is above all roots
+    following = np.empty(2 * num_units, np.int64)
+    head = np.full(n + 1, -1, np.int64)
+    waiting = np.zeros(n + 1, np.int64)
+    sources = np.zeros(n + 1, np.int64)
+    for unit in range(num_units - 1, -1, -1):
+        node = unit_node[unit]
+        size[unit] = unit_size[unit]
+        following[unit] = head[node]
+        head[node] = unit
+        waiting[node] += 1
+        sources[node] += 1
+    count = num_units
+    pieces = np.empty(num_units, np.int64)
+    for step in range(n + 1):
+        node = n - 1 - step
+        m = waiting[node]
+        if m == 0 or (node < 0 and not join_roots):
+            continue
+        total = np.int64(0)
+        # the two smallest
+        first = second = np.int64(2**62)
+        piece = head[node]
+        for k in range(m):
+            pieces[k] = piece
+            total += size[piece]
+            if size[piece] < first:
+                first, second = size[piece], first
+            elif size[piece] < second:
+                second = size[piece]
+            piece = following[piece]
+        above = path[node] if node >= 0 else np.int64(0)
+        room = max(capacity - above, min(keep * above, limit - above)) if keep else capacity - above
+        # pieces of one child alone did not fit together below either
+        if m > 1 and sources[node] > 1 and first + second <= room:
+            if total <= room:
+                bins, num_bins = np.zeros(m, np.int64), 1
+            else:
+                sizes = size[pieces[:m]]
+                bins, num_bins = _first_fit(sizes, _descending(sizes), room)
+            members = np.zeros(num_bins, np.int64)
+            for k in range(m):
+                members[bins[k]] += 1
+            joined = np.full(num_bins, -1, np.int64)
+            for k in range(m):
+                b = bins[k]
+                if members[b] == 1:
+                    joined[b] = pieces[k]
+                    continue
+                if joined[b] < 0:
+                    joined[b] = count
+                    size[count] = 0
+                    count += 1
+                size[joined[b]] += size[pieces[k]]
+                into[pieces[k]] = joined[b]
+            pieces[:num_bins] = joined
+            m = num_bins
+        if node >= 0:
+            up = parent[node] if parent[node] >= 0 else n
+            sources[up] += 1
+            waiting[up] += m
+            for k in range(m - 1, -1, -1):
+                size[pieces[k]] += weight[node]
+                following[pieces[k]] = head[up]
+                head[up] = pieces[k]
+    for piece in range(count - 1, -1, -1):
+        into[piece] = piece if into[piece] < 0 else into[into[piece]]
+    number = np.full(count, -1, np.int64)
+    label = np.empty(num_units, np.int64)
+    found = 0
+    for unit in range(num_units):
+        if number[into[unit]] < 0:
+            number[into[unit]] = found
+            found += 1
+        label[unit] = number[into[unit]]
+    return label
+
+
+# ---- ranks: items dealt out, where a rank pays once for what its items share ---------------------
+
+
+@njit(cache=True)
+def shared_entries(parent, ptr, ends):
+    """How long `shared` of `split_weights` is."""
+    users = np.zeros(len(parent), np.int32)
+    entries = 0
+    for i in range(len(ptr) - 1):
+        last = -1
+        for k in range(ptr[i], ptr[i + 1]):
+            node = ends[k]
+            while node > last:
+                users[node] += 1
+                entries += 1 if users[node] > 2 else 2 * (users[node] - 1)
+                node = parent[node]
+            last = ends[k]
+    return entries
+
+
+@njit(cache=True)
+def split_weights(parent, weight, ptr, ends):
+    """What each item has to itself and what it shares.
+
+    Returns own int64 [I], the weight of the nodes of one item alone; shared_ptr and shared, the
+    numbers of an item's other nodes; shared_weight, the weight of each of those.
+    """
+    num_items = len(ptr) - 1
+    users = np.zeros(len(parent), np.int32)
+    for i in range(num_items):
+        last = -1
+        for k in range(ptr[i], ptr[i + 1]):
+            node = ends[k]
+            while node > last:
+                users[node] += 1
+                node = parent[node]
+            last = ends[k]
+    number = np.full(len(parent), -1, np.int64)
+    count = 0
+    entries = 0
+    for node in range(len(parent)):
+        if users[node] > 1:
+            number[node] = count
+            count += 1
+            entries += users[node]
+    shared_weight = np.empty(count, np.int64)
+    own = np.zeros(num_items, np.int64)
+    shared_ptr = np.zeros(num_items + 1, np.int64)
+    shared = np.empty(entries, np.int64)
+    at = 0
+    for i in range(num_items):
+        last = -1
+        for k in range(ptr[i], ptr[i + 1]):
+            node = ends[k]
+            while node > last:
+                if number[node] < 0:
+                    own[i] += weight[node]
+                else:
+                    shared_weight[number[node]] = weight[node]
+                    shared[at] = number[node]
+                    at += 1
+                node = parent[node]
+            last = ends[k]
+        shared_ptr[i + 1] = at
+    return own, shared_ptr, shared, shared_weight
+
+
+@njit(cache=True)
+def deal_in_line(own, shared_ptr, shared, shared_weight, num_ranks):
+    """Neighbours on one rank: cuts the items, in their order, into `num_ranks` runs of which the
+    heaviest is as light as it can be, within a thousandth. Returns rank int64 [I]."""
+    num_items = len(own)
+    rank = np.zeros(num_items, np.int64)
+    # the run that last paid for a shared node
+    paid = np.empty(len(shared_weight), np.int64)
+    high = own.sum() + shared_weight.sum()
+    low = high // num_ranks
+    # to a thousandth: what is left is evened out afterwards
+    while high - low > high >> 10:
+        limit = (low + high) // 2
+        paid[:] = -1
+        runs, load = 0, np.int64(0)
+        for i in range(num_items):
+            more = own[i]
+            for k in range(shared_ptr[i], shared_ptr[i + 1]):
+                if paid[shared[k]] != runs:
+                    more += shared_weight[shared[k]]
+            if load + more > limit:
+                runs += 1
+                load = np.int64(0)
+                more = own[i]
+                for k in range(shared_ptr[i], shared_ptr[i + 1]):
+                    more += shared_weight[shared[k]]
+                if runs == num_ranks or more > limit:
+                    runs = num_ranks
+                    break
+            load += more
+            for k in range(shared_ptr[i], shared_ptr[i + 1]):
+                paid[shared[k]] = runs
+        if runs < num_ranks:
+            high = limit
+        else:
+            low = limit + 1
+    paid[:] = -1
+    run, load = 0, np.int64(0)
+    for i in range(num_items):
+        for attempt in range(2):
+            more = own[i]
+            for k in range(shared_ptr[i], shared_ptr[i + 1]):
+                if paid[shared[k]] != run:
+                    more += shared_weight[shared[k]]
+            if attempt == 0 and load + more > high:
+                run += 1
+                load = np.int64(0)
+            else:
+                break
+        load += more
+        rank[i] = run
+        for k in range(shared_ptr[i], shared_ptr[i + 1]):
+            paid[shared[k]] = run
+    return rank
+
+
+@njit(cache=True)
+def _missing(i, r, shared_ptr, shared, shared_weight, held):
+    """Weight of the nodes of item i that no item of rank r holds."""
+    more = np.int64(0)
+    for k in range(shared_ptr[i], shared_ptr[i + 1]):
+        if held[shared[k], r] == 0:
+            more += shared_weight[shared[k]]
+    return more
+
+
+@njit(cache=True)
+def _hold(i, r, by, shared_ptr, shared, held):
+    """Counts item i among those of rank r (by 1), or no longer (by -1)."""
+    for k in range(shared_ptr[i], shared_ptr[i + 1]):
+        held[shared[k], r] += by
+
+
+@njit(cache=True)
+def deal_heaviest_first(own, shared_ptr, shared, shared_weight, num_ranks):
+    """Each item, heaviest first, to the rank that it leaves lightest. Returns rank int64 [I]."""
+    num_items = len(own)
+    weight = own.copy()
+    for i in range(num_items):
+        for k in range(shared_ptr[i], shared_ptr[i + 1]):
+            weight[i] += shared_weight[shared[k]]
+    rank = np.zeros(num_items, np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    held = np.zeros((len(shared_weight), num_ranks), np.int32)
+    for i in np.argsort(-weight, kind="mergesort"):
+        best, least = 0, np.int64(-1)
+        for r in range(num_ranks):
+            # no sharing makes up for more than the whole item
+            if least >= 0 and load[r] + own[i] >= least:
+                continue
+            after = load[r] + own[i] + _missing(i, r, shared_ptr, shared, shared_weight, held)
+            if least < 0 or after < least:
+                best, least = r, after
+        load[best] = least
+        rank[i] = best
+        _hold(i, best, 1, shared_ptr, shared, held)
+    return rank
+
+
+@njit(cache=True)
+def rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks):
+    """Weight of each rank, int64 [ranks]."""
+    load = np.zeros(num_ranks, np.int64)
+    held = np.zeros((len(shared_weight), num_ranks), np.bool_)
+    for i in range(len(own)):
+        r = rank[i]
+        load[r] += own[i]
+        for k in range(shared_ptr[i], shared_ptr[i + 1]):
+            if not held[shared[k], r]:
+                held[shared[k], r] = True
+                load[r] += shared_weight[shared[k]]
+    return load
+
+
+@njit(cache=True)
+def _pass_on(i, origin, target, own, shared_ptr, shared, shared_weight, held):
+    """Item i goes from a rank to another. Returns how much lighter the one and how much heavier the
+    other is then."""
+    _hold(i, origin, -1, shared_ptr, shared, held)
+    less = own[i] + _missing(i, origin, shared_ptr, shared, shared_weight, held)
+    more = own[i] + _missing(i, target, shared_ptr, shared, shared_weight, held)
+    _hold(i, target, 1, shared_ptr, shared, held)
+    return less, more
+
+
+@njit(cache=True)
+def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
+    """Moves items off the heaviest rank, or exchanges them for others, in place.
+
+    Each time by what gives the least sum of the heavier of the two ranks and the mean of all, as
+    long as that falls. `work` bounds the moves looked at, each counted with what its items share.
+    """
+    num_items = len(own)
+    load = rank_loads(own, shared_ptr, shared, shared_weight, rank, num_ranks)
+    held = np.zeros((len(shared_weight), num_ranks), np.int32)
+    for i in range(num_items):
+        _hold(i, rank[i], 1, shared_ptr, shared, held)
+    tables = (own, shared_ptr, shared, shared_weight, held)
+    tried = np.empty(num_ranks, np.bool_)
+    while work > 0:
+        top, total = 0, np.int64(0)
+        for r in range(num_ranks):
+            total += load[r]
+            if load[r] > load[top]:
+                top = r
+        # close enough that a better one is not worth looking for
+        if load[top] * num_ranks <= total * 1.002:
+            return
+        best, give, take, to = load[top] * num_ranks, -1, -1, -1
+        tried[:] = False
+        tried[top] = True
+        for _ in range(min(8, num_ranks - 1)):
+            # the lightest first
+            r = -1
+            for k in range(num_ranks):
+                if not tried[k] and (r < 0 or load[k] < load[r]):
+                    r = k
+            tried[r] = True
+            for i in range(num_items):
+                if rank[i] != top or work <= 0:
+                    continue
+                less, more = _pass_on(i, top, r, *tables)
+                # alone, or for one of theirs
+                for j in range(-1, num_items):
+                    back, gone = np.int64(0), np.int64(0)
+                    if j >= 0:
+                        # the rank must end up lighter
+                        if rank[j] != r or own[j] >= less:
+                            continue
+                        gone, back = _pass_on(j, r, top, *tables)
+                        _pass_on(j, top, r, *tables)
+                        work -= shared_ptr[j + 1] - shared_ptr[j]
+                    work -= 1 + shared_ptr[i + 1] - shared_ptr[i]
+                    on_top, on_r = load[top] - less + back, load[r] + more - gone
+                    heavier = max(on_top, on_r)
+                    score = heavier * num_ranks + on_top + on_r - load[top] - load[r]
+                    if heavier < load[top] and score < best:
+                        best, give, take, to = score, i, j, r
+                _pass_on(i, r, top, *tables)
+        if give < 0:
+            return
+        less, more = _pass_on(give, top, to, *tables)
+        load[top] -= less
+        load[to] += more
+        rank[give] = to
+        if take >= 0:
+            less, more = _pass_on(take, to, top, *tables)
+            load[to] -= less
+            load[top] += more
+            rank[take] = top
+
+
+@njit(cache=True)
+def fill_in_order(lengths, max_tokens):
+    """What trainers do: sequences in their order, a new micro-batch where the sum of their lengths
+    would exceed the budget. Returns the micro-batch of each, int64 [S]."""
+    label = np.empty(len(lengths), np.int64)
+    current, held = 0, np.int64(0)
+    for s in range(len(lengths)):
+        if s > 0 and held + lengths[s] > max_tokens:
+            current += 1
+            held = np.int64(0)
+        held += lengths[s]
+        label[s] = current
+    return label

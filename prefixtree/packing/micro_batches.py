@@ -1,0 +1,480 @@
+"""`plan_micro_batches`: which sequences meet in which micro-batch, on which rank.
+
+Sequences that share tokens should be computed together, micro-batches are limited by the distinct
+tokens they hold, and every rank should have the same work in the same number of steps. How that is
+found: `packing._planning`. Legend: S sequences, N nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
+from prefixtree.packing import _planning as planning
+from prefixtree.packing.cost_model import CostModel
+from prefixtree.packing.layout import PackedForest, pack
+
+
+class MicroBatch:
+    """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
+
+    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
+    sequence of one token, which has no predictor and so no score. It runs through a model like any
+    other (collectives match) and its scores sum to 0, with a graph to every parameter.
+
+    Attributes:
+        sequence_indices: int64 [s], ascending indices into what was planned; row i of `packed`'s
+            sequences is sequence_indices[i].
+        num_tokens: distinct tokens; 0 for an empty step.
+        cost: FLOPs by the plan's cost model; 0 for an empty step.
+    """
+
+    def __init__(
+        self, source: PrefixForest, sequence_indices: np.ndarray, num_tokens: int, cost: float
+    ) -> None:
+        self._source = source
+        self.sequence_indices = sequence_indices
+        self.num_tokens = num_tokens
+        self.cost = cost
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is a dummy: no sequence of the batch."""
+        return len(self.sequence_indices) == 0
+
+    @cached_property
+    def forest(self) -> PrefixForest:
+        """The forest of these sequences alone, cut out of the whole one without comparing tokens.
+
+        Made when it is first asked for, and kept.
+        """
+        if self.is_empty:
+            return _dummy_forest(self._source)
+        return _cut_out(self._source, self.sequence_indices)
+
+    @cached_property
+    def packed(self) -> PackedForest:
+        """`pack(self.forest)` on the CPU; `.to(device)` moves.
+
+        Made when it is first asked for, and kept: further passes find its block tables again.
+        """
+        return pack(self.forest)
+
+    def take(self, values: Sequence[Any]) -> list[Any]:
+        """The entries of a per-sequence list that belong to `packed`'s sequences, in their order.
+
+        For the dummy of an empty step it is one entry of zeros: a number for numbers, one token's
+        worth ([1, ...]) for per-token values. So a training loop needs no special case.
+
+        Args:
+            values: S entries, for all sequences that were planned: numbers, arrays or tensors.
+        """
+        if not self.is_empty:
+            return [values[i] for i in self.sequence_indices.tolist()]
+        first = values[0]
+        if isinstance(first, (list, tuple)):
+            return [[0]]
+        return [first[:1] * 0 if getattr(first, "ndim", 0) else first * 0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # to another process goes this micro-batch's part of the forest, not the whole
+        return _rebuild, (self.forest, self.sequence_indices, self.num_tokens, self.cost)
+
+    def __repr__(self) -> str:
+        return f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens)"
+
+
+def _rebuild(
+    forest: PrefixForest, sequence_indices: np.ndarray, num_tokens: int, cost: float
+) -> MicroBatch:
+    batch = MicroBatch(forest, sequence_indices, num_tokens, cost)
+    batch.__dict__["forest"] = forest
+    return batch
+
+
+@dataclass(frozen=True)
+class PlanStats:
+    """What a plan computes, and what it is to be compared with. Tokens of dummies count nowhere.
+
+    Attributes:
+        packed_tokens: what the plan computes, the sum over its micro-batches.
+        distinct_tokens: of one forest over everything: no plan computes fewer.
+        replicated_tokens: of all sequences: what a trainer without sharing computes.
+        micro_batches: those that hold sequences.
+        steps: micro-batches a rank, empty ones included.
+        empty_steps: dummies, over all ranks.
+        rank_costs: FLOPs of each rank by the cost model.
+        lockstep_cost: FLOPs of the costliest micro-batch of each step, summed over the steps: the
+            time of ranks that wait for each other in every step, as under FSDP.
+        naive_tokens: distinct tokens of micro-batches filled in input order up to the budget in
+            replicated tokens, as trainers do, if each were packed.
+        naive_micro_batches: their number.
+    """
+
+    packed_tokens: int
+    distinct_tokens: int
+    replicated_tokens: int
+    micro_batches: int
+    steps: int
+    empty_steps: int
+    rank_costs: tuple[float, ...]
+    lockstep_cost: float
+    naive_tokens: int
+    naive_micro_batches: int
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Ancestors computed again because their tree was cut: packed - distinct."""
+        return self.packed_tokens - self.distinct_tokens
+
+    @property
+    def balance(self) -> float:
+        """Cost of the heaviest rank over the mean; 1.0 is even."""
+        return max(self.rank_costs) * len(self.rank_costs) / sum(self.rank_costs)
+
+    @property
+    def lockstep_balance(self) -> float:
+        """`lockstep_cost` over the mean rank's cost; 1.0 is even in every step."""
+        return self.lockstep_cost * len(self.rank_costs) / sum(self.rank_costs)
+
+    def __str__(self) -> str:
+        packed = self.packed_tokens
+        empty = f", {self.empty_steps} of them empty" if self.empty_steps else ""
+        ranks = len(self.rank_costs)
+        return "\n".join(
+            (
+                f"{packed:,} tokens in {self.micro_batches:,} micro-batches",
+                f"  ranks       {ranks} x {self.steps} steps{empty}; heaviest rank "
+                f"{self.balance:.3f} x the mean, {self.lockstep_balance:.3f} x step by step",
+                f"  repeated    {self.repeated_tokens:,} ancestor tokens beyond the "
+                f"{self.distinct_tokens:,} distinct ({packed / self.distinct_tokens - 1:.1%})",
+                f"  replicated  {self.replicated_tokens:,} tokens "
+                f"({self.replicated_tokens / packed:.2f} x)",
+                f"  naive       {self.naive_tokens:,} tokens in {self.naive_micro_batches:,} "
+                f"micro-batches ({self.naive_tokens / packed:.2f} x)",
+            )
+        )
+
+
+class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
+    """`plan[rank][step]` is a MicroBatch; every rank has as many steps. By `plan_micro_batches`.
+
+    The same arguments give the same plan, so every rank may plan for itself and take its row. A
+    rank's costliest micro-batch comes first: memory that does not suffice shows at once, and ranks
+    that wait for each other in every step wait for equals. An update on rank r, with or
+    without empty steps:
+
+        weights = plan.loss_weights("token-mean", masks)
+        for batch in plan[r]:
+            kept, packed = batch.take(masks), batch.packed.to(device)
+            scores = sequence_logprobs(model, packed, loss_mask=kept)
+            terms = zip(batch.take(weights), batch.take(advantages), scores.logprobs, kept)
+            sum(w * -(a * p * m[1:]).sum() for w, a, p, m in terms).backward()
+        optimizer.step()
+
+    Attributes:
+        forest: the one PrefixForest over everything.
+        max_tokens: the budget of a micro-batch, in distinct tokens.
+        stats: PlanStats.
+    """
+
+    def __init__(
+        self,
+        forest: PrefixForest,
+        max_tokens: int,
+        ranks: tuple[tuple[MicroBatch, ...], ...],
+        stats: PlanStats,
+    ) -> None:
+        self.forest = forest
+        self.max_tokens = max_tokens
+        self.stats = stats
+        self._ranks = ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self._ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return iter(self._ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks, those without any sequence included."""
+        return len(self._ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of every rank."""
+        return len(self._ranks[0])
+
+    @property
+    def num_sequences(self) -> int:
+        """S, of the whole mini-batch: the denominator of a mean over sequences."""
+        return self.forest.num_sequences
+
+    def num_loss_tokens(self, loss_mask: Sequence[Any] | None = None) -> int:
+        """Scored tokens of the whole mini-batch, copies counted: the denominator of a token mean.
+
+        Args:
+            loss_mask: per sequence [n], nonzero where a token is scored; entry 0 has no predictor
+                and does not count. Without it every token but the first ones.
+        """
+        return int(self._scored(loss_mask).sum())
+
+    def loss_weights(
+        self,
+        normalization: str = "token-mean",
+        loss_mask: Sequence[Any] | None = None,
+        *,
+        constant: float | None = None,
+        rank_reduction: str = "mean",
+    ) -> np.ndarray:
+        """One weight a sequence, float64 [S], that makes a loss the same however it was cut.
+
+        With l the per-token loss of sequence i and m its mask, every step's loss is the sum over
+        its sequences of weights[i] * (l * m).sum(). Gradients accumulated over the steps (without
+        dividing by their number) and reduced over the ranks are then those of the normalised loss
+        of the whole mini-batch, with n_i scored tokens in sequence i:
+
+            token-mean      sum of all losses / sum of n_i
+            sequence-mean   mean over the sequences of (its losses / n_i); 0 where n_i is 0
+            constant        mean over the sequences of (its losses / constant): Dr. GRPO's, with the
+                            greatest response length for example
+
+        Args:
+            normalization: one of the above.
+            loss_mask: as in `num_loss_tokens`.
+            constant: for "constant" alone.
+            rank_reduction: "mean" where gradients are averaged over the ranks (DDP and FSDP do),
+                "sum" where they are added.
+
+        Raises:
+            ForestError: masks of another number or length than the sequences.
+            ValueError: unknown names, a constant missing or not above 0, nothing scored at all.
+        """
+        if rank_reduction not in ("mean", "sum"):
+            raise ValueError(f"rank_reduction must be 'mean' or 'sum', got {rank_reduction!r}")
+        scale = self.num_ranks if rank_reduction == "mean" else 1
+        count = self.num_sequences
+        if (normalization == "constant") != (constant is not None):
+            raise ValueError("constant= goes with normalization='constant', and only with it")
+        if constant is not None:
+            if not constant > 0:
+                raise ValueError(f"constant must be above 0, got {constant}")
+            return np.full(count, scale / (constant * count))
+        scored = self._scored(loss_mask)
+        if scored.sum() == 0:
+            raise ValueError("no token is scored: there is nothing to take a mean of")
+        if normalization == "token-mean":
+            return np.full(count, scale / scored.sum())
+        if normalization == "sequence-mean":
+            return np.where(scored > 0, scale / (np.maximum(scored, 1) * count), 0.0)
+        raise ValueError(
+            "normalization must be 'token-mean', 'sequence-mean' or 'constant', got "
+            f"{normalization!r}"
+        )
+
+    def _scored(self, loss_mask: Sequence[Any] | None) -> np.ndarray:
+        """Scored tokens of each sequence, int64 [S]."""
+        lengths = self.forest.sequence_lengths
+        if loss_mask is None:
+            return lengths - 1
+        masks: list[Any] = [m if hasattr(m, "shape") else np.asarray(m) for m in loss_mask]
+        if len(masks) != len(lengths):
+            raise ForestError(
+                f"loss_mask must hold one mask a sequence: expected {len(lengths)}, got "
+                f"{len(masks)}"
+            )
+        for i, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
+            if tuple(mask.shape) != (length,):
+                raise ForestError(
+                    f"loss_mask[{i}] must have the sequence's length {length}, got shape "
+                    f"{list(mask.shape)}"
+                )
+        if all(isinstance(m, torch.Tensor) for m in masks):
+            # one copy from the device, not one a sequence
+            flat = (torch.cat(masks) != 0).cpu().numpy()
+        else:
+            flat = np.concatenate([np.asarray(m.cpu() if hasattr(m, "cpu") else m) for m in masks])
+            flat = flat != 0
+        starts = np.cumsum(lengths) - lengths
+        return np.add.reduceat(flat, starts, dtype=np.int64) - flat[starts]
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatchPlan({self.num_ranks} ranks x {self.num_steps} steps, "
+            f"{self.num_sequences} sequences, {self.stats.packed_tokens} tokens)"
+        )
+
+
+def plan_micro_batches(
+    sequences: Iterable[Any] | PrefixForest,
+    max_tokens: int,
+    num_ranks: int = 1,
+    groups: Sequence[Hashable] | None = None,
+    min_steps: int = 1,
+    *,
+    keys: Sequence[Hashable] | None = None,
+    cost_model: CostModel | None = None,
+) -> MicroBatchPlan:
+    """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
+
+    Deterministic, and independent of the order of the input but for ties between trees of
+    different keys and between groups.
+
+    Args:
+        sequences: S sequences of token ids (lists, numpy arrays or torch tensors), or a forest.
+        max_tokens: distinct tokens of a micro-batch.
+        num_ranks: data-parallel ranks.
+        groups: S hashable labels, None for a sequence on its own. The sequences of a group (GRPO's
+            of one prompt) are on one rank, and in one micro-batch where their distinct tokens fit.
+        min_steps: every rank has at least so many steps; what is not needed is empty.
+        keys: as in `PrefixForest.from_sequences`: sequences of different keys share nothing.
+        cost_model: what a token and a pair cost, `CostModel.from_config(model.config)`; a default
+            of an 8B model otherwise.
+
+    Raises:
+        ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens`; another
+            number of groups than of sequences.
+        ValueError: max_tokens, num_ranks or min_steps below 1; keys with a forest.
+    """
+    from prefixtree.packing import _planning_loops as loops
+
+    max_tokens, num_ranks, min_steps = (
+        _at_least_one(name, value)
+        for name, value in (
+            ("max_tokens", max_tokens),
+            ("num_ranks", num_ranks),
+            ("min_steps", min_steps),
+        )
+    )
+    if isinstance(sequences, PrefixForest):
+        if keys is not None:
+            raise ValueError("keys= belong to sequences; a PrefixForest was built with its own")
+        forest = sequences
+    else:
+        forest = PrefixForest.from_sequences(sequences, keys)
+    lengths = forest.sequence_lengths
+    for bad in np.flatnonzero(lengths > max_tokens)[:1]:
+        raise ForestError(
+            f"sequences[{bad}] has {lengths[bad]} tokens, max_tokens is {max_tokens}; a sequence "
+            f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it"
+        )
+    tree = planning.make_tree(forest, cost_model or CostModel())
+    units = planning.make_units(tree, _group_numbers(groups, forest.num_sequences), max_tokens)
+    unit_rank, unit_bin = planning.assign(tree, units, num_ranks, max_tokens)
+
+    # bins are numbered rank by rank
+    num_bins = int(unit_bin.max()) + 1
+    bin_rank = np.zeros(num_bins, np.int64)
+    bin_rank[unit_bin] = unit_rank
+    bins = planning.make_sets(unit_bin[units.of_pair], units.ends)
+    tokens = loops.union_weights(tree.parent, tree.length, *bins)
+    costs = loops.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
+    sequence_bin = unit_bin[units.of_sequence]
+    by_bin = np.argsort(sequence_bin, kind="stable")
+    members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
+    costliest_first = np.lexsort((-costs, bin_rank))
+    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    for b in costliest_first.tolist():
+        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]))
+        ranks[bin_rank[b]].append(batch)
+    steps = max(min_steps, *(len(rank) for rank in ranks))
+    nothing = np.empty(0, np.int64)
+    for rank in ranks:
+        rank += [MicroBatch(forest, nothing, 0, 0.0) for _ in range(steps - len(rank))]
+
+    naive_bin = loops.fill_in_order(lengths, max_tokens)
+    naive = loops.union_weights(tree.parent, tree.length, *planning.make_sets(naive_bin, tree.ends))
+    stats = PlanStats(
+        packed_tokens=int(tokens.sum()),
+        distinct_tokens=forest.num_tokens,
+        replicated_tokens=int(lengths.sum()),
+        micro_batches=num_bins,
+        steps=steps,
+        empty_steps=steps * num_ranks - num_bins,
+        rank_costs=tuple(sum(batch.cost for batch in rank) for rank in ranks),
+        lockstep_cost=sum(max(batch.cost for batch in step) for step in zip(*ranks, strict=True)),
+        naive_tokens=int(naive.sum()),
+        naive_micro_batches=len(naive),
+    )
+    return MicroBatchPlan(forest, max_tokens, tuple(map(tuple, ranks)), stats)
+
+
+# ---- forests of micro-batches --------------------------------------------------------------------
+
+
+def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
+    """The forest of some sequences of a forest: their paths, compressed again."""
+    from prefixtree.packing import _planning_loops as loops
+
+    ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
+    nodes = loops.used_nodes(forest.node_parent, ends)
+    parent = planning.renumber(forest.node_parent[nodes], nodes)
+    # a node continues its parent's where no other child is left and no sequence ends between
+    children = np.bincount(parent[parent >= 0], minlength=len(nodes))
+    is_end = np.zeros(len(nodes), bool)
+    is_end[np.searchsorted(nodes, ends)] = True
+    starts = (parent < 0) | (children[parent] > 1) | is_end[parent]
+    new_id = np.cumsum(starts) - 1
+    heads = np.flatnonzero(starts)
+    above = parent[heads]
+    lengths = forest.node_length[nodes].astype(np.int64)
+    tokens = None
+    if forest.tokens is not None:
+        first = forest.node_start[nodes] - (np.cumsum(lengths) - lengths)
+        tokens = forest.tokens[np.repeat(first, lengths) + np.arange(lengths.sum())]
+    return PrefixForest.from_parents(
+        np.where(above < 0, -1, new_id[above]),
+        np.add.reduceat(lengths, heads),
+        tokens,
+        new_id[np.searchsorted(nodes, ends)][sequence_end],
+    )
+
+
+def _dummy_forest(forest: PrefixForest) -> PrefixForest:
+    # a token that the model is sure to know
+    tokens = None if forest.tokens is None else forest.tokens[:1]
+    return PrefixForest.from_parents([-1], [1], tokens)
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}") from None
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+    return number
+
+
+def _group_numbers(groups: Sequence[Hashable] | None, count: int) -> np.ndarray:
+    """int64 [S], -1 for a sequence without a group."""
+    if groups is None:
+        return np.full(count, -1)
+    # elements of an array or a tensor would hash by identity
+    labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
+    if len(labels) != count:
+        raise ForestError(
+            f"groups must name one group a sequence: got {len(labels)} for {count} sequences"
+        )
+    numbers: dict[Hashable, int] = {}
+    try:
+        return np.array(
+            [-1 if g is None else numbers.setdefault(g, len(numbers)) for g in labels], np.int64
+        )
+    except TypeError as problem:
+        raise ForestError(f"groups must be hashable: {problem}") from None
