@@ -1,0 +1,180 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, for one lease of one H200: tests, peers, our times, sanitizers.
+#
+#   bash benchmarks/gpu_check.sh STEP...
+#
+# Here, once, where there is a network (5 to 10 minutes on two cores; nothing of it is tracked by git):
+#
+#   bash benchmarks/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
+#
+# .gpu/fa4.tar.xz (56 MiB) and .gpu/site.tar.xz (numba, pytest; 44 MiB) do not fit into one call of
+# 64 MiB, so some calls bring the one and some the other; what a call unpacks under /tmp serves
+# later calls while the machine is warm (30 s after a call: keep them close, or peers and ours no
+# longer share a machine). On the device, in this order, each with timeout_s 600:
+#
+#   step          carry                                     minutes (estimates)
+#   1. tests      .gpu/commit .gpu/site.tar.xz              2 to 5
+#   2. attention  .gpu/data .gpu/commit .gpu/site.tar.xz    3 to 6, half of it compiling
+#   3. peers_a    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6, most of it compiling
+#   4. peers_b    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6
+#   5. sanitize   .gpu/commit .gpu/site.tar.xz              3 to 9; Firecracker only, not under gVisor
+#
+# for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
+#                  carry=[".gpu/bench", ".gpu/data", ".gpu/fa4.tar.xz"])
+#
+# `tune` (carry as for attention) comes before all of them where choices are still open; `peers_all`
+# (carry as for peers_a) times replicated batches on every workload too, which no target asks for.
+# Then here, with the files that came back:
+#
+#   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
+#
+# Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
+# (a call with several must still end within 600 s), and one that fails does not stop the next; the
+# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (triton),
+# PYTEST_ARGS, ATTENTION_ARGS and TUNE_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED
+# (/tmp) and SHARED (../shared) are folders.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+files=${GPU_FILES:-.gpu}
+out=${OUT:-$files/out}
+shared=${SHARED:-../shared}
+site=${UNPACKED:-/tmp}/prefixtree-site
+fa4=${UNPACKED:-/tmp}/prefixtree-fa4
+outer=${PYTHONPATH:+:$PYTHONPATH}
+rollouts=$files/data/airline_rollouts.jsonl.gz
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+failed=()
+
+# limited NAME SECONDS COMMAND...: its output to a log as well, its failure noted
+limited() {
+  local name=$1 limit=$2 start=$SECONDS rc
+  shift 2
+  echo "== $name (at most $limit s): $*"
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  rc=$?
+  echo "== $name: exit $rc after $((SECONDS - start)) s"
+  ((rc == 0)) || failed+=("$name ($rc)")
+}
+
+# unpack ARCHIVE FOLDER: once a machine
+unpack() {
+  if [[ -f $1 && ! -f $2/.unpacked ]]; then
+    mkdir -p "$2" && tar xJf "$1" -C "$2" && touch "$2/.unpacked"
+  fi
+  [[ -f $2/.unpacked ]]
+}
+
+# our own code needs numba and pytest, which the machine's image may lack
+ours() {
+  export PYTHONPATH=$PWD$outer
+  unpack "$files/site.tar.xz" "$site" && PYTHONPATH=$PWD:$site$outer
+  python3 -c 'from importlib.metadata import version as v
+print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||
+    { failed+=("$1 (packages)"); return 1; }
+}
+
+pack() {
+  set -e
+  local work
+  work=$(mktemp -d)
+  mkdir -p "$files/bench" "$files/data"
+  cp "$shared"/bench/*.py "$files/bench/"
+  cp "$shared"/data/airline_rollouts.jsonl.gz "$files/data/"
+  git rev-parse --short HEAD >"$files/commit"
+  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
+  # python3 there is 3.12; numpy, torch, transformers and networkx are there
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 -d "$work/whl" \
+    numba==0.68.1 llvmlite==0.50.0 pytest pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis \
+    sortedcontainers typer click shellingham rich markdown-it-py mdurl annotated-doc
+  # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py it is found
+  python3 -m pip download -q --no-deps -d "$work" einops
+  python3 -m zipfile -e "$work"/einops-*.whl "$files/bench"
+  for wheel in "$work"/whl/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  tar c -C "$work/site" . | xz -7 -T2 >"$files/site.tar.xz"
+  rm -r "$work"
+  if [[ ! -s $files/fa4.tar.xz ]]; then
+    "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
+  fi
+  ls -l "$files"
+}
+
+# a test marked gpu skips where there is none, which is no result
+cuda() {
+  python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    { failed+=("$1 (no CUDA device)"); return 1; }
+}
+
+tests() {
+  ours tests && cuda tests || return
+  # exit code 5, nothing selected, is a failure too
+  limited tests_gpu 400 python3 -m pytest -q -m gpu -p no:cacheprovider ${PYTEST_ARGS:-}
+  # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
+  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 8 -m "not gpu" -p no:cacheprovider \
+    tests/test_tables.py tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
+}
+
+# peers NAME SECONDS SELECTION PEER...: peers.py on the workloads that a slice of NAMES selects
+peers() {
+  local name=$1 limit=$2 selection=$3 workloads
+  shift 3
+  if unpack "$files/fa4.tar.xz" "$fa4"; then
+    export PYTHONPATH=$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages$outer
+  else
+    export PYTHONPATH=${outer#:}
+    failed+=("$name (no flash-attn-4: no $files/fa4.tar.xz)")
+  fi
+  export ROLLOUTS=$PWD/$rollouts
+  mapfile -t workloads < <(cd "$files/bench" && python3 -c "from workloads import NAMES
+print(*$selection, sep='\n')")
+  limited "$name" "$limit" python3 "$files/bench/peers.py" --workloads "${workloads[@]}" --peers "$@" \
+    --out "$out/$name.json"
+}
+
+# two halves: peers.py writes its file at the end, and a command cut at 600 s would leave nothing
+peers_a() { peers peers_a 580 'NAMES[:5]' prototype flex fa4tree; }
+
+peers_b() {
+  # where nothing is shared the replicated peers are the target
+  peers peers_documents 100 '[n for n in NAMES if n.startswith("documents")]' fa2 fa4
+  peers peers_b 480 'NAMES[5:]' prototype flex fa4tree
+}
+
+peers_all() { peers peers_all 580 '[n for n in NAMES if not n.startswith("documents")]' fa2 fa4; }
+
+attention() {
+  ours attention || return
+  limited attention 540 python3 benchmarks/attention.py --backend ${BACKEND:-triton} --rollouts "$rollouts" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/attention.json" ${ATTENTION_ARGS:-}
+}
+
+tune() {
+  [[ -f benchmarks/tune.py ]] || { echo "no benchmarks/tune.py: skipped"; return; }
+  ours tune || return
+  limited tune 570 python3 benchmarks/tune.py --out "$out/tune.json" ${TUNE_ARGS:-}
+}
+
+sanitize() {
+  ours sanitize && cuda sanitize || return
+  local tool sanitizer
+  sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  local run=(python3 -m pytest -q -m gpu -k sanitize -p no:cacheprovider)
+  # once without, so that no kernel is compiled under the sanitizer
+  limited sanitize_plain 120 "${run[@]}"
+  for tool in memcheck synccheck; do
+    # without torch's caching allocator every tensor is an allocation of its own, whose ends are seen
+    limited "sanitize_$tool" 220 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool $tool \
+      --target-processes all --error-exitcode 9 "${run[@]}"
+  done
+}
+
+(($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
+for step in "$@"; do
+  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize)$ ]] || { echo "no step $step"; exit 2; }
+done
+mkdir -p "$out"
+[[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+for step in "$@"; do "$step"; done
+((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
+echo "all done: $*"

@@ -1,0 +1,293 @@
+"""`flash_attn_dualkv_varlen_func`: the call of DualKV's paper, on this project's kernels.
+
+N responses to one shared context, whose keys and values exist once (arXiv 2605.15422, Listing 1;
+written from the paper, not from its authors' code). It is the forest with the context as its root
+and the responses as its children, of which q holds the responses alone. So a DualKV user changes
+one import:
+
+    from prefixtree.integrations.dualkv import flash_attn_dualkv_varlen_func
+
+Legend: C context tokens, Tq decoded tokens of all responses, N responses, H query heads, Hk kv
+heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.packing.mask import TreeMask
+
+_FIX_PLAN = "make one with dualkv_plan(cu_seqlens, context_seqlen, device=q.device)"
+
+
+def flash_attn_dualkv_varlen_func(
+    q: torch.Tensor,
+    k_context: torch.Tensor,
+    v_context: torch.Tensor,
+    k_decoded: torch.Tensor,
+    v_decoded: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k_decoded: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    context_seqlen: int,
+    max_seqlen_k_decoded: int | None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    *,
+    plan: TreeMask | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Every decoded token attends to the whole context and, causally, to its own response.
+
+    Differentiable in all five inputs; the context's gradient is the sum over all responses. The
+    context's and the responses' keys (and values) are put into one tensor, a copy of k and v.
+
+    Without a plan, a `cu_seqlens` on a GPU is read back: one synchronisation a call. On the CPU it
+    costs none. The same lengths find the mask and the tables of an earlier call again. With a plan
+    nothing is read from a device, and torch.compile sees one graph; without, the graph breaks here.
+
+    Args:
+        q: [Tq, H, D], the queries of the decoded tokens, response after response.
+        k_context: [C, Hk, D]; C may be 0.
+        v_context: [C, Hk, Dv].
+        k_decoded: [Tq, Hk, D].
+        v_decoded: [Tq, Hk, Dv].
+        cu_seqlens_q: int32 or int64 [N + 1], 0 and the ends of the responses in q; a response may
+            be empty. None only with a plan.
+        cu_seqlens_k_decoded: the same numbers: q holds every decoded token.
+        max_seqlen_q: at least the longest response, which is all that is asked of it; None skips
+            that check.
+        context_seqlen: C.
+        max_seqlen_k_decoded: like max_seqlen_q.
+        softmax_scale: factor on q k^T; D ** -0.5 unless said.
+        causal: True; nothing else is a forest.
+        plan: what `dualkv_plan` returned for these lengths (or any mask whose queries are all the
+            tokens behind the context). `cu_seqlens` are then compared with it only if they are on
+            the CPU, and not in compiled code; the maxima are not looked at.
+        backend: as in `tree_attention`.
+        deterministic: bitwise repeatable gradients.
+
+    Returns:
+        out [Tq, H, Dv] in q's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, each with what was expected.
+        UnsupportedError: causal=False, or lengths of q other than those of the decoded keys.
+    """
+    if causal is not True:
+        raise UnsupportedError(
+            f"causal={causal!r}: responses attend causally to themselves here; use causal=True"
+        )
+    _check_shapes(q, k_context, v_context, k_decoded, v_decoded)
+    context = _count(context_seqlen, "context_seqlen")
+    if context != k_context.shape[0]:
+        raise ValueError(
+            f"context_seqlen is {context}, k_context and v_context have {k_context.shape[0]} rows; "
+            "slice a longer buffer to the context first"
+        )
+    if plan is None:
+        plan = _find_plan(
+            cu_seqlens_q,
+            cu_seqlens_k_decoded,
+            max_seqlen_q,
+            max_seqlen_k_decoded,
+            context,
+            q.shape[0],
+            q.device,
+        )
+    else:
+        _check_plan(plan, context, q.shape[0])
+        if not torch.compiler.is_compiling():
+            _compare(plan, context, cu_seqlens_q, cu_seqlens_k_decoded)
+    k = torch.cat([k_context, k_decoded])
+    v = torch.cat([v_context, v_decoded])
+    return tree_attention(
+        q, k, v, plan, scale=softmax_scale, deterministic=deterministic, backend=backend
+    )
+
+
+def dualkv_plan(
+    cu_seqlens: torch.Tensor, context_seqlen: int, device: torch.device | str | None = None
+) -> TreeMask:
+    """The mask of `flash_attn_dualkv_varlen_func`, made once for all layers and steps that share
+    these lengths; kernels keep their tables on it.
+
+    Args:
+        cu_seqlens: int32 or int64 [N + 1], 0 and the ends of the responses. On a GPU it is read
+            back once, here.
+        context_seqlen: C, tokens of the shared context.
+        device: of q; that of cu_seqlens unless said.
+
+    Returns:
+        A TreeMask of C + Tq tokens whose queries are the last Tq.
+
+    Raises:
+        TypeError, ValueError: cu_seqlens that is no ascending integer [N + 1] from 0.
+    """
+    ends = _read(cu_seqlens, cu_seqlens)
+    _check_ends(ends, ends[-1], None, None)
+    where = cu_seqlens.device if device is None else torch.empty(0, device=device).device
+    return _plan(ends, _count(context_seqlen, "context_seqlen"), where)
+
+
+# numbers out of tensors are no graph; compiled code without a plan breaks here and goes on behind
+@torch.compiler.disable(reason="lengths are read from cu_seqlens; give plan= for one graph")
+def _find_plan(
+    cu_q: Any,
+    cu_k: Any,
+    longest_q: int | None,
+    longest_k: int | None,
+    context: int,
+    rows: int,
+    device: torch.device,
+) -> TreeMask:
+    ends = _read(cu_q, cu_k)
+    _check_ends(ends, rows, longest_q, longest_k)
+    return _plan(ends, context, device)
+
+
+# by value, never by address: a layer loop without a plan builds its tables once too
+@lru_cache(maxsize=8)
+def _plan(ends: tuple[int, ...], context: int, device: torch.device) -> TreeMask:
+    total = context + ends[-1]
+    subtree_end = np.full(total, total, np.int32)
+    for start, end in itertools.pairwise(ends):
+        subtree_end[context + start : context + end] = context + end
+    queries = [(context, total)] if total > context else []
+    return TreeMask(subtree_end).for_queries(queries).to(device)
+
+
+def _count(value: Any, name: str) -> int:
+    # an int as it is: operator.index would fix a length that torch.compile holds as a symbol
+    if not isinstance(value, int):
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+    return value
+
+
+def _check_shapes(
+    q: torch.Tensor,
+    k_context: torch.Tensor,
+    v_context: torch.Tensor,
+    k_decoded: torch.Tensor,
+    v_decoded: torch.Tensor,
+) -> None:
+    """What `tree_attention` cannot see once context and responses are one tensor."""
+    for name, context, decoded in (("k", k_context, k_decoded), ("v", v_context, v_decoded)):
+        for part, x in (("context", context), ("decoded", decoded)):
+            if x.ndim != 3:
+                raise ValueError(
+                    f"{name}_{part} must be [tokens, heads, head dim], got {x.ndim} dimensions"
+                )
+        # torch.cat would promote, and a copy between devices is not ours to make
+        if context.dtype != decoded.dtype or context.device != decoded.device:
+            raise ValueError(
+                f"{name}_context and {name}_decoded must share dtype and device, got "
+                f"{context.dtype} on {context.device} and {decoded.dtype} on {decoded.device}"
+            )
+        if context.shape[1:] != decoded.shape[1:]:
+            raise ValueError(
+                f"{name}_context and {name}_decoded differ in heads or head dim: "
+                f"{list(context.shape)} and {list(decoded.shape)}"
+            )
+    if k_context.shape[0] != v_context.shape[0]:
+        raise ValueError(f"k_context has {k_context.shape[0]} rows, v_context {v_context.shape[0]}")
+    if not q.shape[0] == k_decoded.shape[0] == v_decoded.shape[0]:
+        raise ValueError(
+            "q, k_decoded and v_decoded hold the same decoded tokens, got "
+            f"{q.shape[0]}, {k_decoded.shape[0]} and {v_decoded.shape[0]} rows"
+        )
+
+
+def _check_cu(cu: Any, name: str) -> torch.Tensor:
+    if not isinstance(cu, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(cu).__name__}")
+    if cu.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {cu.dtype}")
+    if cu.ndim != 1 or cu.shape[0] == 0:
+        raise ValueError(f"{name} must be [responses + 1], got shape {list(cu.shape)}")
+    return cu
+
+
+def _read(cu_q: Any, cu_k: Any) -> tuple[int, ...]:
+    """The ends as numbers; waits for a device once at most."""
+    if cu_q is None or cu_k is None:
+        raise TypeError("cu_seqlens_q and cu_seqlens_k_decoded may be None only with plan=")
+    cu_q, cu_k = _check_cu(cu_q, "cu_seqlens_q"), _check_cu(cu_k, "cu_seqlens_k_decoded")
+    if cu_q is cu_k:
+        return tuple(cu_q.tolist())
+    if cu_q.shape != cu_k.shape:
+        raise _differ(f"{cu_q.shape[0] - 1} and {cu_k.shape[0] - 1} responses")
+    if cu_q.device == cu_k.device:
+        # one copy, so that two tensors on a GPU do not wait twice
+        ends_q, ends_k = torch.stack([cu_q.long(), cu_k.long()]).tolist()
+    else:
+        ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    for i, (a, b) in enumerate(zip(ends_q, ends_k, strict=True)):
+        if a != b:
+            raise _differ(f"{a} and {b} at [{i}]")
+    return tuple(ends_q)
+
+
+def _differ(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"cu_seqlens_q and cu_seqlens_k_decoded must be equal, got {what}: q holds every decoded "
+        "token; for some of them use tree_attention with mask.for_queries(...)"
+    )
+
+
+def _check_ends(
+    ends: tuple[int, ...], rows: int, longest_q: int | None, longest_k: int | None
+) -> None:
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    if ends[0] != 0 or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must start with 0 and not descend, got {list(ends[:9])} ...")
+    if ends[-1] != rows:
+        raise ValueError(f"cu_seqlens end at {ends[-1]}, q and the decoded keys have {rows} rows")
+    longest = max(lengths, default=0)
+    for name, given in (("max_seqlen_q", longest_q), ("max_seqlen_k_decoded", longest_k)):
+        if given is not None and _count(given, name) < longest:
+            raise ValueError(f"{name} is {given}, the longest response has {longest} tokens")
+
+
+def _check_plan(plan: Any, context: int, decoded: int) -> None:
+    if not isinstance(plan, TreeMask):
+        raise TypeError(f"plan must be a TreeMask, got {type(plan).__name__}; {_FIX_PLAN}")
+    if plan.num_queries != decoded or plan.num_tokens != context + decoded:
+        raise ValueError(
+            f"the plan is for {plan.num_tokens - plan.num_queries} context and "
+            f"{plan.num_queries} decoded tokens, the call has {context} and {decoded}; {_FIX_PLAN}"
+        )
+
+
+def _compare(plan: TreeMask, context: int, *given: Any) -> None:
+    """A plan whose totals fit by chance would be silently wrong; what costs no wait is checked."""
+    host = plan.plan
+    # as many queries as there are tokens behind the context: the first one tells
+    if host.num_queries and host.query_runs[0, 0] != context:
+        raise ValueError(
+            f"the plan's queries are not the tokens behind the {context} of the context; "
+            f"{_FIX_PLAN}"
+        )
+    for cu in given:
+        if not isinstance(cu, torch.Tensor) or cu.device.type != "cpu":
+            continue
+        ends = context + _check_cu(cu, "cu_seqlens").numpy().astype(np.int64)
+        starts, ends = ends[:-1][np.diff(ends) > 0], ends[1:][np.diff(ends) > 0]
+        inside = len(ends) == 0 or (starts.min() >= context and ends.max() <= host.num_tokens)
+        covered = int((ends - starts).sum()) == host.num_queries
+        if not (inside and covered and (host.subtree_end[starts] == ends).all()):
+            raise ValueError(f"cu_seqlens are not those that the plan was made for; {_FIX_PLAN}")
