@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers families lint types images clean
+.PHONY: demo test test-transformers test-trl test-verl families lint types images clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -37,6 +37,36 @@ families: test-transformers
 	@.venvs/$*/bin/python -m pip install --quiet --disable-pip-version-check "transformers==$*" "numpy<2.5"
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  "$$(.venvs/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@touch $@
+
+# the adapter for TRL, which the main environment does not have
+TRL ?= 1.16.0
+test-trl: .venvs/trl-$(TRL)/.ready
+	$(TEST_ENV) .venvs/trl-$(TRL)/bin/python -m pytest -n auto --dist worksteal tests/trl_adapter $(ARGS)
+
+# everything from $(VENV), which comes first, so that only what is missing there is installed
+.venvs/trl-%/.ready: $(READY)
+	@echo "setting up .venvs/trl-$*"
+	@$(PYTHON) -m venv .venvs/trl-$*
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/trl-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/trl-$*/bin/python -m pip install --quiet --disable-pip-version-check "trl==$*" requests
+	@touch $@
+
+# the adapter for veRL, with real verl; a file a process, as some start ranks or Ray
+VERL ?= 0.9.1
+test-verl: .venvs/verl-$(VERL)/.ready
+	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl $(ARGS)
+
+# torch from $(VENV), which comes first, so that verl brings none; then what verl imports but does not
+# require. The project's folder too: Ray's workers start elsewhere
+.venvs/verl-%/.ready: $(READY)
+	@echo "setting up .venvs/verl-$*"
+	@$(PYTHON) -m venv .venvs/verl-$*
+	@{ $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; echo "$(CURDIR)"; } > \
+	  "$$(.venvs/verl-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/verl-$*/bin/python -m pip install --quiet --disable-pip-version-check "verl==$*" \
+	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
 	@touch $@
 
 lint: $(READY)

@@ -1,0 +1,149 @@
+"""GRPO with TRL on prefix forests: what the completions of a prompt share is computed once.
+
+The prompts of grade-school mathematics begin with worked examples, so completions are short beside
+them, and whole micro-batches share the beginning. `--stock` trains with TRL's own trainer instead:
+the same losses, slower.
+
+    pip install '.[trl]'
+    accelerate launch examples/trl_grpo.py --model Qwen/Qwen3-0.6B     # --vllm generates with it
+    python examples/trl_grpo.py --tiny     # a random model on a CPU, in seconds, without network
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    set_seed,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+
+TASK = "Solve the problem step by step. End with '#### ' and the number."
+
+
+def chat(examples: list[dict[str, str]], question: str) -> list[dict[str, str]]:
+    """The same worked examples before every question. Nothing that changes (a date, an id) may
+    stand above what is shared."""
+    shown = [f"{example['question']}\n{example['answer']}" for example in examples]
+    return [
+        {"role": "system", "content": "\n\n".join([TASK, *shown])},
+        {"role": "user", "content": question},
+    ]
+
+
+def prompts(problems: Dataset, num_examples: int) -> Dataset:
+    """A row a problem: prompt and solution."""
+    examples = [problems[i] for i in range(num_examples)]
+    rows = problems.select(range(num_examples, len(problems)))
+    return rows.map(
+        lambda row: {
+            "prompt": chat(examples, row["question"]),
+            "solution": row["answer"].split("####")[-1].strip(),
+        },
+        remove_columns=rows.column_names,
+    )
+
+
+def correct(
+    completions: list[list[dict[str, str]]], solution: list[str], **columns: Any
+) -> list[float]:
+    """1 for the right number behind '####', 0.1 for a number there."""
+    rewards = []
+    for completion, wanted in zip(completions, solution, strict=True):
+        found = re.findall(r"#### *(-?[\d,.]*\d)", completion[-1]["content"])
+        right = bool(found) and found[-1].replace(",", "") == wanted.replace(",", "")
+        rewards.append(1.0 if right else 0.1 * bool(found))
+    return rewards
+
+
+def digits(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """For the random model, which will not solve anything: how many of its bytes are even."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def save_tiny_model(folder: Path) -> str:
+    """A random Qwen3 and a tokenizer of bytes."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}",
+    ).save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def main(arguments: list[str] | None = None) -> GRPOTrainer:
+    """Trains, and returns the trainer."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+    parser.add_argument("--output", default="trl-grpo")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process")
+    parser.add_argument("--stock", action="store_true", help="TRL's own GRPOTrainer")
+    parser.add_argument("--tiny", action="store_true", help="a random model on a CPU")
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.model = save_tiny_model(Path(options.output) / "model")
+        sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(12)]
+        data, reward = prompts(Dataset.from_list(sums), num_examples=4), digits
+        sizes: dict[str, Any] = {"num_generations": 4, "max_completion_length": 16, "use_cpu": True}
+        sizes |= {"bf16": False, "max_steps": min(options.steps, 4), "learning_rate": 1e-3}
+    else:
+        data = prompts(load_dataset("openai/gsm8k", "main", split="train"), num_examples=8)
+        reward = correct
+        sizes = {"num_generations": 8, "max_completion_length": 512, "max_steps": options.steps}
+        # thinking would run out of tokens before its answer
+        sizes |= {"chat_template_kwargs": {"enable_thinking": False}}
+    config = GRPOConfig(
+        output_dir=options.output,
+        # whole groups in a micro-batch: a multiple of num_generations
+        per_device_train_batch_size=2 * sizes["num_generations"],
+        gradient_accumulation_steps=2,
+        num_iterations=2,
+        beta=0.01,
+        use_vllm=options.vllm,
+        vllm_mode="colocate",
+        logging_steps=1,
+        report_to="none",
+        **{"learning_rate": 1e-6, **sizes},
+    )
+    trainer_class = GRPOTrainer if options.stock else PrefixTreeGRPOTrainer
+    trainer = trainer_class(
+        model=options.model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What the adapter relies on in TRL, and the refusal of a TRL where it has changed.
+
+The signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
+only the source shows, are compared by tests/trl_adapter/test_trl_contract.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trl
+from packaging.version import Version
+
+from prefixtree.errors import UnsupportedError
+
+#: Versions of TRL that the tests ran with, from the first to the last.
+TESTED = ("1.16.0", "1.16.0")
+
+#: Parameters of `GRPOTrainer._get_per_token_logps_and_entropies` that are passed on.
+LOGPS_PARAMETERS = (
+    "self",
+    "model",
+    "input_ids",
+    "attention_mask",
+    "logits_to_keep",
+    "batch_size",
+    "compute_entropy",
+    "compute_aux_loss",
+)
+
+#: Its parameters for images: anything but None in them is refused.
+IMAGE_PARAMETERS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+#: The tree's keywords of `trl.experimental.async_grpo.packing.tree_attention`.
+TREE_KEYWORDS = (
+    "tree_kv_index",
+    "tree_cu_seqlens_q",
+    "tree_cu_seqlens_k",
+    "tree_max_seqlen_q",
+    "tree_max_seqlen_k",
+)
+
+
+def check_grpo(trainer_class: type) -> None:
+    """Refuses a `GRPOTrainer` whose overridden methods take other arguments than those tested."""
+    _check_version()
+    for name, expected in (
+        ("_get_per_token_logps_and_entropies", LOGPS_PARAMETERS + IMAGE_PARAMETERS),
+        ("_prepare_inputs", ("self", "generation_batch")),
+        ("_generate_and_score_completions", ("self", "inputs")),
+    ):
+        check_parameters(getattr(trainer_class, name, None), f"GRPOTrainer.{name}", expected)
+
+
+def check_tree_attention(function: Callable[..., Any]) -> None:
+    """Refuses another set of tree keywords than the one that is understood."""
+    _check_version()
+    keywords = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name.startswith("tree_")
+    ]
+    _compare("async_grpo.packing.tree_attention", "keywords", keywords, TREE_KEYWORDS)
+
+
+def check_parameters(
+    function: Callable[..., Any] | None, name: str, expected: Sequence[str]
+) -> None:
+    """Refuses a function of TRL that is gone or takes other parameters than `expected`."""
+    if function is None:
+        raise UnsupportedError(f"TRL {trl.__version__} has no {name}; {advice()}")
+    _compare(name, "parameters", list(inspect.signature(function).parameters), expected)
+
+
+def _check_version() -> None:
+    first, last = map(Version, TESTED)
+    if not first <= Version(trl.__version__) <= last:
+        warnings.warn(
+            f"TRL {trl.__version__}: {advice()}, or check it with `make test-trl TRL=...`",
+            stacklevel=4,
+        )
+
+
+def _compare(name: str, what: str, found: Sequence[str], expected: Sequence[str]) -> None:
+    # by name: the adapter passes everything on by name or in the order checked here
+    if list(found) == list(expected):
+        return
+    new = [n for n in found if n not in expected]
+    gone = [n for n in expected if n not in found]
+    changes = [f"new {', '.join(new)}"] * bool(new) + [f"gone {', '.join(gone)}"] * bool(gone)
+    raise UnsupportedError(
+        f"TRL {trl.__version__} changed the {what} of {name} "
+        f"({'; '.join(changes) or 'reordered'}): what is computed may no longer be what TRL means; "
+        f"{advice()}"
+    )
+
+
+def advice() -> str:
+    """What to do about another TRL than the tested ones, as the end of a sentence."""
+    first, last = TESTED
+    versions = first if first == last else f"{first} to {last}"
+    return f"the adapter is tested with TRL {versions}: install that, or use TRL's own trainer"

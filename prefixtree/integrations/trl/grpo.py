@@ -1,0 +1,198 @@
+"""`PrefixTreeGRPOTrainer`: TRL's GRPO with every distinct token of a micro-batch computed once.
+
+Legend: B rows of a micro-batch, L = P + C columns, P of prompts (padded left), C of completions
+(padded right).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trl import GRPOTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.trl.contract import check_grpo
+from prefixtree.integrations.trl.refusals import (
+    AUX_LOSS,
+    causal_lm_of,
+    check_arguments,
+    check_distribution,
+    check_model,
+)
+from prefixtree.packing.layout import pack
+
+# the entry of a generation batch that numbers its rows; taken out before a loss is computed
+_ROW = "prefixtree_row"
+
+
+class PrefixTreeGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` on prefix forests: the same losses, gradients and metrics, computed once a
+    distinct token.
+
+    Takes the arguments of `GRPOTrainer`. Two things differ:
+
+    - log-probabilities and entropies (policy, old and reference) come from the packed forest of the
+      rows of a micro-batch. The models get attn_implementation="prefixtree", also to generate.
+    - micro-batches are shuffled, not rows: each holds neighbours of the generation batch, where the
+      completions of a prompt stand together. Old log-probabilities come from the same micro-batches
+      of rows, so that the ratio of a policy that has not moved is exactly 1.
+
+    Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
+    TRL's code. One metric is added, `prefixtree/replication_ratio`: tokens of a micro-batch over
+    distinct ones, on the logging process.
+
+    Raises:
+        UnsupportedError: when made, or at the first batch: whatever is not verified to give TRL's
+            own results. `docs/trl.md` has the list.
+    """
+
+    # TRL's: the micro-batches of the last generation, None before the first
+    _buffered_inputs: list[dict[str, Any]] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_grpo(GRPOTrainer)
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)
+        check_distribution(self)
+        if self._is_vlm:
+            raise UnsupportedError(
+                f"processing_class is a {type(self.processing_class).__name__}: images are not "
+                "packed yet; for a text-only run pass its tokenizer"
+            )
+        if self.aux_loss_enabled:
+            raise UnsupportedError(AUX_LOSS)
+        for model in filter(None, (self.model, self.ref_model)):
+            check_model(model)
+            causal_lm_of(model).set_attn_implementation("prefixtree")
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """TRL's only forward of policy, old policy and reference.
+
+        Args:
+            input_ids, attention_mask: [B, L].
+            logits_to_keep: C, the last columns, which are scored.
+            batch_size: rows that are packed together; all of them unless said.
+
+        Returns:
+            float32 log-probabilities [B, C], entropies [B, C] or None, and None for the loss of
+            experts. 0 where the mask is 0.
+        """
+        if compute_aux_loss:
+            raise UnsupportedError(AUX_LOSS)
+        if given := sorted(name for name, value in images.items() if value is not None):
+            raise UnsupportedError(
+                f"the batch has {', '.join(given)}: images are not packed yet; train on text alone"
+            )
+        rows = batch_size or len(input_ids)
+        parts = [
+            self._score(model, ids, mask, logits_to_keep, compute_entropy)
+            for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+        ]
+        logps = torch.cat([part[0] for part in parts])
+        entropies = [part[1] for part in parts if part[1] is not None]
+        return logps, torch.cat(entropies) if entropies else None, None
+
+    def _score(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        width: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        prompts = attention_mask[:, : input_ids.shape[1] - width].sum(1).tolist()
+        if 0 in prompts:
+            raise UnsupportedError(
+                f"row {prompts.index(0)} has an empty prompt: nothing predicts the first token of "
+                "its completion; give every prompt a token (a BOS token)"
+            )
+        packed = pack(PrefixForest.from_padded(input_ids, attention_mask))
+        lengths = packed.forest.sequence_lengths
+        with self.accelerator.autocast():
+            scores = sequence_logprobs(
+                model,
+                packed.to(input_ids.device),
+                temperature=self.temperature,
+                loss_mask=[
+                    torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)
+                ],
+                return_entropy=with_entropy,
+            )
+        if torch.is_grad_enabled():
+            ratio = packed.forest.replication_ratio
+            self._metrics["train"]["prefixtree/replication_ratio"].append(ratio)
+        logps = _completions(scores.logprobs, prompts, width)
+        if scores.entropy is None:
+            return logps, None
+        return logps, _completions(scores.entropy, prompts, width)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            batch[_ROW] = torch.arange(len(batch["completion_ids"]))
+        return batch
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        shuffled = self._buffered_inputs
+        if shuffled is None or shuffled is before:
+            return inputs  # of an evaluation, or of a generation that is in order already
+        (at,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
+        self._buffered_inputs = reunite(shuffled)
+        return self._buffered_inputs[at]
+
+
+def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Micro-batches of shuffled rows -> micro-batches of neighbours, in a shuffled order.
+
+    A micro-batch comes where the first of its rows stood: as random as the shuffle, with no draw of
+    its own. Its rows stand as they were generated.
+
+    Args:
+        batches: micro-batches of equal size; every entry a tensor [B, ...] or one value for all
+            of them.
+
+    Raises:
+        UnsupportedError: an entry that is neither.
+    """
+    size = len(batches[0][_ROW])
+    # [micro-batches, size]: where the rows of every run of neighbours stand
+    places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size)
+    order = places[places.amin(1).argsort()].flatten()
+    reunited: list[dict[str, Any]] = [{} for _ in batches]
+    for key in batches[0].keys() - {_ROW}:
+        parts = [batch[key] for batch in batches]
+        if all(isinstance(part, torch.Tensor) and part.ndim > 0 for part in parts):
+            if any(len(part) != size for part in parts):
+                raise UnsupportedError(f"batch entry {key!r} has not one row a completion")
+            parts = list(torch.cat(parts)[order].split(size))
+        elif not all(part is None or isinstance(part, torch.Tensor) for part in parts):
+            raise UnsupportedError(
+                f"batch entry {key!r} is a {type(parts[0]).__name__}: only tensors are known"
+            )
+        for batch, part in zip(reunited, parts, strict=True):
+            batch[key] = part
+    return reunited
+
+
+def _completions(values: list[torch.Tensor], prompts: list[int], width: int) -> torch.Tensor:
+    """Values of tokens 1 .. n - 1 of every row -> those of its completion, [B, width], padded."""
+    rows = [value[prompt - 1 :] for value, prompt in zip(values, prompts, strict=True)]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return F.pad(padded, (0, width - padded.shape[1]))

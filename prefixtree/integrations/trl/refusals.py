@@ -1,0 +1,114 @@
+"""Settings of a TRL trainer under which a packed run is not known to equal TRL's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import check_config
+
+AUX_LOSS = (
+    "the load-balancing loss of experts would count a shared token once where the replicated batch "
+    "counts every copy: set router_aux_loss_coef=0.0 in the trainer's arguments"
+)
+
+# (argument, values that are fine, what is wrong with the others)
+_ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("use_liger_kernel", (False, None), "its layers replace the model's own: set it to False"),
+    ("neftune_noise_alpha", (None,), "a shared token would draw one noise: leave it None"),
+    ("torch_compile", (False, None), "not verified under TRL: set it to False"),
+    (
+        "use_transformers_continuous_batching",
+        (False, None),
+        'it needs a paged attention, which "prefixtree" is not: set it to False',
+    ),
+    (
+        "cache_implementation",
+        (None, "dynamic"),
+        'only the dynamic cache is verified with attn_implementation="prefixtree": leave it None',
+    ),
+    (
+        "cast_lm_head_to_fp32",
+        (False, None),
+        "scores are made in the dtype of the hidden states: set it to False (they are in float32 "
+        "from the logits on)",
+    ),
+    ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
+)
+
+# settings of a LoraConfig under which an adapter is more than a product of two matrices
+_LORA_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuses arguments (a `GRPOConfig` or `AsyncGRPOConfig`) that are not verified."""
+    for name, fine, why in _ARGUMENTS:
+        if (value := getattr(args, name, None)) not in fine:
+            raise UnsupportedError(f"{name}={value!r}: {why}")
+
+
+def check_distribution(trainer: Any) -> None:
+    """Refuses ways to spread a model over processes other than data parallelism."""
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError("DeepSpeed is not verified under TRL: use DDP (accelerate launch)")
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedError("FSDP is not verified under TRL: use DDP (accelerate launch)")
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        raise UnsupportedError(
+            "a parallelism_config (tensor, context or sequence parallelism) splits the packed "
+            "tokens or the heads, which is not verified: use plain DDP"
+        )
+
+
+def causal_lm_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside wrappers and adapters."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses a model that would not train exactly on packed forests, before it generates.
+
+    Raises:
+        UnsupportedError: a model type outside the allow-list, layers, RoPE, dropout (active or
+            about to be), quantised weights, a PEFT method other than LoRA.
+    """
+    causal_lm = causal_lm_of(model)
+    for config in (causal_lm.config, causal_lm.config.get_text_config()):
+        check_config(config, training=True)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UnsupportedError(
+                f"{name} is a dropout (p = {module.p}): a shared token would draw one mask where "
+                "the replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter, "
+                "or disable_dropout=True in the trainer's arguments)"
+            )
+    if getattr(causal_lm, "hf_quantizer", None) is not None:
+        raise UnsupportedError("quantised weights are not verified: load the model unquantised")
+    if getattr(causal_lm, "use_kernels", False):
+        raise UnsupportedError("use_kernels replaces layers of the model: load it without")
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        if kind != "LORA":
+            raise UnsupportedError(
+                f"PEFT method {kind} of adapter {name!r} is not verified: use LoRA"
+            )
+        for variant in _LORA_VARIANTS:
+            if getattr(adapter, variant, None):
+                raise UnsupportedError(
+                    f"adapter {name!r} sets {variant}: only LoRA, rsLoRA and DoRA are verified "
+                    "(others look along the row, which holds many sequences, or draw noise)"
+                )

@@ -1,0 +1,282 @@
+"""Everything in TRL that the adapter relies on. Where a new version breaks a line here, read what
+has changed there before anything else: the numbers of a run may look fine and be wrong."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import trl
+from packaging.version import Version
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl import contract
+
+try:
+    from trl.experimental.async_grpo import AsyncGRPOTrainer, packing
+except ImportError as problem:  # the tests of it say so; the others still tell what has changed
+    AsyncGRPOTrainer = packing = None
+    missing = str(problem)
+
+SCORES = "_get_per_token_logps_and_entropies"
+
+
+def source(function: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def calls(function: Any, name: str) -> list[ast.Call]:
+    """Calls of `name`, bare or as an attribute, in the source of a function or a class."""
+
+    def named(call: ast.Call) -> str:
+        return getattr(call.func, "attr", getattr(call.func, "id", ""))
+
+    found = [node for node in ast.walk(source(function)) if isinstance(node, ast.Call)]
+    return [call for call in found if named(call) == name]
+
+
+def methods(cls: type, uses: Callable[[Any], Any]) -> dict[str, int]:
+    """Methods of a class and how often they do something, where they do."""
+    own = {n: f for n, f in vars(cls).items() if inspect.isfunction(inspect.unwrap(f))}
+    counts = {name: len(uses(function)) for name, function in own.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def keywords(call: ast.Call) -> dict[str, str]:
+    return {k.arg: ast.unparse(k.value) for k in call.keywords if k.arg is not None}
+
+
+def names_read(function: Any, variable: str) -> set[str]:
+    """Strings that a function subscripts a variable with or passes to its `get`."""
+
+    def visit(node: ast.AST) -> Iterator[Any]:
+        for child in ast.walk(node):
+            match child:
+                case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=key)):
+                    yield name, key
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=name), attr="get"),
+                    args=[ast.Constant(value=key), *_],
+                ):
+                    yield name, key
+
+    return {key for name, key in visit(source(function)) if name == variable}
+
+
+def test_the_version_is_a_tested_one() -> None:
+    first, last = map(Version, contract.TESTED)
+    assert first <= Version(trl.__version__) <= last, (
+        f"these tests ran with TRL {trl.__version__}: where they all pass, widen contract.TESTED"
+    )
+
+
+def test_signatures() -> None:
+    contract.check_grpo(GRPOTrainer)
+    with pytest.raises(UnsupportedError, match=r"GRPOTrainer\._prepare_inputs"):
+        contract.check_parameters(lambda self: 0, "GRPOTrainer._prepare_inputs", ("self", "batch"))
+    with pytest.raises(UnsupportedError, match="reordered"):
+        contract.check_parameters(lambda b, a: 0, "f", ("a", "b"))
+
+
+def test_all_scores_come_from_one_method() -> None:
+    """Policy once, old policy once, reference twice (with an adapter and without)."""
+    assert methods(GRPOTrainer, lambda f: calls(f, SCORES)) == {
+        "_generate_and_score_completions": 3,
+        "_compute_loss": 1,
+    }
+    (policy,) = calls(GRPOTrainer._compute_loss, SCORES)
+    assert [ast.unparse(a) for a in policy.args] == [
+        *("model", "input_ids", "attention_mask", "logits_to_keep")
+    ]
+    assert keywords(policy).keys() == {
+        "compute_entropy",
+        "compute_aux_loss",
+        *contract.IMAGE_PARAMETERS,
+    }
+    for call in calls(GRPOTrainer._generate_and_score_completions, SCORES):
+        assert [ast.unparse(a) for a in call.args[1:]] == [
+            *("prompt_completion_ids", "attention_mask", "logits_to_keep")
+        ]
+        # the rest is in forward_kwargs, which only a batch with images fills
+        assert keywords(call) == {
+            "batch_size": "batch_size",
+            "num_images": "num_images",
+            "num_tiles": "num_tiles",
+        }
+
+
+def test_no_other_method_runs_a_model() -> None:
+    """`model(...)` and the fused head are called in the replaced method alone."""
+    forwards = methods(
+        GRPOTrainer,
+        lambda f: [c for name in ("model", "ref_model", "self_model") for c in calls(f, name)],
+    )
+    assert forwards == {SCORES: 1}
+    fused = methods(
+        GRPOTrainer,
+        lambda f: [n for n in ast.walk(source(f)) if getattr(n, "arg", "") == "fused_lm_head"],
+    )
+    assert fused == {SCORES: 1}
+    assert methods(GRPOTrainer, lambda f: calls(f, "add_fused_lm_head")) == {"__init__": 2}
+
+
+def test_what_the_replaced_method_means() -> None:
+    """Labels are completion tokens under the mask, logits are divided by the temperature."""
+    code = ast.unparse(source(inspect.unwrap(GRPOTrainer._get_per_token_logps_and_entropies)))
+    for line in (
+        "batch_size = batch_size or input_ids.size(0)",
+        "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)",
+        "labels[:, :-logits_to_keep] = -100",
+        "with self.accelerator.autocast():",
+        "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)",
+        "all_logps.append(outputs.log_probs[:, -logits_to_keep:])",
+        "all_entropies.append(outputs.entropy[:, -logits_to_keep:])",
+        "entropies = torch.cat(all_entropies, dim=0) if compute_entropy else None",
+        "return (logps, entropies, aux_loss)",
+    ):
+        assert line in code, f"{SCORES} no longer says: {line}"
+    for call in calls(GRPOTrainer.__init__, "add_fused_lm_head"):
+        assert keywords(call)["temperature"] == "self.temperature"
+
+
+def test_masks_of_the_loss_are_trls_own() -> None:
+    code = ast.unparse(source(GRPOTrainer._compute_loss))
+    for line in (
+        "input_ids = torch.cat([prompt_ids, completion_ids], dim=1)",
+        "attention_mask = torch.cat([prompt_mask, completion_mask], dim=1)",
+        "logits_to_keep = completion_ids.size(1)",
+        "mask = completion_mask if 'tool_mask' not in inputs else completion_mask * "
+        "inputs['tool_mask']",
+    ):
+        assert line in code, f"GRPOTrainer._compute_loss no longer says: {line}"
+    # entries of a batch: what is new here may need a row a completion
+    assert names_read(GRPOTrainer._compute_loss, "inputs") == {
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "tool_mask",
+        "advantages",
+        "old_per_token_logps",
+        "ref_per_token_logps",
+        "sampling_per_token_logps",
+        "importance_sampling_ratio",
+        "num_items_in_batch",
+        *contract.IMAGE_PARAMETERS,
+    }
+
+
+def test_the_shuffle() -> None:
+    """Generated, shuffled, cut into micro-batches and kept, all in `_prepare_inputs`."""
+    body = inspect.unwrap(GRPOTrainer._prepare_inputs)
+    order = ("_generate_and_score_completions", "shuffle_sequence_dict", "split_tensor_dict")
+    code = ast.unparse(source(body))
+    places = [code.index(f"{name}(") for name in order]
+    assert places == sorted(places)
+    assert "self._buffered_inputs = [" in code
+    assert "inputs = self._buffered_inputs[" in code
+    assert [len(calls(body, name)) for name in order] == [2, 1, 1]
+    used = methods(GRPOTrainer, lambda f: calls(f, "shuffle_sequence_dict"))
+    assert used == {"_prepare_inputs": 1}
+    assert hasattr(grpo_trainer, "shuffle_sequence_dict")
+
+
+def test_groups_are_neighbours() -> None:
+    """Rewards are compared within runs of num_generations rows; micro-batches of old scores are
+    runs of the rows that a micro-batch of the loss has."""
+    code = ast.unparse(source(GRPOTrainer._generate_and_score_completions))
+    for line in (
+        "rewards.view(-1, num_generations)",
+        "mode = 'train' if self.model.training else 'eval'",
+        "batch_size = self.args.per_device_train_batch_size if mode == 'train'",
+    ):
+        assert line in code, f"_generate_and_score_completions no longer says: {line}"
+    loader = ast.unparse(source(GRPOTrainer.get_train_dataloader))
+    assert "batch_size=self._train_batch_size * self.args.steps_per_generation" in loader
+
+
+def test_attributes() -> None:
+    """Set by `__init__`, and read when a trainer is made or a batch is scored."""
+    code = ast.unparse(source(GRPOTrainer.__init__))
+    for name in (
+        "temperature",
+        "aux_loss_enabled",
+        "ref_model",
+        "_is_vlm",
+        "_buffered_inputs",
+        "_metrics",
+    ):
+        assert f"self.{name} = " in code, f"GRPOTrainer.__init__ no longer sets {name}"
+    for name in (
+        "use_liger_kernel",
+        "neftune_noise_alpha",
+        "torch_compile",
+        "use_transformers_continuous_batching",
+        "cache_implementation",
+        "cast_lm_head_to_fp32",
+        "fp16",
+    ):
+        assert hasattr(GRPOConfig, name) or name in GRPOConfig.__dataclass_fields__, (
+            f"GRPOConfig has no {name}: is what it did refused under another name?"
+        )
+
+
+# ---- AsyncGRPO -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def async_grpo() -> None:
+    assert packing is not None, f"TRL has no AsyncGRPO that packs trees: {missing}"
+
+
+@pytest.mark.usefixtures("async_grpo")
+def test_the_tree_keywords() -> None:
+    contract.check_tree_attention(packing.tree_attention)
+    assert packing.TREE_ATTENTION == "tree_fa3"
+    # registered as a trainer is made: ours must come after
+    assert len(calls(AsyncGRPOTrainer.__init__, "register_tree_attention")) == 1
+    registered = [
+        [ast.unparse(a) for a in c.args] for c in calls(packing.register_tree_attention, "register")
+    ]
+    assert registered == [
+        ["TREE_ATTENTION", "tree_attention"],
+        ["TREE_ATTENTION", "lambda **kwargs: None"],
+    ]
+    (load,) = calls(AsyncGRPOTrainer.__init__, "create_model_from_path")
+    assert keywords(load)["attn_implementation"] == "TREE_ATTENTION"
+    code = ast.unparse(source(AsyncGRPOTrainer.compute_loss))
+    for name in contract.TREE_KEYWORDS:
+        assert f"'{name}'" in code, f"AsyncGRPOTrainer.compute_loss no longer passes {name}"
+    (forward,) = calls(AsyncGRPOTrainer.compute_loss, "model")
+    assert {"input_ids", "position_ids", "shift_labels"} <= keywords(forward).keys()
+    assert "attention_mask" not in keywords(forward)
+
+
+@pytest.mark.usefixtures("async_grpo")
+def test_what_the_tree_keywords_mean() -> None:
+    """Queries are segments, keys the gathered paths, causal from the path's end."""
+    code = ast.unparse(source(packing.tree_attention))
+    for line in (
+        "key.index_select(0, tree_kv_index)",
+        "value.index_select(0, tree_kv_index)",
+        "causal=True",
+        "window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1)",
+        "softmax_scale=scaling",
+        "return (out.unsqueeze(0), None)",
+    ):
+        assert line in code, f"tree_attention no longer says: {line}"
+    assert "self.aux_loss_enabled = " in ast.unparse(source(AsyncGRPOTrainer.__init__))
+
+
+@pytest.mark.usefixtures("async_grpo")
+def test_the_row_that_packs() -> None:
+    row = packing.TreeRow()
+    for name in ("add", "pack", "fits"):
+        assert callable(getattr(row, name)), f"TreeRow has no {name}"
+    assert list(inspect.signature(row.add).parameters) == ["sample"]

@@ -1,0 +1,212 @@
+"""Runs of TRL's own trainer and of the adapter's, from the same weights and seeds.
+
+Everything is made here and downloaded from nowhere. The byte tokenizer has 256 tokens and a few.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from chat_tokenizer import CHATML, save_tokenizer
+
+VOCABULARY = 260
+# what a run took, and what the adapter adds
+UNCOMPARED = {
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+    "prefixtree/replication_ratio",
+}
+
+
+class SameOrder(PrefixTreeGRPOTrainer):
+    """TRL's own forward on sdpa attention, behind the adapter's shuffle: the very same batches."""
+
+    _get_per_token_logps_and_entropies = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for model in filter(None, (self.model, self.ref_model)):
+            model.set_attn_implementation("sdpa")
+
+
+def tiny_config(**changes: Any) -> Qwen3Config:
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        # unlike the default, answers depend on the context
+        "initializer_range": 0.2,
+    }
+    return Qwen3Config(**{**sizes, **changes})
+
+
+def tiny_mixture() -> Qwen3MoeConfig:
+    dense = tiny_config().to_dict()
+    shared = ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim", "initializer_range")
+    return Qwen3MoeConfig(
+        **{name: dense[name] for name in shared},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def save_model(folder: Path, config: Any = None) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config or tiny_config()).save_pretrained(folder)
+    return save_tokenizer(folder, CHATML)
+
+
+def prompts() -> Dataset:
+    """Chat prompts of several lengths, so that rows are padded."""
+    system = {"role": "system", "content": "Count."}
+    words = ("a", "bcd" * 4, "efghi", "jk" * 6)
+    return Dataset.from_dict(
+        {"prompt": [[system, {"role": "user", "content": word}] for word in words]}
+    )
+
+
+def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Something that differs within every group."""
+    return [sum(token % 3 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def rollouts(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Multi-turn rollouts: the completions of a prompt share turns at several depths, with an
+    answer of the environment (env_mask 0) after every turn; every other one ends of itself. The
+    same for every trainer."""
+    ids: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "logprobs": None}
+    group = trainer.num_generations
+    for row, chat in enumerate(chats):
+        prompt = list(chat[-1]["content"].encode())
+        completion: list[int] = []
+        mask: list[int] = []
+        for depth in range(3):
+            # half, then a quarter of the group goes on together
+            branch = (row % group) * 2**depth // group
+            draw = random.Random(str((trainer._step, row // group, depth, branch)))
+            for scored, length in ((1, draw.randint(2, 6)), (0, draw.randint(1, 4))):
+                completion += [draw.randrange(256) for _ in range(length)]
+                mask += [scored] * length
+        if row % 2:
+            completion.append(trainer.eos_token_ids[0])
+            mask.append(1)
+        ids["prompt_ids"].append(prompt)
+        ids["completion_ids"].append(completion)
+        ids["env_mask"].append(mask)
+    return ids
+
+
+def make(
+    trainer: type[GRPOTrainer],
+    folder: Path,
+    *,
+    model: PreTrainedModel | Any = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> GRPOTrainer:
+    """A trainer with small defaults: two iterations a generation, two micro-batches of a group
+    each, a reference, gradient checkpointing. `arguments` are the GRPOConfig's, `options` the
+    trainer's."""
+    small: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "max_steps": 6,
+        "beta": 0.04,
+        "max_completion_length": 10,
+        "learning_rate": 3e-4,
+        # Adam divides rounding by gradients that are hardly larger: by no less than this
+        "adam_epsilon": 1e-6,
+        "gradient_checkpointing": True,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    settings = {**small, **arguments}
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    return trainer(
+        model=model,
+        args=GRPOConfig(**settings),
+        **{
+            "processing_class": AutoTokenizer.from_pretrained(folder),
+            "reward_funcs": reward,
+            "train_dataset": prompts(),
+            **(options or {}),
+        },
+    )
+
+
+def train(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+    made = make(trainer, folder, **arguments)
+    made.train()
+    return made
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def worst_metric(
+    ours: GRPOTrainer, theirs: GRPOTrainer, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[float, str]:
+    """The largest difference of any logged number (relative where it is above 1), and its name;
+    both must have logged the same names."""
+    worst = (0.0, "")
+    assert len(ours.state.log_history) == len(theirs.state.log_history) > 1
+    for a, b in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        assert a.keys() - UNCOMPARED == b.keys() - UNCOMPARED
+        for name in filter(wanted, b.keys() - UNCOMPARED):
+            if a[name] is not None or b[name] is not None:
+                worst = max(worst, (abs(a[name] - b[name]) / max(1.0, abs(b[name])), name))
+    return worst
+
+
+def worst_parameter(ours: GRPOTrainer, theirs: GRPOTrainer) -> tuple[float, str]:
+    a, b = parameters(ours.model), parameters(theirs.model)
+    assert a.keys() == b.keys() and a
+    return max((float((a[name] - b[name]).abs().max()), name) for name in a)
+
+
+def moved(trainer: GRPOTrainer, folder: Path) -> float:
+    """How far training has moved any parameter: what the differences are small against."""
+    start = parameters(AutoModelForCausalLM.from_pretrained(folder))
+    return max(
+        float((p - start[name]).abs().max()) for name, p in parameters(trainer.model).items()
+    )
