@@ -13,7 +13,7 @@ project's first pointer-load prototype.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from prefixtree.packing.mask import MaskPlan, TileShape
 
@@ -66,11 +66,14 @@ class Choice:
 
     def of(self, plan: MaskPlan, window: int) -> tuple[Config, Config, Config]:
         """The configurations (forward, keys, queries) for one forest."""
-        pairs = (self.forward, self.keys, self.queries)
-        if all(long == short for long, short in pairs):
-            return self.forward[0], self.keys[0], self.queries[0]
-        index = int(plan.partial_share(PROBE, window) > SHORT_NODES)
+        index = 0
+        if not self._uniform:
+            index = int(plan.partial_share(PROBE, window) > SHORT_NODES)
         return self.forward[index], self.keys[index], self.queries[index]
+
+    @cached_property
+    def _uniform(self) -> bool:
+        return all(long == short for long, short in (self.forward, self.keys, self.queries))
 
 
 def _both(config: Config) -> Pair:

@@ -58,7 +58,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 def padded(dim: int) -> int:
     """The power of two that holds a head dim; 16 is the least a matrix product takes."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Problem:
     options: Options
     choice: Choice
     position: torch.Tensor
+    # of the forward, the keys' and the queries' kernel
+    configs: tuple[Config, Config, Config]
 
     @classmethod
     def of(
@@ -92,7 +94,9 @@ class Problem:
             tma,
             torch.version.hip is None,
         )
-        return cls(q, k, v, plan, options, choice, plan.on(q.device)["position_ids"])
+        position = plan.on(q.device)["position_ids"]
+        chosen = choice.of(plan, options.window)
+        return cls(q, k, v, plan, options, choice, position, chosen)
 
     @property
     def group(self) -> int:
@@ -106,12 +110,9 @@ class Problem:
         """Query tokens of a tile."""
         return config.rows // self.choice.heads
 
-    def configs(self) -> tuple[Config, Config, Config]:
-        return self.choice.of(self.plan, self.options.window)
-
     def tables(self, config: Config) -> BlockTables:
         """The block tables a kernel reads; kernels of the same tiles read the same ones."""
-        _, keys, _ = self.configs()
+        _, keys, _ = self.configs
         longest = 0
         if (config.rows, config.keys, config.cut) == (keys.rows, keys.keys, keys.cut):
             longest = configs.piece_tiles(
@@ -125,25 +126,16 @@ class Problem:
 
     def statics(self, config: Config) -> dict[str, Any]:
         """Compile-time arguments common to the kernels, and the launch options."""
-        fixed: dict[str, Any] = {
-            "GROUP": self.group,
-            "HEADS": self.choice.heads,
-            "KV_HEADS": self.k.shape[1],
-            "D": self.q.shape[2],
-            "DV": self.v.shape[2],
-            "D_PADDED": padded(self.q.shape[2]),
-            "DV_PADDED": padded(self.v.shape[2]),
-            "ROWS": config.rows,
-            "KEYS": config.keys,
-            "HAS_WINDOW": self.options.window > 0,
-            "HAS_SOFTCAP": self.options.softcap > 0,
-            "TMA": self.choice.tma,
-            "num_warps": config.warps,
-            "num_stages": config.stages,
-        }
-        if config.registers and torch.version.hip is None:
-            fixed["maxnreg"] = config.registers
-        return fixed
+        return _statics(
+            config,
+            self.choice,
+            self.q.shape[1],
+            self.k.shape[1],
+            self.q.shape[2],
+            self.v.shape[2],
+            self.options.window > 0,
+            self.options.softcap > 0,
+        )
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -187,6 +179,38 @@ class Problem:
         return (self.k.stride(0), self.k.stride(1), self.v.stride(0), self.v.stride(1))
 
 
+@cache
+def _statics(
+    config: Config,
+    choice: Choice,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    dv: int,
+    has_window: bool,
+    has_softcap: bool,
+) -> dict[str, Any]:
+    fixed: dict[str, Any] = {
+        "GROUP": heads // kv_heads,
+        "HEADS": choice.heads,
+        "KV_HEADS": kv_heads,
+        "D": d,
+        "DV": dv,
+        "D_PADDED": padded(d),
+        "DV_PADDED": padded(dv),
+        "ROWS": config.rows,
+        "KEYS": config.keys,
+        "HAS_WINDOW": has_window,
+        "HAS_SOFTCAP": has_softcap,
+        "TMA": choice.tma,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+    if config.registers and torch.version.hip is None:
+        fixed["maxnreg"] = config.registers
+    return fixed
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -201,7 +225,7 @@ def forward(
     if q.shape[0] == 0:
         return out, lse
     problem = Problem.of(q, k, v, plan, options)
-    config, _, _ = problem.configs()
+    config, _, _ = problem.configs
     tables = problem.tables(config)
     with _on(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
@@ -252,7 +276,7 @@ def backward(
     if not (_describable(dout) or not problem.choice.tma):
         dout = dout.contiguous()
     dout = _readable(dout)
-    _, keys, queries = problem.configs()
+    _, keys, queries = problem.configs
     with _on(q.device):
         rows, rows_a_block, dsinks = _prepare(problem, dout, dlse, sinks, out, lse, keys, queries)
         _keys_gradient(problem, keys, dout, rows, rows_a_block, dk, dv)

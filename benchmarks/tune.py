@@ -1,0 +1,207 @@
+"""Times each Triton kernel alone with many configurations: what configs.py should say.
+
+    python benchmarks/tune.py --rollouts ROLLOUTS.jsonl.gz --out tune.json       # on a GPU
+
+On workloads of long, middling and short nodes, every candidate's result is held against the frozen
+configuration's before it is timed (red: no time); a candidate that does not compile or fit says so.
+Medians by CUDA events. The last table has, for each kernel and workload, the frozen configuration
+and the five fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention import median_ms, scaled
+from environment import environment
+from rich.console import Console
+from rich.table import Table
+from workloads import AIRLINE, workload
+
+from prefixtree import pack
+from prefixtree.kernels.options import Options
+from prefixtree.kernels.triton import configs, launch
+from prefixtree.kernels.triton.configs import Choice, Config
+
+WORKLOADS = ("4K then 4-2-2-1 x 1K", "caterpillar 24", "prompt 256 x 1024 x 256", AIRLINE)
+KERNELS = ("forward", "keys", "queries")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration of one kernel, the way rows are made of heads, and how long pieces may be.
+
+    Attributes:
+        config: of the kernel that is timed.
+        heads: query heads of a tile; None for the table's.
+        tma: descriptors or pointers; None for the table's.
+        pieces: factor on `configs.piece_tiles`.
+    """
+
+    config: Config
+    heads: int | None = None
+    tma: bool | None = None
+    pieces: float = 1.0
+
+    def __str__(self) -> str:
+        c = self.config
+        words = [f"{c.rows}x{c.keys} w{c.warps} s{c.stages}"]
+        words += [f"r{c.registers}"] if c.registers else []
+        words += [] if c.cut else ["grid"]
+        words += [] if self.heads is None else [f"heads {self.heads}"]
+        words += [] if self.tma is None else ["descriptors" if self.tma else "pointers"]
+        words += [] if self.pieces == 1 else [f"pieces x{self.pieces:g}"]
+        return " ".join(words)
+
+
+def candidates(kernel: str, frozen: Config, choice: Choice) -> list[Candidate]:
+    """The frozen configuration first."""
+    found = [Candidate(frozen), Candidate(replace(frozen, cut=not frozen.cut))]
+    shapes = itertools.product((32, 64, 128, 256), (32, 64, 128), (4, 8), (1, 2, 3))
+    for rows, keys, warps, stages in shapes:
+        # a warpgroup has 64 rows or keys of accumulators at most without spilling, or 32 at least
+        height = keys if kernel == "keys" else rows
+        if height * 4 == warps * 64 or height * 8 == warps * 64 or height * 2 == warps * 64:
+            found.append(Candidate(Config(rows, keys, warps, stages, cut=frozen.cut)))
+    for registers in {0, 128, 168, 200} - {frozen.registers}:
+        found.append(Candidate(replace(frozen, registers=registers)))
+    group = choice.heads
+    found += [Candidate(frozen, heads=h) for h in (1, 2) if h < group]
+    found.append(Candidate(frozen, tma=not choice.tma))
+    if kernel == "keys":
+        found += [Candidate(frozen, pieces=f) for f in (0.25, 0.5, 2.0, 4.0)]
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def using(kernel: str, candidate: Candidate, base: Choice) -> Iterator[None]:
+    """Lets launches take the candidate for one kernel."""
+    choose, pieces = configs.choose, configs.piece_tiles
+    tma = base.tma if candidate.tma is None else candidate.tma
+    pair = {kernel: (candidate.config, candidate.config)}
+    choice = replace(base, tma=tma, heads=candidate.heads or base.heads, **pair)
+
+    def cut(*arguments: Any) -> int:
+        return max(1, int(pieces(*arguments) * candidate.pieces))
+
+    configs.choose, configs.piece_tiles = lambda *a: choice, cut  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        configs.choose, configs.piece_tiles = choose, pieces
+
+
+class Bench:
+    """One workload's tensors, and each kernel as a call."""
+
+    def __init__(self, mask: Any, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+        device, tokens = mask.device, mask.num_tokens
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(count: int) -> torch.Tensor:
+            return torch.randn(tokens, count, dim, device=device, dtype=dtype, generator=generator)
+
+        self.plan, self.options = mask.plan, Options(dim**-0.5)
+        self.q, self.k, self.v, self.dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+        self.out, self.lse = launch.forward(self.q, self.k, self.v, None, self.plan, self.options)
+
+    def call(self, kernel: str) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        """A launch of the kernel with what `configs` says now, and the tensors that it writes."""
+        if kernel == "forward":
+            results: list[torch.Tensor] = []
+
+            def forward() -> None:
+                results[:] = launch.forward(self.q, self.k, self.v, None, self.plan, self.options)
+
+            return forward, results
+        problem = launch.Problem.of(self.q, self.k, self.v, self.plan, self.options)
+        _, keys, queries = problem.configs
+        rows, rows_a_block, _ = launch._prepare(
+            problem, self.dout, None, None, self.out, self.lse, keys, queries
+        )
+        given = (self.dout, rows, rows_a_block)
+        if kernel == "queries":
+            dq = torch.empty_like(self.q)
+            return lambda: launch._queries_gradient(problem, queries, *given, dq), [dq]
+        dk, dv = torch.empty_like(self.k), torch.empty_like(self.v)
+        return lambda: launch._keys_gradient(problem, keys, *given, dk, dv), [dk, dv]
+
+
+def measure(
+    bench: Bench, kernel: str, candidate: Candidate, base: Choice, want: list[torch.Tensor] | None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A row of the result, and what was computed."""
+    row: dict[str, Any] = {"kernel": kernel, "candidate": str(candidate)}
+    try:
+        with using(kernel, candidate, base):
+            run, results = bench.call(kernel)
+            run()
+            for x, y in zip(results, want or results, strict=True):
+                torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+            # this table's own device memory is freed with the plan, not here: it is small
+            median, _ = median_ms(run, bench.q.device, repeats=7, warm_ups=2)
+    except Exception as problem:  # what does not compile or fit is a finding
+        return row | {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}, []
+    return row | {"ms": median}, results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--rollouts", type=Path, help="of the airline workload; skipped without")
+    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on node lengths")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--most", type=int, default=1000, help="candidates a kernel")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    console, rows = Console(width=140), []
+    table = Table("workload", "kernel", "frozen", "ms", "fastest", "ms of each")
+    for name in chosen.workloads:
+        if name == AIRLINE and chosen.rollouts is None:
+            console.print(f"{name}: skipped, no --rollouts")
+            continue
+        forest = workload(name, chosen.rollouts) if name == AIRLINE else workload(name)
+        if chosen.scale != 1.0:
+            forest = scaled(forest, chosen.scale, "heaviest")
+        mask = pack(forest).mask.to(chosen.device)
+        dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float16
+        bench = Bench(mask, *chosen.heads, chosen.dim, dtype)
+        problem = launch.Problem.of(bench.q, bench.k, bench.v, bench.plan, bench.options)
+        for kernel in chosen.kernels:
+            frozen = problem.configs[KERNELS.index(kernel)]
+            want, found = None, []
+            for candidate in candidates(kernel, frozen, problem.choice)[: chosen.most]:
+                row, results = measure(bench, kernel, candidate, problem.choice, want)
+                if want is None and results:
+                    want = [x.clone() for x in results]
+                found.append({"workload": name, **row})
+                if chosen.out:
+                    record = {"environment": environment(), "rows": rows + found}
+                    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+            rows += found
+            timed = sorted((r for r in found if "ms" in r), key=lambda r: r["ms"])
+            best = timed[:5]
+            table.add_row(
+                name,
+                kernel,
+                found[0]["candidate"],
+                f"{found[0]['ms']:.3f}" if "ms" in found[0] else found[0]["failed"],
+                "\n".join(r["candidate"] for r in best),
+                "\n".join(f"{r['ms']:.3f}" for r in best),
+            )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
