@@ -1,0 +1,159 @@
+"""Which samples go to which rank and mini-batch: groups together, costs even, counts exact.
+
+verl gives every data-parallel rank as many samples, in one contiguous part of the batch, and takes
+mini-batches from each part in order. So a batch is divided twice: groups over ranks, then each
+rank's groups over its mini-batches. No verl in here: plain lists and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixtree.forest import PrefixForest
+
+# cost of a lone sequence by its length; 0 for 0
+Workload = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """An order of the batch, and what it costs.
+
+    Attributes:
+        order: the samples, rank after rank, mini-batch after mini-batch.
+        rank_costs: cost of each rank's forest.
+        divided_groups: groups that are on more than one rank.
+    """
+
+    order: list[int]
+    rank_costs: list[float]
+    divided_groups: int
+
+
+class GroupCosts:
+    """What sets of samples cost when each is packed: a token once, at its depth.
+
+    Args:
+        sequences: token ids [n] each. workload: of a lone sequence; tokens from depth d on cost
+            workload(n) - workload(d).
+    """
+
+    def __init__(self, sequences: Sequence[np.ndarray], workload: Workload) -> None:
+        forest = PrefixForest.from_sequences(sequences)
+        self.position = np.argsort(np.argsort(forest.sequence_node, kind="stable"))
+        self._node = forest.sequence_node
+        self._parent = forest.node_parent
+        ends = forest.node_depth + forest.node_length
+        self._node_cost = workload(ends) - workload(forest.node_depth.astype(np.int64))
+
+    def cost(self, samples: Sequence[int]) -> float:
+        """Of the forest of some samples."""
+        seen: set[int] = set()
+        for sample in samples:
+            node = int(self._node[sample])
+            while node >= 0 and node not in seen:
+                seen.add(node)
+                node = int(self._parent[node])
+        return float(self._node_cost[list(seen)].sum())
+
+
+def balance(
+    sequences: Sequence[np.ndarray],
+    groups: Sequence[Hashable],
+    num_ranks: int,
+    num_mini_batches: int,
+    workload: Workload,
+) -> Balanced:
+    """Orders a batch so that groups stay together and ranks and mini-batches cost the same.
+
+    A group is divided only where it does not fit: more samples than a mini-batch has on a rank, or
+    group sizes that do not add up to the exact counts. What is divided is cut where it shares
+    least with its neighbours last: in the order of the forest's leaves.
+
+    Args:
+        sequences: S token id arrays. groups: S labels, GRPO's uid for example.
+        num_ranks, num_mini_batches: S is a multiple of their product.
+        workload: as for `GroupCosts`.
+
+    Raises:
+        ValueError: S is no multiple.
+    """
+    count = len(sequences)
+    if count % (num_ranks * num_mini_batches):
+        raise ValueError(
+            f"{count} samples do not divide into {num_ranks} ranks of {num_mini_batches} "
+            "mini-batches"
+        )
+    costs = GroupCosts(sequences, workload)
+    members: dict[Hashable, list[int]] = {}
+    for sample in np.argsort(costs.position).tolist():
+        members.setdefault(groups[sample], []).append(sample)
+    ranks = deal(list(members.values()), num_ranks, count // num_ranks, costs)
+    of_rank = [{groups[i] for piece in pieces for i in piece} for pieces in ranks]
+    divided = sum(sum(g in groups_there for groups_there in of_rank) > 1 for g in members)
+    order = []
+    for pieces in ranks:
+        size = count // num_ranks // num_mini_batches
+        for cell in deal(pieces, num_mini_batches, size, costs):
+            order += [sample for piece in cell for sample in piece]
+    rank_costs = [costs.cost([i for piece in pieces for i in piece]) for pieces in ranks]
+    return Balanced(order, rank_costs, divided)
+
+
+def deal(
+    groups: list[list[int]], num_cells: int, size: int, costs: GroupCosts
+) -> list[list[list[int]]]:
+    """Groups into cells of exactly `size` samples: costly first, each where least has gathered;
+    then exchanges of groups of one size while they lower the costliest cell.
+
+    Returns:
+        Per cell the groups, or pieces of groups, in it.
+    """
+    cells: list[list[list[int]]] = [[] for _ in range(num_cells)]
+    room, load = [size] * num_cells, [0.0] * num_cells
+
+    def put(group: list[int], cell: int) -> None:
+        cells[cell].append(group)
+        room[cell] -= len(group)
+        load[cell] += costs.cost(group)
+
+    for group in sorted(groups, key=costs.cost, reverse=True):
+        rest = group
+        while rest:
+            fitting = [c for c in range(num_cells) if room[c] >= len(rest)]
+            if fitting:
+                put(rest, min(fitting, key=load.__getitem__))
+                break
+            cell = max(range(num_cells), key=room.__getitem__)
+            put(rest[: room[cell]], cell)
+            rest = rest[len(cells[cell][-1]) :]
+    _exchange(cells, load, costs)
+    return cells
+
+
+def _exchange(cells: list[list[list[int]]], load: list[float], costs: GroupCosts) -> None:
+    """Lowers the costliest cell by exchanging a group with a cheaper one of the same size."""
+    cost = [np.array([costs.cost(group) for group in cell]) for cell in cells]
+    size = [np.array([len(group) for group in cell]) for cell in cells]
+    # every exchange lowers the costliest cell or leaves fewer as costly; the bound is for time
+    for _ in range(20 * len(cells)):
+        high = max(range(len(cells)), key=load.__getitem__)
+        best, found = load[high] * (1 - 1e-9), None
+        for low in range(len(cells)):
+            less = cost[high][:, None] - cost[low]
+            after = np.maximum(load[high] - less, load[low] + less)
+            after[size[high][:, None] != size[low]] = np.inf
+            if after.size and after.min() < best:
+                best = after.min()
+                found = low, *np.unravel_index(after.argmin(), after.shape)
+        if found is None:
+            return
+        low, i, j = found
+        less = cost[high][i] - cost[low][j]
+        load[high] -= less
+        load[low] += less
+        cells[high][i], cells[low][j] = cells[low][j], cells[high][i]
+        cost[high][i], cost[low][j] = cost[low][j], cost[high][i]

@@ -1,0 +1,145 @@
+"""verl's batches: split into micro-batches by distinct tokens, packed, and their results put back
+into verl's jagged layout.
+
+Legend: B sequences, n tokens of one, R tokens of all, T distinct tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.micro_batches import plan_micro_batches
+
+
+def sequences_of(data: TensorDict) -> list[np.ndarray]:
+    """Token ids of every sequence, int64 [n] each, on the host."""
+    input_ids = data["input_ids"]
+    values = input_ids.values().cpu().numpy()
+    return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
+
+
+def split(data: TensorDict, group: Any) -> list[list[int]]:
+    """Which sequences make up each micro-batch; as many micro-batches on every rank of the group.
+
+    With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens,
+    with a fixed one `micro_batch_size_per_gpu` sequences. Either way sequences that share are
+    brought together, so that every sequence is in one micro-batch, but not in the order given.
+
+    Raises:
+        ValueError: a sequence longer than max_token_len_per_gpu on any rank, or fewer sequences on
+            one than another needs micro-batches (all ranks raise); a number of sequences that the
+            fixed size does not divide.
+    """
+    sequences = sequences_of(data)
+    if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
+        size = data["micro_batch_size_per_gpu"]
+        if len(sequences) % size != 0:
+            raise ValueError(
+                f"{len(sequences)} sequences on a rank do not divide into micro-batches of "
+                f"micro_batch_size_per_gpu={size}; change it or set use_dynamic_bsz=True"
+            )
+        order = leaf_order(PrefixForest.from_sequences(sequences))
+        return [order[i : i + size] for i in range(0, len(order), size)]
+    max_tokens = data["max_token_len_per_gpu"]
+    (longest,) = _largest([max(len(s) for s in sequences)], group)
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sequence has {longest} tokens, more than max_token_len_per_gpu={max_tokens}; raise "
+            "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
+        )
+    bins = plan_bins(sequences, max_tokens)
+    # the greatest of -n is minus the fewest
+    steps, minus_fewest = _largest([len(bins), -len(sequences)], group)
+    if steps > -minus_fewest:
+        raise ValueError(
+            f"one rank needs {steps} micro-batches, another has only {-minus_fewest} sequences to "
+            "make them from; give every rank as many sequences, as verl's trainers do"
+        )
+    return split_bins(bins, steps)
+
+
+def plan_bins(sequences: list[np.ndarray], max_tokens: int) -> list[list[int]]:
+    """Bins of at most `max_tokens` distinct tokens, as index lists.
+
+    Args:
+        sequences: integer [n] each, none longer than max_tokens.
+    """
+    forest = PrefixForest.from_sequences(sequences)
+    plan = plan_micro_batches(forest, max_tokens, num_ranks=1)
+    place = np.argsort(leaf_order(forest))
+    return [sorted(step.sequence_indices.tolist(), key=place.__getitem__) for step in plan[0]]
+
+
+def split_bins(bins: list[list[int]], count: int) -> list[list[int]]:
+    """The same sequences in at least `count` bins, none empty: the fullest are halved.
+
+    Not filled up with empty micro-batches, because verl takes as many values of every metric from
+    all ranks.
+    """
+    bins = [list(b) for b in bins]
+    while len(bins) < count:
+        at = max(range(len(bins)), key=lambda i: len(bins[i]))
+        half = len(bins[at]) // 2
+        bins[at : at + 1] = [bins[at][:half], bins[at][half:]]
+    return bins
+
+
+def leaf_order(forest: PrefixForest) -> list[int]:
+    """The sequences as the packed forest meets their ends: those that share most are neighbours."""
+    return np.argsort(forest.sequence_node, kind="stable").tolist()
+
+
+def scored_tokens(data: TensorDict) -> list[torch.Tensor] | None:
+    """Per sequence bool [n]: the response, the only part that verl reads log-probabilities of.
+
+    None (score everything) where the batch does not say what is prompt, or the caller wants the
+    model's outputs themselves.
+    """
+    prompts, responses = data.get("prompts", None), data.get("responses", None)
+    if prompts is None or responses is None or not (prompts.is_nested and responses.is_nested):
+        return None
+    if tu.get_non_tensor_data(data=data, key="return_model_output", default=False):
+        return None
+    lengths = data["input_ids"].offsets().diff().cpu()
+    prompt_lengths = prompts.offsets().diff().cpu()
+    if not torch.equal(prompt_lengths + responses.offsets().diff().cpu(), lengths):
+        return None
+    return [
+        torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompt_lengths.tolist(), strict=True)
+    ]
+
+
+def shifted_to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
+    """Values of tokens 1 .. n - 1 -> verl's layout: each stands at the token before, jagged [B, n].
+
+    The last entry of a sequence, which verl fills with a value nobody reads, is 0.
+
+    Args:
+        per_sequence: [n - 1] each, on the device of `like`. like: the jagged input_ids.
+    """
+    offsets = like.offsets()
+    flat = torch.cat(per_sequence)
+    has_next = torch.ones(int(offsets[-1]), dtype=torch.bool, device=flat.device)
+    has_next[offsets[1:] - 1] = False
+    full = flat.new_zeros(len(has_next)).masked_scatter(has_next, flat)
+    return torch.nested.nested_tensor_from_jagged(full, offsets)
+
+
+def to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
+    """Values of all tokens [n] each -> jagged [B, n]; `like` is the jagged input_ids."""
+    return torch.nested.nested_tensor_from_jagged(torch.cat(per_sequence), like.offsets())
+
+
+def _largest(numbers: list[int], group: Any) -> list[int]:
+    """The greatest of each number over the ranks of a group."""
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=get_device_id())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()

@@ -1,0 +1,243 @@
+"""verl's FSDP and FSDP2 engines, with every micro-batch packed into its prefix forest.
+
+Subclasses that change how a batch is split and how the model is called; sharding, offloading,
+losses, optimiser, weight export and checkpoints stay verl's. Log-probabilities, entropies and
+values come back in verl's jagged layout. Without attn_implementation="prefixtree" they do what
+verl's engines do.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.flops_counter import FlopsCounter
+from verl.utils.fsdp_utils import get_init_weight_context_manager
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import (
+    FSDPEngineWithLMHead,
+    FSDPEngineWithValueHead,
+)
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.families import check_checkpointing, check_modules
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.verl.batches import (
+    scored_tokens,
+    sequences_of,
+    shifted_to_jagged,
+    split,
+    to_jagged,
+)
+from prefixtree.integrations.verl.metrics import Work, work_metrics
+from prefixtree.integrations.verl.refusals import check_batch, check_settings
+from prefixtree.packing.layout import PackedForest, pack
+
+_NAME = "prefixtree"
+# an entry with a vendor precedes verl's own
+_REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
+
+
+class _PackedEngine(FSDPEngineWithLMHead):
+    """What actor, reference and critic have in common."""
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        hf_config = model_config.hf_config
+        self.packs = hf_config._attn_implementation == _NAME
+        if self.packs:
+            check_settings(model_config, engine_config)
+            # verl leaves its override as a plain attribute, which saved configurations would keep:
+            # they would load nowhere but here
+            vars(hf_config).pop("attn_implementation", None)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._work = Work()
+        self._flops_counter = FlopsCounter(hf_config)
+
+    # ---- a batch -----------------------------------------------------------------------------
+
+    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
+        """One optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""
+        start = time.perf_counter()
+        outputs = super().train_batch(data, loss_function)
+        # the gradient norm came to the host: the work is done
+        return self._with_metrics(outputs, time.perf_counter() - start, forward_only=False)
+
+    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
+        """Log-probabilities (or values) of a batch; adds the metrics of `work_metrics`."""
+        start = time.perf_counter()
+        outputs = super().infer_batch(data, loss_function)
+        return self._with_metrics(outputs, time.perf_counter() - start, forward_only=True)
+
+    def _with_metrics(self, outputs: dict[str, Any], seconds: float, forward_only: bool) -> Any:
+        if self.packs:
+            metrics = work_metrics(self._work, self._flops_counter, seconds, forward_only)
+            outputs["metrics"].update(metrics)
+        return outputs
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """All micro-batches of a batch, gradients accumulated; results in the order of the batch.
+
+        Raises:
+            UnsupportedError, ValueError: see `check_batch` and `split`.
+        """
+        if not self.packs:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        check_batch(data)
+        group = self.get_data_parallel_group()
+        # the denominators of verl's losses: tokens of the whole mini-batch, over all ranks
+        batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(batch_num_tokens, group=group)
+        tu.assign_non_tensor(
+            data,
+            sp_size=1,
+            dp_size=self.get_data_parallel_size(),
+            batch_num_tokens=batch_num_tokens.item(),
+        )
+        keep_outputs = forward_only or tu.get_non_tensor_data(
+            data=data, key="return_model_output", default=False
+        )
+        self._work = Work()
+        indices = split(data, group)
+        outputs = []
+        for step, chosen in enumerate(indices):
+            last = step == len(indices) - 1
+            with (
+                torch.no_grad()
+                if forward_only
+                else self._gradient_sync_context(is_last_micro_batch=last),
+                torch.profiler.record_function(f"micro_batch{step}"),
+            ):
+                micro_batch = tu.index_select_tensor_dict(data, chosen)
+                loss, output = self.forward_step(micro_batch, loss_function, forward_only)
+                if not forward_only:
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                if not keep_outputs:
+                    output.pop("model_output")
+            outputs.append(output)
+        # says that the indices are to be undone, for a fixed batch size too
+        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=order)
+
+    # ---- a micro-batch -----------------------------------------------------------------------
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> Any:
+        """Packs one micro-batch, runs the model over it and verl's loss over what comes out."""
+        if not self.packs:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        forest = PrefixForest.from_sequences(sequences_of(micro_batch))
+        self._work.add(forest)
+        packed = pack(forest, self.pad_to_length_bucket if self.pad_to_length else None)
+        micro_batch = micro_batch.to(get_device_id())
+        device = get_device_name()
+        with self._autocast():
+            model_output = self._model_output(micro_batch, packed.to(device))
+            if loss_function is None:
+                assert forward_only, "a training step needs a loss function"
+                loss, metrics = torch.tensor(1.0, device=device), {}
+            else:
+                loss, metrics = loss_function(
+                    model_output=model_output,
+                    data=micro_batch,
+                    dp_group=self.get_data_parallel_group(),
+                )
+        output = {
+            "model_output": detach_tree(model_output),
+            "loss": loss.detach().item(),
+            "metrics": metrics,
+        }
+        return loss, output
+
+    def _autocast(self) -> Any:
+        if self._autocast_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@EngineRegistry.register(model_type="language_model", **_REGISTERED)
+class PackedActorEngine(_PackedEngine):
+    """Actor and reference: log-probabilities and entropies."""
+
+    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+        """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response."""
+        with_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)
+        scores = sequence_logprobs(
+            self.module,
+            packed,
+            temperature=tu.get(micro_batch, "temperature"),
+            loss_mask=scored_tokens(micro_batch),
+            return_entropy=with_entropy,
+        )
+        input_ids = micro_batch["input_ids"]
+        outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
+        if scores.entropy is not None:
+            outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
+        return outputs
+
+
+@EngineRegistry.register(model_type="value_model", **_REGISTERED)
+class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
+    """Critic: a value at every token."""
+
+    def _build_module(self) -> Any:
+        """A token classifier with one label; verl asks for flash_attention_2 whatever is set."""
+        if not self.packs:
+            return super()._build_module()
+        from transformers import AutoModelForTokenClassification
+
+        config = self.model_config.hf_config
+        config.num_labels = 1
+        config.classifier_dropout = 0.0
+        dtype = PrecisionType.to_dtype(
+            self.engine_config.model_dtype
+            or ("bf16" if self.engine_config.forward_only else "fp32")
+        )
+        # as verl does: meta tensors on all ranks but the first, unless weights are tied
+        context = get_init_weight_context_manager(
+            use_meta_tensor=not config.tie_word_embeddings, mesh=self.device_mesh
+        )
+        with context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = AutoModelForTokenClassification.from_pretrained(
+                self.model_config.local_path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=_NAME,
+                trust_remote_code=self.model_config.trust_remote_code,
+            )
+        module.to(dtype)
+        if self.model_config.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        return module
+
+    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+        """values, jagged [B, n]."""
+        check_modules(self.module)
+        if self.module.training:
+            check_checkpointing(self.module, self.model_config.hf_config)
+        values = self.module(**packed.model_inputs()).logits  # [1, T, 1]
+        if values.shape != (1, packed.num_tokens, 1):
+            raise UnsupportedError(
+                f"the critic returned {list(values.shape)}, expected a value a token "
+                f"{[1, packed.num_tokens, 1]}"
+            )
+        return {"values": to_jagged(packed.unpack(values[0, :, 0]), micro_batch["input_ids"])}

@@ -1,0 +1,74 @@
+"""What packing saved, and the model FLOPs utilisation (MFU) that counts useful FLOPs.
+
+verl's own `mfu` counts every replicated token as if it had been computed: on packed batches it is
+what an unpacked run would have needed for this speed, and may exceed 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from verl.utils.flops_counter import FlopsCounter
+
+from prefixtree.forest import PrefixForest
+
+
+@dataclass
+class Work:
+    """What a rank computed in one call, summed over its micro-batches.
+
+    Attributes:
+        replicated: tokens of all sequences. packed: distinct ones, padding left out.
+        squares: sum over packed tokens of 2 x depth + 1; n^2 for a lone sequence of n tokens.
+    """
+
+    replicated: int = 0
+    packed: int = 0
+    squares: int = 0
+
+    def add(self, forest: PrefixForest) -> None:
+        """Counts one micro-batch."""
+        first = forest.node_depth.astype(np.int64)
+        last = first + forest.node_length
+        self.replicated += int(forest.sequence_lengths.sum())
+        self.packed += forest.num_tokens
+        self.squares += int((last**2 - first**2).sum())
+
+
+def work_metrics(
+    work: Work, counter: FlopsCounter, seconds: float, forward_only: bool
+) -> dict[str, list[float]]:
+    """verl's metrics of one call on one rank: lists of one number, which verl averages.
+
+    Args:
+        work: what was computed. counter: verl's, for the model.
+        seconds: how long it took. forward_only: without a backward, a third of the FLOPs.
+    """
+    metrics = {
+        "prefixtree/replicated_over_packed": [work.replicated / work.packed],
+        "prefixtree/packed_tokens_per_second": [work.packed / seconds],
+    }
+    mfu = useful_mfu(work, counter, seconds)
+    if mfu is not None:
+        metrics["prefixtree/mfu"] = [mfu / 3 if forward_only else mfu]
+    return metrics
+
+
+def useful_mfu(work: Work, counter: FlopsCounter, seconds: float) -> float | None:
+    """verl's estimate of FLOPs for the distinct tokens alone, over what the device promises.
+
+    verl's formulas are a x tokens + b x sum of n^2 for most models; None where one is not (sliding
+    windows) or verl has none.
+    """
+
+    def flops(length: int) -> float:
+        return counter.estimate_flops([length], 1.0)[0]
+
+    one, many, length = flops(1), flops(4096), 4096
+    b = (many - length * one) / (length * (length - 1))
+    a = one - b
+    if one == 0 or not np.isclose(flops(2 * length), 2 * length * a + (2 * length) ** 2 * b):
+        return None
+    _, promised = counter.estimate_flops([1], 1.0)
+    return (a * work.packed + b * work.squares) / seconds / promised

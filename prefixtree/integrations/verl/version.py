@@ -1,0 +1,25 @@
+"""Which verl these engines extend; imports nothing of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from prefixtree.errors import UnsupportedError
+
+# those that tests/verl passes with: engines change in patch releases too, and a change that went
+# unseen could train on wrong gradients
+VERIFIED = ("0.9.1",)
+
+
+def check_version() -> None:
+    """Refuses a verl whose engines may differ from those that were compared.
+
+    Raises:
+        UnsupportedError: with the versions that do.
+    """
+    installed = importlib.metadata.version("verl")
+    if installed not in VERIFIED:
+        raise UnsupportedError(
+            f"prefixtree.integrations.verl extends the engines of verl {', '.join(VERIFIED)}; this "
+            f"is verl {installed}, whose engines may differ: install verl=={VERIFIED[-1]}"
+        )

@@ -1,0 +1,395 @@
+"""Training runs through verl's TrainingWorker, with verl's own engines or with prefixtree's.
+
+`run` does what verl's trainer does in one step (old log-probabilities, reference, values,
+advantages, updates) and returns everything that came back. It is called in the tests' process for
+one rank and by `rank.py` for two. The data are groups of multi-turn rollouts that branch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from verl.trainer.config import CheckpointConfig
+from verl.trainer.ppo import core_algos
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss, value_loss
+from verl.workers.utils.padding import (
+    response_from_nested,
+    response_to_nested,
+)
+
+VOCABULARY = 96
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,  # logits far from uniform
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    """A tiny model with random weights ("qwen3", "qwen3_moe", "qwen3_tied") and a tokenizer."""
+    if kind == "qwen3_moe":
+        config: Any = Qwen3MoeConfig(**_SIZES, **_EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+    else:
+        config = Qwen3Config(
+            **_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=kind == "qwen3_tied"
+        )
+    torch.manual_seed(0)
+    path = folder / kind
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    words = {f"w{i}": i for i in range(2, VOCABULARY)} | {"<pad>": 0, "<eos>": 1}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")),
+        eos_token="<eos>",
+        pad_token="<pad>",
+    ).save_pretrained(path)
+    return path
+
+
+# ---- data ------------------------------------------------------------------------------------
+
+
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+    """[n] each -> jagged [B, n]."""
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def rollouts(seed: int, groups: int, size: int, shared: bool = True) -> dict[str, list[Any]]:
+    """Groups of `size` rollouts: a prompt, a first answer that some share, a tool's output that
+    is masked, a second answer. Unless `shared`, prompts differ within a group too."""
+    rng = np.random.default_rng(seed)
+
+    def draw(low: int, high: int) -> torch.Tensor:
+        return torch.from_numpy(rng.integers(2, VOCABULARY, rng.integers(low, high)))
+
+    out: dict[str, list[Any]] = {"prompts": [], "responses": [], "response_mask": [], "uid": []}
+    system = draw(4, 9)
+    for group in range(groups):
+        prompt = torch.cat([system, draw(3, 12)])
+        firsts = [(draw(2, 6), draw(1, 5)) for _ in range(2)]
+        for i in range(size):
+            answer, tool = firsts[i % 2]
+            second = draw(1, 7)
+            out["prompts"].append(prompt if shared else draw(5, 20))
+            out["responses"].append(torch.cat([answer, tool, second]))
+            mask = [torch.ones_like(answer), torch.zeros_like(tool), torch.ones_like(second)]
+            out["response_mask"].append(torch.cat(mask))
+            out["uid"].append(f"{seed}-{group}")
+    return out
+
+
+def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
+    """verl's TensorDict of rollouts, jagged; in `extra` tensors and lists are per sample."""
+    pairs = list(zip(rows["prompts"], rows["responses"], strict=True))
+    ids = [torch.cat(pair) for pair in pairs]
+    masks = [
+        torch.cat([torch.zeros_like(p), m])
+        for p, m in zip(rows["prompts"], rows["response_mask"], strict=True)
+    ]
+    tensors = {
+        "prompts": jagged(rows["prompts"]),
+        "responses": jagged(rows["responses"]),
+        "response_mask": jagged(rows["response_mask"]),
+        "input_ids": jagged(ids),
+        "position_ids": jagged([torch.arange(len(i)) for i in ids]),
+        "loss_mask": jagged(masks),
+    }
+    per_sample = {k: v for k, v in extra.items() if isinstance(v, (torch.Tensor, list))}
+    rest = {k: v for k, v in extra.items() if k not in per_sample}
+    tensors |= per_sample
+    return tu.get_tensordict(tensors, rest)
+
+
+# ---- what is compared ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison: everything that both engines are given.
+
+    Attributes:
+        algorithm: "grpo" (reference, KL and entropy loss) or "ppo" (critic, entropy loss).
+        tokens: max_token_len_per_gpu, or None for a fixed size of micro-batches.
+        size: micro_batch_size_per_gpu where tokens is None.
+        temperatures: a temperature a sample, unlike within a group.
+        even: ranks get rollouts alike; otherwise the last one's share nothing.
+        same_steps: both engines make the same micro-batches, so that every metric must agree;
+            otherwise those are left out that verl averages over micro-batches.
+        tolerance: of parameters and metrics.
+    """
+
+    model: str = "qwen3"
+    algorithm: str = "grpo"
+    tokens: int | None = 60
+    size: int = 4
+    checkpointing: bool = True
+    temperatures: bool = False
+    even: bool = True
+    same_steps: bool = False
+    optimizer: str = "SGD"
+    lr: float = 0.1
+    tolerance: float = 1e-5
+    loss_agg_mode: str = "token-mean"
+    engine: dict[str, Any] = field(default_factory=dict)
+    model_options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: dict[str, Settings] = {
+    "grpo": Settings(),
+    "grpo, a temperature a sample": Settings(
+        temperatures=True, loss_agg_mode="seq-mean-token-mean"
+    ),
+    "grpo, one micro-batch": Settings(tokens=10000, same_steps=True, checkpointing=False),
+    "grpo, ranks unlike": Settings(even=False, tokens=50),
+    "grpo, fixed size": Settings(tokens=None, size=2, loss_agg_mode="seq-mean-token-sum"),
+    "grpo, experts": Settings(model="qwen3_moe"),
+    "grpo, padded to buckets": Settings(
+        engine={"pad_to_length": True, "pad_to_length_bucket": 32}, same_steps=True, tokens=10000
+    ),
+    "grpo, gradients reduced every time": Settings(
+        engine={"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
+    ),
+    "grpo, offloaded": Settings(
+        engine={"param_offload": True, "optimizer_offload": True}, optimizer="AdamW", lr=1e-3
+    ),
+    "grpo, offload policy": Settings(engine={"offload_policy": True}),
+    "grpo, lora": Settings(model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0),
+    # Adam divides by the gradient's own size: where that is rounding, so is the step
+    "grpo, AdamW": Settings(optimizer="AdamW", lr=1e-3),
+    "ppo": Settings(algorithm="ppo"),
+    "ppo, fsdp1": Settings(algorithm="ppo", model="qwen3_tied", engine={"strategy": "fsdp"}),
+    "ppo, fsdp1, original parameters": Settings(
+        algorithm="ppo", model="qwen3_tied", engine={"strategy": "fsdp", "use_orig_params": True}
+    ),
+    "ppo, tied": Settings(
+        algorithm="ppo", model="qwen3_tied", tokens=None, size=8, same_steps=True
+    ),
+    "ppo, experts": Settings(algorithm="ppo", model="qwen3_moe", tokens=None, size=4),
+}
+
+
+# ---- workers ---------------------------------------------------------------------------------
+
+
+FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def worker_config(
+    vendor: str,
+    path: Path,
+    settings: Settings,
+    model_type: str = "language_model",
+    forward_only: bool = False,
+) -> TrainingWorkerConfig:
+    """verl's configuration of one worker, for an engine of "stock" or "prefixtree"."""
+    packs = vendor == "prefixtree"
+    model_config = HFModelConfig(
+        path=str(path),
+        **{
+            "external_lib": "prefixtree.integrations.verl" if packs else None,
+            "override_config": {"attn_implementation": "prefixtree" if packs else "sdpa"},
+            "enable_gradient_checkpointing": settings.checkpointing,
+            "use_remove_padding": packs,  # verl's own needs flash-attn for it
+            **settings.model_options,
+        },
+    )
+    options: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "mixed_precision": FULL,
+        "use_torch_compile": False,
+        "forward_only": forward_only,
+        "model_dtype": "fp32",
+        "use_dynamic_bsz": settings.tokens is not None,
+        "max_token_len_per_gpu": settings.tokens,
+        "infer_max_token_len_per_gpu": settings.tokens,
+        "micro_batch_size_per_gpu": settings.size,
+        "infer_micro_batch_size_per_gpu": settings.size,
+        **settings.engine,
+    }
+    optimizer = FSDPOptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        total_training_steps=8,
+    )
+    return TrainingWorkerConfig(
+        model_type=model_type,
+        model_config=model_config,
+        engine_config=FSDPEngineConfig(**options),
+        optimizer_config=optimizer,
+        checkpoint_config=CheckpointConfig(
+            save_contents=["model", "hf_model"], load_contents=["model"]
+        ),
+    )
+
+
+def make_worker(vendor: str, *args: Any, **kwargs: Any) -> TrainingWorker:
+    """verl's TrainingWorker, in this process; arguments as for `worker_config`."""
+    os.environ["VERL_ENGINE_VENDOR"] = vendor
+    torch.manual_seed(7)  # a critic's head is drawn as it is made
+    worker = TrainingWorker(worker_config(vendor, *args, **kwargs))
+    worker.reset()
+    return worker
+
+
+def actor_loss(settings: Settings) -> Any:
+    """verl's PPO loss with KL and entropy as the algorithm wants them."""
+    config = FSDPActorConfig(
+        strategy="fsdp2",
+        rollout_n=4,
+        use_dynamic_bsz=True,
+        use_kl_loss=settings.algorithm == "grpo",
+        kl_loss_coef=0.1,
+        entropy_coeff=0.02,
+        clip_ratio=0.05,  # some ratios are clipped
+        clip_ratio_low=0.05,
+        clip_ratio_high=0.05,
+        loss_agg_mode=settings.loss_agg_mode,
+    )
+    return partial(ppo_loss, config=config)
+
+
+def critic_loss() -> Any:
+    """verl's value loss."""
+    config = FSDPCriticConfig(strategy="fsdp2", use_dynamic_bsz=True, cliprange_value=0.3)
+    return partial(value_loss, config=config)
+
+
+def parameters(worker: TrainingWorker) -> dict[str, torch.Tensor]:
+    """All parameters, whole; with FSDP1 this rank's shards that hold anything."""
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in worker.engine.module.named_parameters()
+        if p.numel()
+    }
+
+
+# ---- a training step -------------------------------------------------------------------------
+
+
+def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int = 1) -> Any:
+    """Old log-probabilities to the fourth update, as verl's trainer goes about it.
+
+    Returns:
+        {"infer": {name: [response values per row]}, "metrics": {name: [one an update]},
+        "parameters": {role: {name: tensor}}, "start": the same before the updates}
+    """
+    path = folder / settings.model
+    shared = settings.even or rank < world - 1
+    rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
+    count = len(rows["uid"])
+    temperature: Any = 0.7
+    if settings.temperatures:
+        temperature = torch.linspace(0.6, 1.4, count)
+    common = {"temperature": temperature, "global_token_num": None}
+
+    actor = make_worker(vendor, path, settings)
+    actor.set_loss_fn(actor_loss(settings))
+    roles = {"actor": actor}
+    infer = {}
+    out = _infer(actor, rows, calculate_entropy=True, **common)
+    infer["old_log_probs"], infer["entropy"] = out["log_probs"], out["entropy"]
+    batch = batch_of(rows, old_log_probs=jagged(infer["old_log_probs"]), **common)
+    if settings.algorithm == "grpo":
+        other = make_worker(vendor, path, settings, forward_only=True)
+        _perturb(other)
+        infer["ref_log_prob"] = _infer(other, rows, **common)["log_probs"]
+        batch["ref_log_prob"] = jagged(infer["ref_log_prob"])
+    else:
+        critic = make_worker(vendor, path, settings, "value_model")
+        critic.set_loss_fn(critic_loss())
+        _perturb(critic)
+        roles["critic"] = critic
+        infer["values"] = _infer(critic, rows, **common)["values"]
+        batch["values"] = jagged(infer["values"])
+    _advantages(batch, rows, settings, 100 * rank)
+    start = {role: parameters(worker) for role, worker in roles.items()}
+    metrics: dict[str, list[Any]] = {}
+    for role, worker in roles.items():
+        # two mini-batches, two epochs
+        data = batch.clone()
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=True,
+            global_batch_size=count * world // 2,
+            mini_batch_size=count * world // 2,
+            epochs=2,
+            seed=3,
+            dataloader_kwargs={"shuffle": False},
+        )
+        out = tu.get(worker.train_mini_batch(data), "metrics")
+        metrics |= {f"{role}: {name}": value for name, value in out.items()}
+    end = {role: parameters(worker) for role, worker in roles.items()}
+    return {"infer": infer, "metrics": metrics, "parameters": end, "start": start}
+
+
+def _infer(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:
+    data = batch_of(rows, compute_loss=False, **extra)
+    out = worker.infer_batch(data)
+    names = [n for n in ("log_probs", "entropy", "values") if n in out]
+    mask = jagged(rows["response_mask"])
+    return {n: [t.clone() for t in response_from_nested(out[n], mask).unbind()] for n in names}
+
+
+def _perturb(worker: TrainingWorker) -> None:
+    """Other weights than the actor's, the same for both engines."""
+    with torch.no_grad():
+        for name, p in sorted(worker.engine.module.named_parameters()):
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            noise = 0.05 * torch.randn(p.shape, generator=generator)
+            if hasattr(p, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                noise = distribute_tensor(noise, p.device_mesh, p.placements)
+            p.add_(noise)
+
+
+def _advantages(batch: Any, rows: dict[str, list[Any]], settings: Settings, seed: int) -> None:
+    mask_nested = batch["response_mask"]
+    mask = mask_nested.to_padded_tensor(0)
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.zeros(mask.shape)
+    last = torch.tensor([len(r) - 1 for r in rows["responses"]])
+    rewards[torch.arange(len(last)), last] = torch.randn(len(last), generator=generator)
+    if settings.algorithm == "grpo":
+        advantages, returns = core_algos.compute_grpo_outcome_advantage(
+            rewards, mask, np.array(rows["uid"])
+        )
+    else:
+        values = batch["values"].to_padded_tensor(0)
+        advantages, returns = core_algos.compute_gae_advantage_return(
+            rewards, values, mask, gamma=0.99, lam=0.95
+        )
+    batch["advantages"] = response_to_nested(advantages, mask_nested)
+    batch["returns"] = response_to_nested(returns, mask_nested)
