@@ -79,10 +79,85 @@ def sdpa_cpu(data: dict[str, Any]) -> str:
     )
 
 
+def compiled(data: dict[str, Any]) -> str:
+    """What the machine code of the Triton kernels says."""
+    rows = []
+    for row in data["rows"]:
+        # of what was not chosen, the main head dim tells enough
+        if not row["chosen"] and row["dims"] != "128x128":
+            continue
+        c, loops = row["config"], row["loops"]
+        limit = f", {c['registers']} registers at most" if c["registers"] else ""
+        shape = f"{c['rows']} x {c['keys']}, {c['warps']} warps, {c['stages']} stages{limit}"
+        steps = [f"{x['issued']} / {x['tensor']}, {x['spills']}" for x in loops]
+        rows.append(
+            [
+                f"**{row['kernel']}**" if row["chosen"] else row["kernel"],
+                row["dims"].replace("x", " / "),
+                shape,
+                str(row["registers"]),
+                f"{row['shared'] / 1024:.0f}",
+                str(row["programs"]),
+                *steps,
+            ]
+        )
+    head = ["kernel", "D / Dv", "rows x keys", "registers", "shared KiB", "programs"]
+    return (
+        f"sm_{data['capability']}, triton {data['triton']}, {data['dtype']}, "
+        f"{data['heads'][0]} / {data['heads'][1]} heads\n\n"
+        + _table([*head, "full tile", "partial tile"], rows)
+    )
+
+
+def micro_batches(data: dict[str, Any]) -> str:
+    """Plans, their bound and what others would compute."""
+    rows = [
+        [
+            row["workload"],
+            f"{row['budget']:,}",
+            str(row["steps"]),
+            f"{row['tokens']:,}",
+            f"{row['bound']:,}",
+            f"{row['over_bound']:.3f}",
+            f"{row['balance']:.3f}",
+            f"{row['naive_over_plan']:.2f}x",
+            f"{row['verl_replicated_over_plan']:.2f}x",
+            f"{row['verl_packed_over_plan']:.2f}x",
+        ]
+        for row in data["plans"]
+    ]
+    head = ["workload", "budget", "steps", "tokens", "bound", "tokens / bound", "heaviest / mean"]
+    head += ["filled in order", "verl's plan", "verl's plan, packed"]
+    return (
+        f"{_made(data['environment'])}; {data['plans'][0]['ranks']} ranks\n\n{_table(head, rows)}"
+    )
+
+
+def verl_balance(data: dict[str, Any]) -> str:
+    """veRL's balancing and ours."""
+    rows = [
+        [
+            f"{row['max_tokens']:,}",
+            row["balancing"],
+            f"{row['tokens']:,}",
+            f"{row['ratio']:.2f}x",
+            f"{min(row['micro_batches'])} to {max(row['micro_batches'])}",
+            f"{row['heaviest_over_mean']:.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = ["budget", "balancing", "tokens", "replicated / computed", "micro-batches a rank"]
+    return (
+        f"{_made(data['environment'])}; {data['sequences']} samples, "
+        f"{data['replicated_tokens']:,} tokens, {data['ranks']} ranks\n\n"
+        + _table([*head, "heaviest / mean rank"], rows)
+    )
+
+
 def main() -> None:
     """Replaces what stands between the page's markers."""
     page = PAGE.read_text()
-    for write in (packing, sdpa_cpu):
+    for write in (packing, sdpa_cpu, compiled, micro_batches, verl_balance):
         name = write.__name__
         text = write(json.loads((HERE / "results" / f"{name}.json").read_text()))
         page, count = re.subn(
