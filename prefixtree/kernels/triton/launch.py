@@ -237,14 +237,7 @@ def forward(
             lse,
             problem.spans(tables),
             problem.position,
-            tables.q_tiles,
-            tables.q_order,
-            tables.k_tiles,
-            tables.q_ptr,
-            tables.q_split,
-            tables.q_runs,
-            tables.partial_ptr,
-            tables.partial_tiles,
+            *_forward_tables(tables),
             *problem.q.stride()[:2],
             *problem.key_strides(),
             q.shape[0],
@@ -414,14 +407,7 @@ def _queries_gradient(
         dq,
         problem.spans(tables),
         problem.position,
-        tables.q_tiles,
-        tables.q_order,
-        tables.k_tiles,
-        tables.q_ptr,
-        tables.q_split,
-        tables.q_runs,
-        tables.partial_ptr,
-        tables.partial_tiles,
+        *_forward_tables(tables),
         *problem.q.stride()[:2],
         *problem.key_strides(),
         *dout.stride()[:2],
@@ -433,6 +419,20 @@ def _queries_gradient(
         HAS_SHARE=len(rows) == 3,
         ROWS_TMA=problem.rows_tma,
         **problem.statics(config),
+    )
+
+
+def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
+    """What the two kernels over query tiles read, in the order of their parameters."""
+    return (
+        tables.q_tiles,
+        tables.q_order,
+        tables.k_tiles,
+        tables.q_ptr,
+        tables.q_split,
+        tables.q_runs,
+        tables.partial_ptr,
+        tables.partial_tiles,
     )
 
 
