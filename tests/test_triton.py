@@ -416,13 +416,26 @@ def test_the_table_answers_every_model(capability: tuple[int, int], dims: tuple[
                 assert choice.heads & (choice.heads - 1) == 0
 
 
-def test_long_runs_are_cut_into_pieces_that_fill_a_gpu() -> None:
-    few, many = (configs.piece_tiles(pairs, 1024, 8, 132) for pairs in (10**6, 10**11))
-    assert few == 32 and many == 1024
-    middle = configs.piece_tiles(300_000_000, 1024, 8, 132)
-    assert middle & (middle - 1) == 0
-    # about 16 pieces a program slot
-    assert 8 <= 300_000_000 / 1024 * 8 / middle / (2 * 132) <= 32
+@pytest.mark.parametrize("pairs", [10**6, 3 * 10**8, 10**11])
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+def test_long_runs_are_cut_into_pieces_that_fill_a_gpu(pairs: int, kv_heads: int) -> None:
+    tiles = configs.piece_tiles(pairs, 1024, kv_heads, 132)
+    assert tiles & (tiles - 1) == 0
+    pieces_a_slot = pairs / 1024 * kv_heads / tiles / (2 * 132)
+    assert pieces_a_slot <= 32
+    assert pieces_a_slot >= 16 or tiles == 32
+
+
+def test_float32_sums_stay_within_their_bound() -> None:
+    """One long prompt under many responses: nearly all work is in cut tiles."""
+    mask = mask_of(PrefixForest.from_parents([-1, *[0] * 200], [6000, *[300] * 200]))
+    for processors in (4, 132):
+        pairs = mask.plan.visible_pairs(0)
+        tiles = configs.piece_tiles(pairs, 16 * 64, 8, processors)
+        tables = mask.tables(pt.TileShape(16, 64, True, tiles))
+        # few multiprocessors are kept busy without cutting anything
+        assert (len(tables.slots) > 0) == (processors == 132)
+        assert tables.num_partials * 8 <= 64 * processors
 
 
 def test_short_nodes_choose_their_own_tiles() -> None:
