@@ -81,6 +81,14 @@ def candidates(kernel: str, frozen: Config, choice: Choice) -> list[Candidate]:
     return list(dict.fromkeys(found))
 
 
+def explicit(text: str) -> Candidate:
+    """A candidate written as for `--shapes`."""
+    numbers = [float(word) for word in text.split(",")]
+    numbers += [0, 0, 1][len(numbers) - 4 :]
+    config = Config(*(int(number) for number in numbers[:5]))
+    return Candidate(config, heads=int(numbers[5]) or None, pieces=numbers[6])
+
+
 @contextmanager
 def using(kernel: str, candidate: Candidate, base: Choice) -> Iterator[None]:
     """Lets launches take the candidate for one kernel."""
@@ -162,6 +170,12 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on node lengths")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        help="these instead of the built-in candidates, each as rows,keys,warps,stages[,registers"
+        "[,heads[,pieces]]]; 0 for the table's heads",
+    )
     parser.add_argument("--most", type=int, default=1000, help="candidates a kernel")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -181,7 +195,10 @@ def main() -> None:
         for kernel in chosen.kernels:
             frozen = problem.configs[KERNELS.index(kernel)]
             want, found = None, []
-            for candidate in candidates(kernel, frozen, problem.choice)[: chosen.most]:
+            tried = candidates(kernel, frozen, problem.choice)
+            if chosen.shapes:
+                tried = [tried[0], *(explicit(shape) for shape in chosen.shapes)]
+            for candidate in tried[: chosen.most]:
                 row, results = measure(bench, kernel, candidate, problem.choice, want)
                 if want is None and results:
                     want = [x.clone() for x in results]

@@ -150,6 +150,8 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
     for name, want in reference.items():
         assert got[name].shape == want.shape, name
         assert torch.isfinite(got[name]).all(), f"{name} is not finite"
+        if want.numel() == 0:
+            continue
         node_of_row = node[rows] if name in ("out", "lse", "dq") else node
         if name == "dsinks":
             node_of_row = np.zeros(1, np.int64)
@@ -157,7 +159,8 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
             (x[name].double() - want).abs().reshape(len(node_of_row), case.heads_of(name), -1)
             for x in (got, baseline)
         )
-        slack = eps * float(want.abs().max())
+        # beside what is zero but for the rounding of float32, as dq where a token sees itself alone
+        slack = eps * float(want.abs().max()) + 2**-20
         worst, allowed = (_max_by(x.amax(2), node_of_row) for x in (ours_error, eager_error))
         limit = 2 * allowed + 2 * slack
         for at in np.argwhere(worst > limit)[:1]:
@@ -165,6 +168,8 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
                 f"{name}: {(worst > limit).sum()} of {worst.size} (node x head) over the limit, "
                 f"first {at}: {worst[tuple(at)]:.2e} > {limit[tuple(at)]:.2e}"
             )
+        if name == "dsinks":
+            continue  # a mean of a few numbers says nothing
         mean, mean_eager = (x.mean((0, 2)) for x in (ours_error, eager_error))
         assert (mean <= 1.2 * mean_eager + 0.1 * slack).all(), (
             f"{name}: mean error {mean.tolist()} a head, eager's {mean_eager.tolist()}"

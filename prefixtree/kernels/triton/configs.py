@@ -80,36 +80,36 @@ def _both(config: Config) -> Pair:
     return config, config
 
 
-# Hopper, by padded head dims (D, Dv). Compiled: the unmasked loops spill less than 3 % of their
-# instructions but where said; in brackets the programs a multiprocessor holds: forward, keys,
-# queries.
+# Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/tune.py unless said; ms
+# are of one kernel, 32 / 8 heads, bf16 (docs/performance.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
-    # [3, 2, 3] 168 registers let a third program in and cost nothing
+    # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
+    # (7.5 with 2)
     (64, 64): (
-        _both(Config(64, 64, 4, 2, registers=168)),
-        _both(Config(64, 64, 4, 2)),
-        _both(Config(64, 64, 4, 2, registers=168)),
+        _both(Config(128, 64, 4, 3)),
+        _both(Config(64, 64, 4, 3, registers=168)),
+        _both(Config(64, 64, 4, 3, registers=168)),
     ),
-    # [3, 2, 2] one warpgroup a program: softmax of one program runs under the products of another.
-    # Instructions issued a scheduler against tensor core cycles of an inner step: 351 / 512,
-    # 464 / 1024, 299 / 768. Two warpgroups a program leave room for one program only.
+    # Forward: one warpgroup a program, three programs a multiprocessor, which 168 registers let in
+    # (10.5, against 14.5 with two); on long nodes two warpgroups over 128 keys (documents 10.3,
+    # against 11.4). Keys: two warpgroups over 128 keys, everywhere (documents 16.8, against 19.2
+    # for one over 64). Queries: a third stage (caterpillar 24: 13.7, against 16.6).
     (128, 128): (
-        _both(Config(64, 64, 4, 2, registers=168)),
-        _both(Config(64, 64, 4, 2)),
-        _both(Config(64, 64, 4, 2)),
+        (Config(128, 128, 8, 3), Config(64, 64, 4, 2, registers=168)),
+        _both(Config(64, 128, 8, 3)),
+        _both(Config(64, 64, 4, 3)),
     ),
-    # [2, 2, 1] 32 rows for dK and dV: with 64 they spill 8 % of the loop. dQ spills 4 % of it, but
-    # 64 rows between two warpgroups would keep the tensor cores busy 1.6 times as long
+    # not measured; compiled: 32 rows for dK and dV, since 64 spill 8 % of the loop
     (256, 128): (
         _both(Config(64, 64, 4, 2)),
         _both(Config(32, 64, 4, 2)),
         _both(Config(128, 64, 8, 2)),
     ),
-    # [1, 1, 1] 32 rows between two warpgroups for dK and dV: one warpgroup spills 16 %. dQ spills
-    # 7 %, and again 64 rows would cost 1.7 times the tensor time
+    # caterpillar 24: forward 24.6, keys 68.8 (82.4 with 2 stages, 130 for one warpgroup, which
+    # spills), queries 37.5 (47 for 32 keys)
     (256, 256): (
         _both(Config(128, 64, 8, 2)),
-        _both(Config(32, 64, 8, 2)),
+        _both(Config(32, 64, 8, 3)),
         _both(Config(128, 64, 8, 2)),
     ),
 }
