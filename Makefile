@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl families lint types images clean
+.PHONY: demo test test-transformers test-trl test-verl test-flash families lint types images clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -67,6 +67,24 @@ test-verl: .venvs/verl-$(VERL)/.ready
 	  "$$(.venvs/verl-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/verl-$*/bin/python -m pip install --quiet --disable-pip-version-check "verl==$*" \
 	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
+	@touch $@
+
+# the flash backend, compiled for sm_90 without a GPU; one process, as a compiler takes a core
+FLASH ?= 4.0.0b36
+test-flash: .venvs/fa4-$(FLASH)/.ready
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n 0 tests/flash $(ARGS)
+
+# torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
+# ptxas comes with the CuTe DSL, the disassembler is for whoever looks
+.venvs/fa4-%/.ready: $(READY)
+	@echo "setting up .venvs/fa4-$*"
+	@$(PYTHON) -m venv .venvs/fa4-$*
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/fa4-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/fa4-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "nvidia-cutlass-dsl[cu13]==4.8.1" einops apache-tvm-ffi torch-c-dlpack-ext nvidia-cuda-nvdisasm
+	@.venvs/fa4-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  quack-kernels==0.6.5 "flash-attn-4==$*"
 	@touch $@
 
 lint: $(READY)

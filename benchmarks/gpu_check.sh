@@ -18,21 +18,28 @@
 #   3. peers_a    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6, most of it compiling
 #   4. peers_b    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6
 #   5. sanitize   .gpu/commit .gpu/site.tar.xz              3 to 9; Firecracker only, not under gVisor
+#   6. depth      .gpu/commit .gpu/site.tar.xz              2 to 4
+#   7. layer      .gpu/commit .gpu/site.tar.xz              6 to 9; two calls: LAYER_ARGS="--prompts ..."
+#   8. model      .gpu/data .gpu/commit .gpu/site.tar.xz    7 to 9 of 8 layers; MODEL_ARGS="--layers 36 ..."
+#   9. memory     .gpu/commit .gpu/site.tar.xz              2 to 4
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu/bench", ".gpu/data", ".gpu/fa4.tar.xz"])
 #
 # `tune` (carry as for attention) comes before all of them where choices are still open; `peers_all`
 # (carry as for peers_a) times replicated batches on every workload too, which no target asks for.
+# Steps 6 to 9 run flash-attn-4 as well where a warm machine still has what peers_a unpacked, and
+# skip that side, said so in their JSON, where it has not.
 # Then here, with the files that came back:
 #
 #   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
+#   python benchmarks/depth.py --read depth.json --plot depth.png     (layer, model, memory likewise)
 #
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
 # last lines say which failed, and the exit code is 1 then. Variables: BACKEND (triton),
-# PYTEST_ARGS, ATTENTION_ARGS and TUNE_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED
-# (/tmp) and SHARED (../shared) are folders.
+# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS add to a
+# step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -87,7 +94,7 @@ pack() {
     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
     --platform manylinux2014_x86_64 -d "$work/whl" \
     numba==0.68.1 llvmlite==0.50.0 pytest pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis \
-    sortedcontainers typer click shellingham rich markdown-it-py mdurl annotated-doc
+    sortedcontainers typer click shellingham rich markdown-it-py mdurl annotated-doc prefix-grouper
   # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py it is found
   python3 -m pip download -q --no-deps -d "$work" einops
   python3 -m zipfile -e "$work"/einops-*.whl "$files/bench"
@@ -155,6 +162,27 @@ tune() {
   limited tune 570 python3 benchmarks/tune.py --out "$out/tune.json" ${TUNE_ARGS:-}
 }
 
+# suite NAME SECONDS ARGUMENT...: one of the suite's benchmarks; plots are drawn where matplotlib is
+suite() {
+  local name=$1 limit=$2
+  shift 2
+  ours "$name" || return
+  # behind our own: flash-attn-4's archive has packages of its own
+  [[ ! -f $fa4/.unpacked ]] || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages:$PWD/$files/bench
+  limited "$name" "$limit" python3 "benchmarks/$name.py" --backend "${BACKEND:-triton}" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@"
+}
+
+depth() { suite depth 560 ${DEPTH_ARGS:-}; }
+
+layer() { suite layer 575 ${LAYER_ARGS:-}; }
+
+model() {
+  suite model 575 --layers 8 4 --repeats 2 --rollouts "$rollouts" --profile "$out/profile.txt" ${MODEL_ARGS:-}
+}
+
+memory() { suite memory 560 ${MEMORY_ARGS:-}; }
+
 sanitize() {
   ours sanitize && cuda sanitize || return
   local tool sanitizer
@@ -171,7 +199,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -2,7 +2,7 @@
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.kernels.attention import tree_attention
+from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import BlockTables, MaskStats, TileShape, TreeMask
 from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
@@ -20,6 +20,7 @@ __all__ = [
     "TileShape",
     "TreeMask",
     "UnsupportedError",
+    "explain",
     "pack",
     "plan_micro_batches",
     "tree_attention",

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# frameworks with environments of their own: make test-trl, make test-verl
-collect_ignore = ["trl_adapter", "verl"]
+# what has an environment of its own: make test-trl, make test-verl, make test-flash
+collect_ignore = ["trl_adapter", "verl", "flash"]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined
 if not torch.cuda.is_available():

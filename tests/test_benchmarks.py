@@ -242,6 +242,7 @@ def test_cuda_is_timed_by_events_and_by_peaks(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 30)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: log.append("reset"))
     median, times = attention.median_ms(step, torch.device("cuda"), repeats=3, warm_ups=2)
     assert (median, times) == (5.0, [3.0, 5.0, 7.0])

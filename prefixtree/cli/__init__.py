@@ -1,4 +1,4 @@
-"""The command line: `prefixtree report | verify | demo`.
+"""The command line: `prefixtree report | verify | demo | bench`.
 
 This module holds the options and their help; each command's work is in its own module, imported
 when it runs, so that `--help` and `report` answer without transformers.
@@ -100,6 +100,7 @@ def _top(
         prefixtree demo
         prefixtree report rollouts.jsonl.gz --per-turn
         prefixtree verify --model path/to/model rollouts.jsonl.gz --limit 16
+        prefixtree bench rollouts.jsonl.gz --per-turn
 
     Exit codes: 0 ok, 1 a check is red, 2 unusable input or options.
     """
@@ -314,6 +315,85 @@ def _demo(
         print_json(facts)
     else:
         show(facts, trees[0], out())
+    raise typer.Exit(0 if facts["passed"] else 1)
+
+
+@app.command("bench")
+def _bench(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="Rollouts as for report; without one a full tree is made up.",
+            show_default=False,
+        ),
+    ] = None,
+    per_turn: _PerTurn = False,
+    tokenizer: _Tokenizer = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Take the first N sequences (after --per-turn).")
+    ] = None,
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="Take the rollouts of the first N groups.")
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, help="Of the tree, in nodes.")] = 4,
+    branching: Annotated[int, typer.Option(min=2, help="Of the tree.")] = 4,
+    node: Annotated[int, typer.Option(min=1, help="Of the tree: tokens a node.")] = 64,
+    heads: Annotated[
+        tuple[int, int],
+        typer.Option(metavar="H HK", help="Query and kv heads; unless said 32 8, on a CPU 8 2."),
+    ] = (0, 0),
+    head_dim: Annotated[
+        int, typer.Option(help="Of queries, keys and values; unless said 128, on a CPU 64.")
+    ] = 0,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="auto is bfloat16, on a CPU float32."),
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="A torch device; auto is cuda where there is one.")
+    ] = "auto",
+    backend: Annotated[str, typer.Option(help="Of tree_attention.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are shown.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of queries, keys, values and gradients.")] = 0,
+    strict: _Strict = False,
+    as_json: _AsJson = False,
+) -> None:
+    """How much faster attention over the packed rollouts is on this machine.
+
+    One layer's attention, forward and backward, of every sequence as trainers run
+    it (FA2 over variable lengths on a GPU, torch's SDPA on a CPU) and of the packed
+    forest. Results and gradients are compared first; red shows no times.
+
+        prefixtree bench
+        prefixtree bench rollouts.jsonl.gz --per-turn --tasks 2
+        prefixtree bench --depth 6 --branching 2 --node 1024 --device cuda
+
+    Exits with 1 when the two differ.
+    """
+    from prefixtree.cli.bench import Setting, bench, show, synthetic
+    from prefixtree.cli.console import out, print_json
+    from prefixtree.forest import PrefixForest
+
+    source = f"a tree of {depth} levels, {branching} children a node, {node} tokens each"
+    left_out = 0
+    if file is None:
+        if per_turn or limit is not None or tasks is not None or tokenizer is not None:
+            raise InputError("--per-turn, --limit, --tasks and --tokenizer choose from a FILE")
+        forest = synthetic(depth, branching, node)
+    else:
+        rollouts = _read(file, per_turn, strict, _chat_tokenizer(tokenizer))
+        rollouts = rollouts if tasks is None else rollouts.first_groups(tasks)
+        rollouts = rollouts if limit is None else rollouts.first(limit)
+        forest = PrefixForest.from_sequences(rollouts.sequences)
+        source, left_out = rollouts.source, len(rollouts.problems)
+    if heads != (0, 0) and (min(heads) < 1 or heads[0] % heads[1]):
+        raise InputError(f"--heads {heads[0]} {heads[1]}: query heads are a multiple of kv heads")
+    facts = bench(forest, Setting(device, dtype, *heads, head_dim, backend, repeats, seed))
+    if as_json:
+        print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
+    else:
+        show(facts, source, out())
     raise typer.Exit(0 if facts["passed"] else 1)
 
 

@@ -5,19 +5,16 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import sdpa
+from prefixtree.kernels.choice import check_name, choose, module_of
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
 from prefixtree.packing.mask import MaskPlan, TreeMask, check_window, plan_of
-
-BACKENDS = ("auto", "reference", "sdpa", "triton")
 
 
 @overload
@@ -77,8 +74,9 @@ def tree_attention(
         softcap: c in c tanh(scale q k^T / c), before the mask.
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
         deterministic: bitwise repeatable gradients; the mask's own option unless True.
-        backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "reference" (dense,
-            T x T memory), or "auto": triton where it can serve the call, sdpa elsewhere. The mask's
+        backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
+            on Hopper; refused until it is verified), "reference" (dense, T x T memory), or "auto":
+            triton where it can serve the call, sdpa elsewhere (`explain` says which). The mask's
             own option unless another than "auto".
         return_lse: return lse as well.
 
@@ -93,10 +91,7 @@ def tree_attention(
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
     deterministic = deterministic or mask.deterministic
     backend = mask.backend if backend == "auto" else backend
-    if backend not in BACKENDS:
-        raise UnsupportedError(
-            f"backend {backend!r} does not exist in this version; use one of {', '.join(BACKENDS)}"
-        )
+    check_name(backend)
     if backend == "reference":
         visible = mask.dense(window or None)
         out, lse = dense_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -107,22 +102,54 @@ def tree_attention(
     return (out, lse) if return_lse else out
 
 
+def explain(
+    mask: TreeMask,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> str:
+    """Which backend `tree_attention` would run for these arguments and why, in a sentence.
+
+    Args:
+        q, k, v: as for `tree_attention`; all of them or none, which stands for half precision
+            (float32 on a CPU) with head dims of 128 on the mask's device.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, as in `tree_attention`.
+    """
+    if q is None or k is None or v is None:
+        if not (q is None and k is None and v is None):
+            raise ValueError("explain takes q, k and v together, or none of them")
+        dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float32
+        row = torch.empty(1, 1, 128, dtype=dtype, device=mask.device)
+        q = row.expand(mask.num_queries, 1, 128)
+        k = v = row.expand(mask.num_tokens, 1, 128)
+    scale, _, _ = _check(q, k, v, mask, scale, window, softcap, sinks)
+    backend = mask.backend if backend == "auto" else backend
+    try:
+        chosen = choose(backend, q, k, v, scale, mask.plan, deterministic or mask.deterministic)
+    except UnsupportedError as error:
+        return f"tree_attention would refuse: {error}."
+    return f"tree_attention would run {chosen.backend!r}: {chosen.reason}."
+
+
 def _backend(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    plan: MaskPlan | None = None,
+    deterministic: bool = False,
 ) -> ModuleType:
     """The module that serves a call; the same for a backward as for its forward."""
-    if name == "sdpa" or (name == "auto" and (not q.is_cuda or not find_spec("triton"))):
-        return sdpa
-    if name == "triton" and not find_spec("triton"):
-        raise UnsupportedError("backend 'triton' needs the package triton; use backend='sdpa'")
-    from prefixtree.kernels.triton import launch
-
-    reason = launch.refusal(q, k, v, scale)
-    if reason is None:
-        return launch
-    if name == "triton":
-        raise UnsupportedError(f"backend 'triton': {reason}; use backend='sdpa'")
-    return sdpa
+    return module_of(choose(name, q, k, v, scale, plan, deterministic).backend)
 
 
 def _check(
@@ -202,7 +229,8 @@ def _tree_attention(
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
     with _as_given(q):
-        return _backend(backend, q, k, v, scale).forward(q, k, v, sinks, plan, options)
+        module = _backend(backend, q, k, v, scale, plan, deterministic)
+        return module.forward(q, k, v, sinks, plan, options)
 
 
 @_tree_attention.register_fake
@@ -232,9 +260,8 @@ def _tree_attention_backward(
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
     with _as_given(q):
-        dq, dk, dv, dsinks = _backend(backend, q, k, v, scale).backward(
-            dout, dlse, q, k, v, sinks, out, lse, plan, options
-        )
+        module = _backend(backend, q, k, v, scale, plan, deterministic)
+        dq, dk, dv, dsinks = module.backward(dout, dlse, q, k, v, sinks, out, lse, plan, options)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

@@ -1,0 +1,290 @@
+"""Forest depth against FA2 replication: what attention over a tree gains, and what bounds it.
+
+    python benchmarks/depth.py --out depth.json --plot depth.png           # on a GPU
+    python benchmarks/depth.py --device cpu --scale 0.02 --repeats 1       # every code path
+
+Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Two sweeps:
+
+    depth      128 sequences of 4,096 tokens, whatever the depth: one tree of 1 to 8 levels of
+               equally long nodes; 1 shares nothing
+    branching  2, 4 or 8 children a node (so 7, 4 or 3 levels above 64 leaves) with nodes of 64 to
+               2,048 tokens, in as many trees as give about 524,288 replicated tokens
+
+The packed side is held against float64 first (`checks.py`), the replicated side against the packed
+one; red prints no times. The FLOP bound is the ratio of visible pairs, which are all that attention
+computes; efficiency is the speed-up over it. It passes 1 where our kernels do a pair faster than
+FA2: so the replicated batch also runs through our own backend, and `own_efficiency` is that time
+over the packed one, again over the bound: what the tree costs the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attention import size
+from checks import NAMES, check
+from plots import COLOURS, LABELS, figure, line, name, save, ticks
+from replicated import missing, pairs, peer
+from rich.table import Table
+from suite import GIB, Report, Row, measure, number, parse, parser, verdict
+from workloads import forest_of, full
+
+from prefixtree import PrefixForest, tree_attention
+from prefixtree.cli.bench import LIMITS, Replication, Setting
+
+PATH, TOKENS = 4096, 524_288
+# children a node, level by level: always 128 leaves, in an order in which the bound grows
+FORKS = {
+    1: [],
+    2: [128],
+    3: [16, 8],
+    4: [8, 4, 4],
+    5: [4, 2, 8, 2],
+    6: [4, 4, 2, 2, 2],
+    7: [4, 2, 2, 2, 2, 2],
+    8: [2] * 7,
+}
+BRANCHINGS = {2: 6, 4: 3, 8: 2}
+NODES = (64, 128, 256, 512, 1024, 2048)
+
+
+def depth_forest(depth: int, scale: float) -> PrefixForest:
+    """128 leaves below `depth` levels; paths are equally long up to rounding."""
+    if depth == 1:
+        return forest_of([(max(1, round(PATH * scale)), [])] * 128)
+    length = max(1, round(PATH * scale / depth))
+    return forest_of(full([length] * depth, FORKS[depth]))
+
+
+def branching_forest(branching: int, node: int, scale: float) -> PrefixForest:
+    """Full trees of 64 leaves."""
+    forks = BRANCHINGS[branching]
+    levels = forks + 1
+    count = max(1, round(TOKENS / (branching**forks * levels * node)))
+    length = max(1, round(node * scale))
+    count = count if scale >= 0.5 else min(count, 2)
+    tree = full([length] * levels, [branching] * forks)
+    return forest_of(tree * count)
+
+
+def run_case(forest: PrefixForest, options: argparse.Namespace, own: dict[Row, Row]) -> Row:
+    """Checks, then times, of one forest; `own` keeps what was measured of equal batches."""
+    heads = (*options.heads, options.head_dim)
+    setting = Setting(options.device, options.dtype, *heads, options.backend)
+    sides = Replication(forest, setting)
+    lengths = forest.sequence_lengths.tolist()
+    bound = sum(n * (n + 1) // 2 for n in lengths) / pairs(forest)
+    row: Row = {
+        "replicated": forest.num_replicated_tokens,
+        "distinct": forest.num_tokens,
+        "sequences": forest.num_sequences,
+        "nodes": forest.num_nodes,
+        "bound": bound,
+        "replicated_by": sides.name,
+    }
+
+    inputs = [x.detach().requires_grad_() for x in sides.inputs]
+    mask = sides.packed.mask
+    out, lse = tree_attention(*inputs, mask, backend=options.backend, return_lse=True)
+    gradients = torch.autograd.grad(out, inputs, sides.dout)
+    got = dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+    del out, lse, gradients
+    with torch.no_grad():
+        verdicts = check(*sides.inputs, sides.dout, got, forest, options.check_heads)
+    del got
+    row["check"] = {v.name: {"worst": v.worst, "mean": v.mean} for v in verdicts}
+    row["red"] = [v.name for v in verdicts if v.is_red]
+    if row["red"]:
+        return row
+    row["replicated_check"] = {}
+    green = []
+    for side in options.sides:
+        try:
+            sides.pieces = pieces_of(side, sides, options)
+            row["replicated_check"][side] = found = sides.check()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            # a peer that cannot run does not take the others with it
+            row["red"].append(f"{side}: {type(problem).__name__}: {problem}"[:200])
+            continue
+        wrong = [name for name, gap in found.items() if not gap <= LIMITS[options.dtype]]
+        row["red"] += [f"{side} {name}" for name in wrong]
+        green += [] if wrong else [side]
+
+    def packed() -> object:
+        result = tree_attention(*inputs, mask, backend=options.backend)
+        return torch.autograd.grad(result, inputs, sides.dout)
+
+    row["held_bytes"] = size(*inputs, sides.dout)
+    row["times"] = times = {"packed": measure(packed, options)}
+    for side in green:
+        key = (side, *lengths)
+        # the depth sweep replicates to the same batch again and again
+        if key not in own:
+            sides.pieces = pieces_of(side, sides, options)
+            own[key] = replicated_times(sides, options)
+        times[side] = own[key]
+    row["speedup"] = {side: times[side]["ms"] / times["packed"]["ms"] for side in green}
+    row["efficiency"] = {side: row["speedup"][side] / bound for side in green}
+    return row
+
+
+def pieces_of(side: str, sides: Replication, options: argparse.Namespace) -> list[Any]:
+    """`Replication.pieces` with another's attention."""
+    lengths = iter(sides.packed.forest.sequence_lengths.tolist())
+    out = []
+    for rows, _ in sides.pieces:
+        some: list[int] = []
+        while sum(some) < len(rows):
+            some.append(next(lengths))
+        dtype = getattr(torch, options.dtype)
+        out.append((rows, (side, peer(side, some, sides.device, dtype, options.backend))))
+    return out
+
+
+def replicated_times(sides: Replication, options: argparse.Namespace) -> Row:
+    """Of all pieces, summed; the peak is the whole batch's: the pieces' inputs and results."""
+    total: Row = {"ms": 0.0, "peak_bytes": 0, "held_bytes": 0}
+    for rows, (_, attend) in sides.pieces:
+        inputs = [x[rows].requires_grad_() for x in sides.inputs]
+        dout = sides.upstream[rows]
+
+        def run(attend: Any = attend, inputs: Any = inputs, dout: Any = dout) -> object:
+            return torch.autograd.grad(attend(*inputs), inputs, dout)
+
+        piece = measure(run, options)
+        total["ms"] += piece["ms"]
+        total["peak_bytes"] += piece["peak_bytes"] or 0
+        total["held_bytes"] += size(*inputs, dout)
+    return total
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def memory(row: Row, side: str) -> float:
+    """GiB at the peak, inputs counted."""
+    times = row["times"][side]
+    return (times["peak_bytes"] + times.get("held_bytes", row["held_bytes"])) / GIB
+
+
+def table(rows: list[Row], sides: Sequence[str]) -> Table:
+    """A line a case."""
+    out = Table(box=None, pad_edge=False)
+    for column in ("case", "distinct", "replicated", "packed ms"):
+        out.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    for side in sides:
+        for what in ("ms", "speed-up", "of bound"):
+            out.add_column(f"{side} {what}", justify="right", no_wrap=True)
+    for column in ("bound", "GiB packed", "replicated", ""):
+        out.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row["case"], number(row, "distinct", ",d"), number(row, "replicated", ",d")]
+        if "times" not in row:
+            out.add_row(*cells, verdict(row))
+            continue
+        cells.append(f"{row['times']['packed']['ms']:.2f}")
+        for side in sides:
+            cells.append(number(row["times"].get(side, {}), "ms", ".2f"))
+            cells += [number(row["speedup"], side, ".2f"), number(row["efficiency"], side, ".2f")]
+        cells += [f"{row['bound']:.2f}x", f"{memory(row, 'packed'):.2f}"]
+        other = f"{memory(row, sides[0]):.2f}" if sides[0] in row["times"] else ""
+        out.add_row(*cells, other, verdict(row)[:40])
+    return out
+
+
+def plot(report: Report, sides: Sequence[str]) -> None:
+    """Speed-up and memory against depth, speed-up and efficiency against node length."""
+    rows = [row for row in report.rows if sides[0] in row.get("times", {})]
+    fig, axes = figure(2, f"attention forward + backward over a forest, {report.where}", rows=2)
+    deep = [row for row in rows if row["sweep"] == "depth"]
+    x = [row["depth"] for row in deep]
+    line(axes[0], "bound", x, [row["bound"] for row in deep])
+    for side in sides:
+        label = f"over {LABELS[side]}"
+        line(axes[0], side, x, [row["speedup"].get(side) for row in deep], label=label)
+    name(axes[0], "levels of the tree", "speed-up", "same replicated batch, deeper trees")
+    line(axes[1], "packed", x, [memory(row, "packed") for row in deep])
+    line(axes[1], sides[0], x, [memory(row, sides[0]) for row in deep])
+    name(axes[1], "levels of the tree", "peak memory, GiB", "inputs, results and gradients")
+    shades = {2: "#a1dab4", 4: "#41b6c4", 8: "#225ea8"}
+    for axis, key in ((axes[2], "speedup"), (axes[3], "efficiency")):
+        for branching, colour in shades.items():
+            some = [row for row in rows if row.get("branching") == branching]
+            y = [row[key][sides[0]] for row in some]
+            x = [row["node"] for row in some]
+            line(axis, f"{branching} children", x, y, color=colour)
+            if key == "speedup":
+                bound = [row["bound"] for row in some]
+                axis.plot(x, bound, linestyle="--", color=colour, linewidth=1)
+        axis.set_xscale("log", base=2)
+        ticks(axis, NODES)
+    axes[3].axhline(1, color=COLOURS["bound"], linewidth=1, linestyle="--")
+    title = f"speed-up over {LABELS[sides[0]]}; dashed: FLOP bound"
+    name(axes[2], "tokens a node", "speed-up", title)
+    name(axes[3], "tokens a node", "speed-up / bound", "efficiency", legend=False)
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+    save(fig, report.options.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every case was green."""
+    what = parser(__doc__)
+    what.add_argument("--heads", nargs=2, type=int, default=(32, 8), metavar=("H", "HK"))
+    what.add_argument("--head-dim", type=int, default=128)
+    what.add_argument("--check-heads", type=int, default=1, help="kv heads held against float64")
+    what.add_argument("--sides", nargs="+", default=["fa2", "fa4", "own"])
+    what.add_argument("--depths", nargs="*", type=int, default=list(FORKS), choices=list(FORKS))
+    what.add_argument("--nodes", nargs="*", type=int, default=list(NODES))
+    options = parse(what, arguments)
+    if options.is_tiny:
+        options.heads, options.head_dim = (4, 2), 32
+    if options.read is not None:
+        return finish(Report.read(options))
+    options.skipped = [s for s in options.sides if missing(s, options.device)]
+    options.sides = [s for s in options.sides if s not in options.skipped]
+    report, own = Report(options, sides=options.sides), {}
+    cases = [
+        ({"case": f"depth {d}", "sweep": "depth", "depth": d}, depth_forest(d, options.scale))
+        for d in options.depths
+    ]
+    for branching, forks in BRANCHINGS.items():
+        for node in options.nodes:
+            case = {"case": f"{branching} children x {node}", "sweep": "branching"}
+            case |= {"branching": branching, "node": node, "depth": forks + 1}
+            cases.append((case, branching_forest(branching, node, options.scale)))
+    for case, forest in cases:
+        row = report.attempt(case, lambda forest=forest: run_case(forest, options, own))
+        side = options.sides[0]
+        if side in row.get("times", {}):
+            reached = f"{row['speedup'][side]:.2f}x over {side}, bound {row['bound']:.2f}x"
+            print(f"{row['case']}: {reached}", flush=True)
+        else:
+            print(f"{row['case']}: {verdict(row)}", flush=True)
+    return finish(report)
+
+
+def finish(report: Report) -> int:
+    """Draws, prints; the exit code."""
+    sides = report.facts["sides"]
+    if report.options.plot is not None and any(
+        sides[0] in row.get("times", {}) for row in report.rows
+    ):
+        plot(report, sides)
+    # geometric mean, for one number to watch
+    found = [row.get("efficiency", {}).get(sides[0]) for row in report.rows]
+    done = [value for value in found if value is not None]
+    if done:
+        report.facts["mean_efficiency"] = math.exp(sum(map(math.log, done)) / len(done))
+    return report.finish(table(report.rows, sides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

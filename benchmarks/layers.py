@@ -1,0 +1,249 @@
+"""Random-weight Qwen3-8B layers and models, FLOPs, and the check that every side must pass first.
+
+Legend: T packed tokens, R replicated tokens, P prompt tokens, N responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from replicated import attending, chains, in_pieces
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree.cli.bench import Attention
+from prefixtree.cli.compare import (
+    Run,
+    gradient_differences,
+    run_packed,
+    run_replicated,
+    worst_difference,
+)
+from prefixtree.cli.verify import random_objective
+from prefixtree.packing.cost_model import CostModel
+
+# R of the paper's tables
+RESPONSES = (131, 2048)
+# queries and keys times this: their scores spread as trained ones do, and attention shows in the
+# output at any length
+SHARPNESS = 1.5
+
+
+def config(layers: int, is_tiny: bool, vocabulary: int | None = None) -> Qwen3Config:
+    """Qwen3-8B's shapes, or some that a CPU runs in no time."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 262_144,
+        "tie_word_embeddings": False,
+    }
+    if is_tiny:
+        sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
+    if vocabulary is not None:
+        sizes["vocab_size"] = min(vocabulary, sizes["vocab_size"])
+    return Qwen3Config(num_hidden_layers=layers, attn_implementation="prefixtree", **sizes)
+
+
+def model_of(
+    shape: Qwen3Config, device: str, dtype: str, attention: str = "prefixtree", seed: int = 0
+) -> Any:
+    """A model of random weights; equal ones for an equal seed and dtype on one device."""
+    torch.manual_seed(seed)
+    # a small model with the usual 0.02 attends uniformly, where a wrong mask would hardly show
+    shape.initializer_range = max(0.02, shape.hidden_size**-0.5)
+    with torch.device(device):
+        out = AutoModelForCausalLM.from_config(
+            shape, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+    sharpen(out)
+    return out
+
+
+def sharpen(module: torch.nn.Module) -> None:
+    """Sets the norms of queries and keys to SHARPNESS."""
+    for name, weight in module.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.constant_(weight, SHARPNESS)
+
+
+def checkpointed(model: Any) -> Any:
+    """In training mode, with every layer recomputed in the backward."""
+    model.train()
+    options = {"use_reentrant": False}
+    # renamed in transformers 5.23, where the old name warns
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    return model
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is computed in one forward.
+
+    Attributes:
+        sequences: token ids.
+        masks: bool, what is scored.
+        forest: of the sequences.
+    """
+
+    sequences: list[np.ndarray]
+    masks: list[np.ndarray]
+    forest: PrefixForest
+
+    @classmethod
+    def of(cls, sequences: list[np.ndarray], masks: list[np.ndarray]) -> Batch:
+        """With their forest."""
+        return cls(sequences, masks, PrefixForest.from_sequences(sequences))
+
+    def packed(self, side: str, device: str) -> PackedForest:
+        """As the side's forest: the tree, or a chain a sequence."""
+        forest = self.forest if side == "packed" else chains(self.forest)
+        return pack(forest).to(device)
+
+
+def attention_of(side: str, forest: PrefixForest, device: str, dtype: str) -> Attention | None:
+    """What `attending` takes for a side; None where the tree mask itself says what to do."""
+    if side in ("packed", "own"):
+        return None
+    lengths = forest.sequence_lengths.tolist()
+    return in_pieces(side, lengths, torch.device(device), getattr(torch, dtype))
+
+
+def prompt_batch(prompt: int, responses: Sequence[int], vocabulary: int, seed: int = 0) -> Batch:
+    """One prompt and its responses, which alone are scored."""
+    rng = np.random.default_rng(seed)
+    # responses differ in their first token, as far as there are tokens
+    shared = rng.integers(0, vocabulary, prompt)
+    first = rng.permutation(vocabulary)[: len(responses)]
+    sequences, masks = [], []
+    for i, length in enumerate(responses):
+        own = rng.integers(0, vocabulary, length)
+        own[0] = first[i % len(first)]
+        sequences.append(np.concatenate([shared, own]))
+        masks.append(np.arange(prompt + length) >= prompt)
+    return Batch.of(sequences, masks)
+
+
+def response_lengths(count: int, scale: float, seed: int = 0) -> list[int]:
+    """R, uniform in 131 to 2,048; the first n of more are the same n."""
+    rng = np.random.default_rng(seed)
+    low, high = RESPONSES
+    return np.maximum(1, rng.integers(low, high + 1, count) * scale).astype(int).tolist()
+
+
+# ---- FLOPs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one forward, by what they are spent on; see `prefixtree.cli.estimate` for the formulas."""
+
+    linear: float
+    attention: float
+    head: float
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.linear + other.linear, self.attention + other.attention, self.head + other.head
+        )
+
+    def total(self, linear: float, attention: float, head: float) -> float:
+        """With the number of forwards that each part counts as."""
+        return linear * self.linear + attention * self.attention + head * self.head
+
+
+# forward and backward, without what checkpointing or the head do again: useful work
+UPDATE = (3.0, 3.5, 3.0)
+# what the machine computes in one with every layer checkpointed and the head made twice
+CHECKPOINTED = (4.0, 4.5, 4.0)
+FORWARD = (1.0, 1.0, 1.0)
+
+
+def flops(shape: Qwen3Config, tokens: int, pairs: int, scored: int) -> Flops:
+    """One forward of so many tokens, visible pairs a head, and scored tokens."""
+    unit = CostModel.from_config(shape, scored_share=0.0)
+    head = 2.0 * shape.hidden_size * shape.vocab_size * scored
+    return Flops(unit.linear / 3 * tokens, unit.attention / 3.5 * pairs, head)
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+# a side may err so many times as much as eager attention in the same dtype: the sums are others
+FACTOR = 3.0
+
+
+def over_limit(found: dict[str, float], allowed: dict[str, float], dtype: str) -> dict[str, Any]:
+    """Errors by name over FACTOR times eager's and the dtype's epsilon (100 of them in float32,
+    where order decides); the worst share, and the names above 1. NaN is red."""
+    slack = torch.finfo(getattr(torch, dtype)).eps * (100 if dtype == "float32" else 1)
+    shares = {name: found[name] / (FACTOR * allowed[name] + slack) for name in found}
+    worst = max(shares, key=lambda name: shares[name])
+    red = [name for name, share in shares.items() if not share <= 1]
+    return {"worst": worst, "error_over_limit": shares[worst], "red": red}
+
+
+def check_sides(sides: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each side on a small batch of ragged responses against float32, before anything is timed.
+
+    Two layers of full width with few tokens in the vocabulary: log-probabilities, entropies and
+    every parameter's gradient, against eager attention of every sequence alone.
+
+    Returns:
+        `over_limit` by side.
+    """
+    shape = config(2, options.is_tiny, vocabulary=4096)
+    batch = prompt_batch(150, [40, 1, 77, 130, 9], shape.vocab_size)
+    objective = random_objective(batch.sequences, batch.masks, 0)
+    build = partial(model_of, shape, options.device)
+    eager = build(options.dtype, "eager")
+    base = run_replicated(eager, batch.sequences, objective)
+    exact = run_replicated(eager.float(), batch.sequences, objective)
+    del eager
+    allowed = _errors(base, exact)
+    model = build(options.dtype)
+    out = {}
+    for side in sides:
+        try:
+            run = _small_run(side, model, batch, objective, options)
+        except Exception as problem:
+            # a peer that cannot run is red, with the reason, and the others go on
+            out[side] = {"red": [f"{type(problem).__name__}: {problem}"[:300]]}
+            continue
+        out[side] = over_limit(_errors(run, exact), allowed, options.dtype)
+    return out
+
+
+def _errors(run: Run, exact: Run) -> dict[str, float]:
+    return {
+        "logprobs": worst_difference(run.logprobs, exact.logprobs),
+        "entropy": worst_difference(run.entropy, exact.entropy),
+        **gradient_differences(run.gradients, exact.gradients),
+    }
+
+
+def _small_run(
+    side: str, model: Any, batch: Batch, objective: Any, options: argparse.Namespace
+) -> Run:
+    attend = attention_of(side, batch.forest, options.device, options.dtype)
+    packed = batch.packed(side, options.device).with_options(
+        None if options.backend == "auto" else options.backend
+    )
+    with attending(attend):
+        return run_packed(model, packed, objective, batch.masks)

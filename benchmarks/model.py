@@ -1,0 +1,426 @@
+"""A whole policy update of a Qwen3-8B-shaped model: replicated against packed, and the bound.
+
+    python benchmarks/model.py --layers 12 --rollouts FILE --out model.json --plot model.png
+    python benchmarks/model.py --device cpu --scale 0.02 --layers 2 --repeats 1    # every code path
+
+Random weights, bf16, gradient checkpointing, weights and gradients but no optimizer state. An
+update: old log-probabilities of every micro-batch, then forward and backward of each with a clipped
+GRPO loss on `sequence_logprobs`. Cases: one prompt of 8K with 32 responses of 131 to 2,048 tokens,
+in micro-batches of 4, 8 and 32; the airline rollouts, a sample per turn, in micro-batches of 32K
+tokens: distinct ones for the packed side (`plan_micro_batches`), copies counted for the others; and
+16 sequences that share nothing. Block tables and packing are made before; planning.py times them.
+
+Sides (`replicated.py`): packed; fa2, fa4, own: the replicated batch through FA2, flash-attn-4 and
+our own backend, everything else, the chunked head too, being the same. They are checked on a small
+model first (`layers.check_sides`), and their old log-probabilities against each other; red has no
+times. The bound is the time of `own` over the ratio of the FLOPs of the two batches; `of_bound` is
+the bound over the packed time. MFU is the useful FLOPs over time and --peak: those of the distinct
+tokens, nothing recomputed; `own_mfu` counts a side's own tokens. Out of memory is a row; where the
+replicated sides are out of memory, the case runs again with the next smaller of --layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from layers import (
+    CHECKPOINTED,
+    FORWARD,
+    UPDATE,
+    Batch,
+    Flops,
+    attention_of,
+    check_sides,
+    checkpointed,
+    config,
+    flops,
+    model_of,
+    prompt_batch,
+    response_lengths,
+)
+from plots import COLOURS, LABELS, figure, name, save
+from replicated import attending, chains, missing, pairs
+from rich.table import Table
+from suite import GIB, Report, Row, measure, number, parse, parser, verdict
+
+from prefixtree import pack, plan_micro_batches
+from prefixtree.cli.rollouts import expand_turns, read_rollouts
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.packing.cost_model import CostModel
+
+PROMPT, RESPONSES, BUDGET, CLIP = 8192, 32, 32768, 0.2
+# mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random
+# layers; unrelated logits of this model differ by 1.4. The small model is what proves a side right
+DRIFT = 0.2
+
+
+# ---- cases --------------------------------------------------------------------------------------
+
+
+def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list[Batch]]:
+    """Micro-batches of so many responses; the same sequences on both sides."""
+    lengths = response_lengths(RESPONSES, options.scale)
+    vocabulary = config(1, options.is_tiny).vocab_size
+    whole = prompt_batch(max(1, round(PROMPT * options.scale)), lengths, vocabulary)
+    batches = [
+        Batch.of(whole.sequences[at : at + micro_batch], whole.masks[at : at + micro_batch])
+        for at in range(0, RESPONSES, micro_batch)
+    ]
+    return {"packed": batches, "replicated": batches}
+
+
+def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
+    """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
+    turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
+    vocabulary = config(1, options.is_tiny).vocab_size
+    # every nth token: what was shared still is
+    step = max(1, round(1 / options.scale))
+    sequences = [s[::step] % vocabulary for s in turns.sequences]
+    assert turns.loss_masks is not None
+    masks = [m[::step] for m in turns.loss_masks]
+    # a turn may have lost all that is scored
+    kept = [i for i, m in enumerate(masks) if m[1:].any()][: 12 if options.is_tiny else None]
+    budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET
+
+    def some(indices: Sequence[int]) -> Batch:
+        return Batch.of([sequences[i] for i in indices], [masks[i] for i in indices])
+
+    model = CostModel.from_config(config(1, options.is_tiny), gradient_checkpointing=True)
+    plan = plan_micro_batches([sequences[i] for i in kept], budget, cost_model=model)
+    packed = [some([kept[i] for i in b.sequence_indices]) for b in plan[0] if not b.is_empty]
+    replicated: list[list[int]] = []
+    room = 0
+    for i in kept:
+        if len(sequences[i]) > room:
+            replicated.append([])
+            room = budget
+        replicated[-1].append(i)
+        room -= len(sequences[i])
+    return {"packed": packed, "replicated": [some(indices) for indices in replicated]}
+
+
+def apart(options: argparse.Namespace) -> dict[str, list[Batch]]:
+    """Prompts of 2K with one response each: nothing to share, where packing must cost nothing."""
+    shape = config(1, options.is_tiny)
+    rng = np.random.default_rng(0)
+    # no two begin alike
+    first = rng.permutation(shape.vocab_size)
+    prompt = max(1, round(2048 * options.scale))
+    whole = []
+    for i, length in enumerate(response_lengths(16, options.scale)):
+        sequence = rng.integers(0, shape.vocab_size, prompt + length)
+        sequence[0] = first[i]
+        whole.append((sequence, np.arange(prompt + length) >= prompt))
+    batches = [Batch.of(*map(list, zip(*whole[at : at + 8], strict=True))) for at in (0, 8)]
+    return {"packed": batches, "replicated": batches}
+
+
+def work(side: str, batches: Sequence[Batch], shape: Any) -> Flops:
+    """FLOPs of one forward over all micro-batches of a side."""
+    total = Flops(0, 0, 0)
+    for batch in batches:
+        if side == "packed":
+            forest = batch.forest
+            scored = len(pack(forest).edges(batch.masks).token)
+        else:
+            forest = chains(batch.forest)
+            scored = sum(int(mask[1:].sum()) for mask in batch.masks)
+        total += flops(shape, forest.num_tokens, pairs(forest), scored)
+    return total
+
+
+# ---- an update ----------------------------------------------------------------------------------
+
+
+class Update:
+    """One side's policy update of one case."""
+
+    def __init__(
+        self, side: str, model: Any, batches: Sequence[Batch], options: argparse.Namespace
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        device, dtype = options.device, options.dtype
+        backend = None if options.backend == "auto" else options.backend
+        self._packed = [b.packed(side, device).with_options(backend) for b in batches]
+        self._attend = [attention_of(side, b.forest, device, dtype) for b in batches]
+        self._weight = 1 / sum(int(m[1:].sum()) for b in batches for m in b.masks)
+        self._advantages = [
+            [float(x) for x in np.random.default_rng(len(b.sequences)).normal(size=len(b.masks))]
+            for b in batches
+        ]
+
+    def old(self, at: int) -> list[torch.Tensor]:
+        """Log-probabilities of one micro-batch without gradients."""
+        with torch.no_grad(), attending(self._attend[at]):
+            batch = self.batches[at]
+            return sequence_logprobs(self.model, self._packed[at], loss_mask=batch.masks).logprobs
+
+    def learn(self, at: int, old: list[torch.Tensor]) -> None:
+        """Forward and backward of one micro-batch: GRPO's clipped objective, a mean over tokens."""
+        batch = self.batches[at]
+        with attending(self._attend[at]):
+            scores = sequence_logprobs(self.model, self._packed[at], loss_mask=batch.masks)
+            lengths = torch.tensor([len(x) for x in old], device=self.model.device)
+            advantage = torch.tensor(self._advantages[at], device=self.model.device)
+            advantage = advantage.repeat_interleave(lengths)
+            # tokens that are not scored have log-probability 0 in both, and gradient 0
+            ratio = (torch.cat(scores.logprobs) - torch.cat(old)).exp()
+            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+            loss = -torch.minimum(ratio * advantage, clipped * advantage).sum() * self._weight
+            loss.backward()
+
+    def __call__(self) -> list[list[torch.Tensor]]:
+        """The whole update; -> the old log-probabilities."""
+        olds = [self.old(at) for at in range(len(self.batches))]
+        for at, old in enumerate(olds):
+            self.learn(at, old)
+        return olds
+
+
+def by_sequence(batches: Sequence[Batch], values: Sequence[list[torch.Tensor]]) -> dict[bytes, Any]:
+    """Per-sequence values by the sequence itself: sides may batch them differently."""
+    return {
+        sequence.tobytes() + mask.tobytes(): value
+        for batch, some in zip(batches, values, strict=True)
+        for sequence, mask, value in zip(batch.sequences, batch.masks, some, strict=True)
+    }
+
+
+def drift(mine: dict[bytes, torch.Tensor], theirs: dict[bytes, torch.Tensor]) -> float:
+    """Mean absolute difference of scored log-probabilities."""
+    gap = torch.cat([(mine[key] - theirs[key]).abs() for key in theirs])
+    scored = torch.cat([theirs[key] != 0 for key in theirs])
+    return float(gap[scored].mean())
+
+
+def run_side(
+    side: str, model: Any, case: dict[str, list[Batch]], known: Row, options: argparse.Namespace
+) -> Row:
+    """Times one side; `known` keeps the first side's log-probabilities for the others."""
+    batches = case["packed" if side == "packed" else "replicated"]
+    # gradients stand before, as after the first micro-batch of any step
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    update = Update(side, model, batches, options)
+    olds = by_sequence(batches, [update.old(at) for at in range(len(batches))])
+    row: Row = {"red": []}
+    if "logprobs" in known:
+        row["drift"] = drift(olds, known["logprobs"])
+        if not row["drift"] <= DRIFT:
+            row["red"] = [f"log-probabilities differ by {row['drift']:.3f} from {known['side']}"]
+            return row
+    else:
+        known |= {"logprobs": olds, "side": side}
+    seconds = measure(update, options)
+    shape = model.config
+    mine, useful = work(side, batches, shape), work("packed", case["packed"], shape)
+    time = seconds["ms"] / 1e3
+    replicated = sum(b.forest.num_replicated_tokens for b in batches)
+    peak = options.peak * 1e12
+    whole = [x + y for x, y in zip(FORWARD, UPDATE, strict=True)]
+    row |= {
+        "seconds": time,
+        "all_seconds": [ms / 1e3 for ms in seconds["all_ms"]],
+        "peak_bytes": seconds["peak_with_held_bytes"],
+        "micro_batches": len(batches),
+        "replicated": replicated,
+        "computed": sum(
+            b.forest.num_tokens if side == "packed" else b.forest.num_replicated_tokens
+            for b in batches
+        ),
+        "tokens_per_s": replicated / time,
+        "distinct_per_s": sum(b.forest.num_tokens for b in case["packed"]) / time,
+        "mfu": useful.total(*whole) / time / peak,
+        "own_mfu": mine.total(*whole) / time / peak,
+        "machine_flops": mine.total(*(x + y for x, y in zip(FORWARD, CHECKPOINTED, strict=True))),
+    }
+    return row
+
+
+def bounds(rows: list[Row]) -> None:
+    """Adds to a case's packed row what it is compared with."""
+    done = {row["side"]: row for row in rows if "seconds" in row}
+    packed = done.get("packed")
+    if packed is None:
+        return
+    packed["speedup"] = {
+        side: row["seconds"] / packed["seconds"] for side, row in done.items() if side != "packed"
+    }
+    if "own" in done:
+        packed["flop_ratio"] = done["own"]["machine_flops"] / packed["machine_flops"]
+        packed["bound_seconds"] = done["own"]["seconds"] / packed["flop_ratio"]
+        packed["of_bound"] = packed["bound_seconds"] / packed["seconds"]
+
+
+def profile(update: Update, path: Path, title: str) -> None:
+    """Appends the kernels that take the time of one micro-batch, old log-probabilities included."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(ProfilerActivity.CUDA)
+    update.learn(0, update.old(0))
+    with profile(activities=kinds) as seen:
+        update.learn(0, update.old(0))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    text = seen.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
+    with path.open("a") as file:
+        file.write(f"== {title}\n{text}\n\n")
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def cases_of(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, list[Batch]]]]:
+    """Names and batches."""
+    if "longreason" in options.cases:
+        for size in options.micro_batches:
+            yield f"8K, 32 x 131-2048, micro-batch {size}", long_reason(size, options)
+    if "airline" in options.cases:
+        yield f"airline per turn, {options.tasks} tasks, 32K tokens", airline(options)
+    if "apart" in options.cases:
+        yield "nothing shared, 16 x 2K + 131-2048, micro-batch 8", apart(options)
+
+
+def run_layers(
+    layers: int, cases: dict[str, dict[str, list[Batch]]], report: Report, checks: Row
+) -> list[str]:
+    """All cases with a model of so many layers; -> those whose replicated sides lacked memory."""
+    options = report.options
+    again = []
+    model: Any = None
+    for title, case in cases.items():
+        known: Row = {}
+        rows = []
+        for side in options.sides:
+
+            def one(side: str = side, case: Any = case, known: Row = known) -> Row:
+                nonlocal model
+                if checks[side]["red"]:
+                    return {"red": checks[side]["red"]}
+                if model is None:
+                    shape = config(layers, options.is_tiny)
+                    model = checkpointed(model_of(shape, options.device, options.dtype))
+                return run_side(side, model, case, known, options)
+
+            row = report.attempt({"case": title, "layers": layers, "side": side}, one)
+            rows.append(row)
+            got = verdict(row) or f"{row['seconds']:.3f} s"
+            print(f"{title}, {layers} layers, {side}: {got}", flush=True)
+        bounds(rows)
+        if any("out_of_memory" in row for row in rows if row["side"] != "packed"):
+            again.append(title)
+        if options.profile is not None and model is not None:
+            for side in ("packed", "fa2"):
+                if any(row["side"] == side and "seconds" in row for row in rows):
+                    batches = case["packed" if side == "packed" else "replicated"]
+                    update = Update(side, model, batches, options)
+                    profile(update, options.profile, f"{title}, {layers} layers, {side}")
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return again
+
+
+def table(rows: list[Row]) -> Table:
+    """A line a side of a case."""
+    out = Table(box=None, pad_edge=False)
+    for column in ("case", "layers", "side"):
+        out.add_column(column, no_wrap=True)
+    names = ("s", "tokens/s", "distinct/s", "MFU", "own MFU", "GiB", "packed is", "of bound")
+    for column in names:
+        out.add_column(column, justify="right", no_wrap=True)
+    packed = {(r["case"], r["layers"]): r for r in rows if r["side"] == "packed"}
+    for row in rows:
+        cells = [row["case"], str(row["layers"]), row["side"]]
+        if "seconds" not in row:
+            out.add_row(*cells, verdict(row)[:40])
+            continue
+        cells += [f"{row['seconds']:.3f}", f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{row['distinct_per_s']:,.0f}", f"{row['mfu']:.1%}", f"{row['own_mfu']:.1%}"]
+        cells.append("" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}")
+        best = packed.get((row["case"], row["layers"]), {}).get("speedup", {}).get(row["side"])
+        cells.append("" if best is None else f"{best:.2f}x")
+        out.add_row(*cells, number(row, "of_bound", ".2f"))
+    return out
+
+
+def plot(report: Report) -> None:
+    """Replicated tokens a second, and peak memory, a bar a side."""
+    rows = [row for row in report.rows if "seconds" in row]
+    groups = list(dict.fromkeys((row["case"], row["layers"]) for row in rows))
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    fig, axes = figure(2, f"a policy update, Qwen3-8B shapes, {report.where}")
+    width = 0.8 / len(sides)
+    for axis, key, unit in ((axes[0], "tokens_per_s", 1e3), (axes[1], "peak_bytes", GIB)):
+        for i, side in enumerate(sides):
+            x = [n for n, g in enumerate(groups) for r in rows if _is(r, g, side)]
+            y = [(r[key] or 0) / unit for g in groups for r in rows if _is(r, g, side)]
+            at = [v + (i - (len(sides) - 1) / 2) * width for v in x]
+            axis.bar(at, y, width, color=COLOURS[side], label=LABELS[side])
+        labels = [f"{case.replace(', ', chr(10))}\n{layers} layers" for case, layers in groups]
+        axis.set_xticks(range(len(groups)), labels, fontsize=6)
+    name(axes[0], "", "thousand replicated tokens / s")
+    name(axes[1], "", "peak memory, GiB", legend=False)
+    save(fig, report.options.plot)
+
+
+def _is(row: Row, group: tuple[str, int], side: str) -> bool:
+    return (row["case"], row["layers"]) == group and row["side"] == side
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    what.add_argument("--layers", nargs="+", type=int, default=[36, 12, 4], help="descending")
+    what.add_argument("--sides", nargs="+", default=["own", "fa2", "fa4", "packed"])
+    what.add_argument("--cases", nargs="+", default=["longreason", "airline", "apart"])
+    what.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8, 32])
+    what.add_argument("--rollouts", type=Path, help="for the airline case")
+    what.add_argument("--tasks", type=int, default=2, help="of the airline case")
+    what.add_argument("--peak", type=float, default=989.0, help="TFLOP/s that MFU is of")
+    what.add_argument("--profile", type=Path, help="top kernels, a text file")
+    options = parse(what, arguments)
+    if options.read is not None:
+        return finish(Report.read(options))
+    if options.rollouts is None and "airline" in options.cases:
+        options.cases.remove("airline")
+        options.skipped.append("airline")
+        print("the airline case was skipped: give --rollouts")
+    gone = [side for side in options.sides if missing(side, options.device)]
+    options.skipped += gone
+    options.sides = [side for side in options.sides if side not in gone]
+    if options.profile is not None:
+        options.profile.write_text("")
+    checks = check_sides(options.sides, options)
+    report = Report(options, checks=checks, peak_tflops=options.peak)
+    cases = dict(cases_of(options))
+    for layers in options.layers:
+        again = run_layers(layers, cases, report, checks)
+        cases = {title: cases[title] for title in again}
+        if not cases:
+            break
+    return finish(report)
+
+
+def finish(report: Report) -> int:
+    """Draws, prints; the exit code."""
+    if report.options.plot is not None and any("seconds" in row for row in report.rows):
+        plot(report)
+    return report.finish(table(report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

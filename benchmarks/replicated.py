@@ -1,0 +1,135 @@
+"""The replicated batch as a trainer without sharing computes it, for whole layers and models.
+
+A model with attn_implementation="prefixtree" is given a forest of chains, one a sequence, and
+inside `attending` its attention is another's: FA2 or flash-attn-4 over variable lengths. So both
+sides share everything else, the chunked head included, and no copy of the model is needed.
+
+Sides, by name: "packed" (the forest), "own" (the replicated batch through our own backend, from
+which the bound is made), "fa2" (`prefixtree.cli.bench.replicated_attention`), "fa4".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from prefixtree import PrefixForest, pack, tree_attention
+from prefixtree.cli.bench import PIECE, Attention, pieces, replicated_attention
+from prefixtree.cli.estimate import visible_pairs
+from prefixtree.integrations.transformers import prefixtree_attention
+
+PEERS = ("fa2", "fa4", "own")
+
+
+def missing(name: str, device: str) -> str | None:
+    """Why a side cannot run here."""
+    if name == "fa4" and (device == "cpu" or not _has("flash_attn.cute")):
+        return "flash-attn-4 is not installed, or there is no GPU"
+    if name == "grouper" and not _has("prefix_grouper"):
+        return "prefix-grouper is not installed"
+    return None
+
+
+def _has(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def chains(forest: PrefixForest) -> PrefixForest:
+    """The replicated batch: every sequence a tree of its own, in input order."""
+    lengths = forest.sequence_lengths
+    tokens = None
+    if forest.tokens is not None:
+        tokens = forest.tokens[copies(forest).numpy()]
+    return PrefixForest.from_parents([-1] * len(lengths), lengths, tokens, order="input")
+
+
+def copies(forest: PrefixForest) -> torch.Tensor:
+    """int64 [R], the packed token of every replicated one, sequence after sequence."""
+    return torch.cat(pack(forest).unpack(torch.arange(forest.num_tokens)))
+
+
+def pairs(forest: PrefixForest) -> int:
+    """(query, key) pairs that attend, a head."""
+    return visible_pairs(
+        forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64), None
+    )
+
+
+def peer(
+    name: str,
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> Attention:
+    """Causal attention of sequences that stand one after the other, by the side's name."""
+    if name == "fa2":
+        return replicated_attention(lengths, device, dtype)[1]
+    if name == "fa4":
+        return _fa4(lengths, device)
+    mask = pack(PrefixForest.from_parents([-1] * len(lengths), lengths, order="input")).mask
+    mask = mask.to(device)
+    return lambda q, k, v: tree_attention(q, k, v, mask, backend=backend)
+
+
+def _fa4(lengths: Sequence[int], device: torch.device) -> Attention:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    more = dict(zip(names, (ends, ends, longest, longest), strict=True))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_varlen_func(q, k, v, **more, causal=True)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def in_pieces(
+    name: str, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Attention:
+    """`peer` for any number of tokens: FA2's offsets end at a few hundred thousand."""
+    parts = [[lengths[i] for i in piece] for piece in pieces(lengths, PIECE)]
+    if len(parts) == 1 or name == "own":
+        return peer(name, lengths, device, dtype)
+    runs = [peer(name, part, device, dtype) for part in parts]
+    totals = [sum(part) for part in parts]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        split = zip(runs, q.split(totals), k.split(totals), v.split(totals), strict=True)
+        return torch.cat([one(*rows) for one, *rows in split])
+
+    return run
+
+
+@contextmanager
+def attending(attend: Attention | None) -> Iterator[None]:
+    """While open, models with attn_implementation="prefixtree" attend by this function of q, k and
+    v [tokens, heads, head dim], whatever their tree mask; None leaves them as they are. Keep it
+    open for the backward: checkpointed layers attend again there."""
+    if attend is None:
+        yield
+        return
+
+    def function(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        out = attend(*(x[0].transpose(0, 1) for x in (query, key, value)))
+        return out[None], None
+
+    AttentionInterface.register("prefixtree", function)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("prefixtree", prefixtree_attention)

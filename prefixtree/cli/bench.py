@@ -1,0 +1,363 @@
+"""`prefixtree bench`: attention over a packed forest against the replicated batch, on this machine.
+
+Both sides get the same numbers: q, k and v of the distinct tokens, copied for the replicated side,
+and one upstream gradient a token, which the packed side gets times the token's copies. So the
+copies' gradients add up to the packed ones, which is checked before anything is timed. The
+replicated side is what a trainer runs today: FA2 over variable lengths on a GPU, elsewhere torch's
+SDPA, a sequence at a time.
+
+Legend: S sequences, T distinct tokens, R replicated tokens, H query heads, Hk kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from prefixtree.cli.compare import Meter
+from prefixtree.cli.console import steps
+from prefixtree.cli.estimate import visible_pairs
+from prefixtree.cli.rollouts import InputError
+from prefixtree.cli.verify import _check_device
+from prefixtree.forest import PrefixForest
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.packing.layout import pack
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+RESULTS = ("out", "dq", "dk", "dv")
+# ||packed - replicated|| / ||replicated||; in half precision each side rounds in its own order
+LIMITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
+# torch's FA2 computes offsets in int32, and faults on batches a few times as large
+PIECE = 300_000
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is computed, and how often.
+
+    Attributes:
+        device: a torch device, or "auto": cuda where there is one.
+        dtype: one of LIMITS, or "auto": bfloat16, on a CPU float32.
+        heads, kv_heads, head_dim: of the layer; 0 for those of an 8B model (32, 8, 128), on a CPU
+            of a small one (8, 2, 64).
+        backend: of `tree_attention`.
+        repeats: timed runs, after one that warms up.
+        seed: of q, k, v and the upstream gradient.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    backend: str = "auto"
+    repeats: int = 3
+    seed: int = 0
+
+    def resolved(self) -> Setting:
+        """The same with everything chosen."""
+        device, dtype = self.device, self.dtype
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_small = device.startswith("cpu")
+        if dtype == "auto":
+            dtype = "float32" if is_small else "bfloat16"
+        heads, kv_heads, head_dim = (8, 2, 64) if is_small else (32, 8, 128)
+        return replace(
+            self,
+            device=device,
+            dtype=dtype,
+            heads=self.heads or heads,
+            kv_heads=self.kv_heads or kv_heads,
+            head_dim=self.head_dim or head_dim,
+        )
+
+
+def synthetic(depth: int, branching: int, node: int) -> PrefixForest:
+    """A full tree: `depth` levels of nodes of `node` tokens, `branching` children each."""
+    total = sum(branching**level for level in range(depth))
+    parents = [(i - 1) // branching if i else -1 for i in range(total)]
+    return PrefixForest.from_parents(parents, [node] * total)
+
+
+def replicated_attention(
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    key_lengths: Sequence[int] | None = None,
+) -> tuple[str, Attention]:
+    """Causal attention of sequences that stand one after the other, as trainers run it today.
+
+    Args:
+        lengths: of the S sequences.
+        device, dtype: of q [R, H, D], k and v [R, Hk, D].
+        key_lengths: of their keys, where those begin before the queries do.
+
+    Returns:
+        Its name, and the function of q, k and v: flash-attn's FA2 where it is installed, torch's
+        FA2 on other GPUs, torch's SDPA a sequence at a time on a CPU and in float32.
+    """
+    keys = lengths if key_lengths is None else key_lengths
+    if device.type != "cuda" or dtype == torch.float32:
+
+        def each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            outs = []
+            parts = (q.split(list(lengths)), k.split(list(keys)), v.split(list(keys)))
+            for part in zip(*parts, strict=True):
+                one, key, value = (x.transpose(0, 1)[None] for x in part)
+                n, m = len(part[0]), len(part[1])
+                visible = None if n == m else q.new_ones(n, m, dtype=torch.bool).tril(m - n)
+                out = F.scaled_dot_product_attention(
+                    one, key, value, attn_mask=visible, is_causal=n == m, enable_gqa=True
+                )
+                outs.append(out[0].transpose(0, 1))
+            return torch.cat(outs)
+
+        return "torch SDPA, a sequence at a time", each
+
+    def offsets(counts: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=device)
+
+    ends = offsets(lengths)
+    layout = (ends, ends if key_lengths is None else offsets(keys), max(lengths), max(keys))
+    try:
+        # flash-attn-4 brings a package of this name without FA2 in it
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # newer versions ask for it, older ones do not know it
+        known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+        more: dict[str, Any] = {"enable_gqa": True} if known else {}
+        fa2: Any = varlen_attn
+        return "FA2 of torch", lambda q, k, v: fa2(q, k, v, *layout, window_size=(-1, 0), **more)
+    return "FA2 of flash-attn", lambda q, k, v: flash_attn_varlen_func(
+        q, k, v, *layout, causal=True
+    )
+
+
+def pieces(lengths: Sequence[int], most: int = PIECE) -> list[list[int]]:
+    """Runs of sequences of at most `most` tokens (or one sequence), as their indices."""
+    out: list[list[int]] = []
+    room = 0
+    for i, length in enumerate(lengths):
+        if not out or length > room:
+            out.append([])
+            room = most
+        out[-1].append(i)
+        room -= length
+    return out
+
+
+def differences(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> dict[str, float]:
+    """||found - expected|| / ||expected|| of each of RESULTS, in float64 sums."""
+    out = {}
+    for name, a, b in zip(RESULTS, found, expected, strict=True):
+        gap = torch.linalg.vector_norm(a.float() - b.float(), dtype=torch.float64)
+        out[name] = float(gap / torch.linalg.vector_norm(b.float(), dtype=torch.float64))
+    return out
+
+
+class Replication:
+    """The two sides of one forest: the same numbers, packed and replicated.
+
+    Attributes:
+        name: of what computes the replicated side.
+        packed: the packed forest on the device.
+        inputs: q, k and v of the packed tokens.
+        upstream: the gradient that reaches each copy of a token's out.
+        dout: what the packed token gets: that times its copies.
+        pieces: of the replicated batch: the packed token of each row, then the name and function.
+    """
+
+    def __init__(self, forest: PrefixForest, setting: Setting) -> None:
+        self.setting = setting
+        self.device = torch.device(setting.device)
+        packed = pack(forest)
+        self.packed = packed.to(self.device)
+        generator = torch.Generator(self.device).manual_seed(setting.seed)
+        dtype = getattr(torch, setting.dtype)
+        sizes = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+        drawn = [
+            torch.randn(
+                (forest.num_tokens, heads, setting.head_dim),
+                generator=generator,
+                device=self.device,
+                dtype=dtype,
+            )
+            for heads in sizes
+        ]
+        self.inputs, self.upstream = drawn[:3], drawn[3]
+        self.dout = self.upstream * self.packed.multiplicity[:, None, None].to(dtype)
+        lengths = forest.sequence_lengths.tolist()
+        rows = packed.unpack(torch.arange(forest.num_tokens))
+        self.pieces = [
+            (
+                torch.cat([rows[i] for i in piece]).to(self.device),
+                replicated_attention([lengths[i] for i in piece], self.device, dtype),
+            )
+            for piece in pieces(lengths)
+        ]
+        self.name = self.pieces[0][1][0]
+
+    def run_packed(self) -> tuple[list[torch.Tensor], Meter]:
+        """out, dq, dk and dv of the packed tokens, and what they cost."""
+        inputs = [x.detach().requires_grad_() for x in self.inputs]
+        with Meter(self.device) as meter:
+            q, k, v = inputs
+            out = tree_attention(q, k, v, self.packed.mask, backend=self.setting.backend)
+            gradients = torch.autograd.grad(out, inputs, self.dout)
+            self._wait()
+        return [out.detach(), *gradients], meter
+
+    def run_replicated(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], Meter]]:
+        """Piece by piece: the packed token of each row, its out and gradients, and their cost."""
+        for rows, (_, attend) in self.pieces:
+            q, k, v = inputs = [x[rows].requires_grad_() for x in self.inputs]
+            dout = self.upstream[rows]
+            with Meter(self.device) as meter:
+                out = attend(q, k, v)
+                gradients = torch.autograd.grad(out, inputs, dout)
+                self._wait()
+            yield rows, [out.detach(), *gradients], meter
+
+    def check(self) -> dict[str, float]:
+        """How far the packed results are from the replicated ones; warms both sides up."""
+        found, _ = self.run_packed()
+        expected = [torch.zeros_like(x, dtype=torch.float32) for x in found]
+        for rows, (out, *gradients), _ in self.run_replicated():
+            expected[0][rows] = out.float()
+            for total, gradient in zip(expected[1:], gradients, strict=True):
+                total.index_add_(0, rows, gradient.float())
+        return differences(found, expected)
+
+    def times(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Seconds and peak memory of the packed and of the replicated side, in turn."""
+        sides: tuple[list[list[Meter]], list[list[Meter]]] = ([], [])
+        for _ in steps(range(self.setting.repeats), "timing", self.setting.repeats):
+            sides[0].append([self.run_packed()[1]])
+            sides[1].append([meter for _, _, meter in self.run_replicated()])
+        packed, replicated = (self._cost(runs) for runs in sides)
+        return packed, replicated
+
+    @staticmethod
+    def _cost(runs: list[list[Meter]]) -> dict[str, Any]:
+        seconds = [sum(meter.seconds for meter in run) for run in runs]
+        peaks = [meter.peak_bytes for run in runs for meter in run if meter.peak_bytes is not None]
+        return {
+            "seconds": statistics.median(seconds),
+            "all_seconds": seconds,
+            "peak_bytes": max(peaks, default=None),
+        }
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def bench(forest: PrefixForest, setting: Setting) -> dict[str, Any]:
+    """Checks both sides against each other and, where that is green, times them; ready for JSON.
+
+    Raises:
+        InputError: a device that cannot be used, or memory exhausted.
+    """
+    setting = setting.resolved()
+    _check_device(setting.device)
+    limit = LIMITS[setting.dtype]
+    lengths = forest.sequence_lengths
+    depth, length = forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64)
+    try:
+        sides = Replication(forest, setting)
+        found = sides.check()
+        # NaN is red
+        passed = all(difference <= limit for difference in found.values())
+        packed, replicated = sides.times() if passed else (None, None)
+    except torch.OutOfMemoryError as problem:
+        raise InputError(
+            f"out of memory on {setting.device}; try a smaller --limit or --node "
+            f"({str(problem).splitlines()[0]})"
+        ) from None
+    bound = visible_pairs(np.zeros_like(lengths), lengths, None) / visible_pairs(
+        depth, length, None
+    )
+    speedup = replicated["seconds"] / packed["seconds"] if packed and replicated else None
+    return {
+        "passed": passed,
+        **asdict(setting),
+        "replicated_by": sides.name,
+        "sequences": forest.num_sequences,
+        "tokens": {
+            "replicated": forest.num_replicated_tokens,
+            "distinct": forest.num_tokens,
+            "ratio": forest.replication_ratio,
+        },
+        "checks": {
+            name: {
+                "difference": value if np.isfinite(value) else None,
+                "limit": limit,
+                "passed": value <= limit,
+            }
+            for name, value in found.items()
+        },
+        "packed": packed,
+        "replicated": replicated,
+        "attention_flop_ratio": bound,
+        "speedup": speedup,
+        "efficiency": None if speedup is None else speedup / bound,
+    }
+
+
+def show(facts: dict[str, Any], source: str, console: Console) -> None:
+    """Prints what `bench` found."""
+    tokens = facts["tokens"]
+    console.print(
+        f"{source}: {facts['sequences']:,} sequences, {tokens['replicated']:,} tokens, "
+        f"{tokens['distinct']:,} distinct",
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"attention forward and backward on {facts['device']}, {facts['dtype']}, "
+        f"{facts['heads']} query and {facts['kv_heads']} kv heads of {facts['head_dim']}, "
+        f"backend {facts['backend']}",
+        soft_wrap=True,
+    )
+    checks = facts["checks"].items()
+    worst = ", ".join(
+        f"{name} {'not finite' if c['difference'] is None else format(c['difference'], '.1e')}"
+        for name, c in checks
+    )
+    verdict = "[green]ok[/]" if facts["passed"] else "[bold red]differs, no times[/]"
+    limit = next(c["limit"] for _, c in checks)
+    console.print(f"packed against replicated: {worst} (limit {limit:.0e}) {verdict}")
+    if not facts["passed"]:
+        return
+    table = Table(
+        "", f"replicated\n{facts['replicated_by']}", f"packed\nbackend {facts['backend']}", "saved"
+    )
+    both = facts["replicated"], facts["packed"]
+    values = [side["seconds"] for side in both]
+    table.add_row("tokens", *(f"{tokens[k]:,}" for k in ("replicated", "distinct")), "")
+    table.add_row("ms", *(f"{1e3 * v:.2f}" for v in values), f"{facts['speedup']:.2f}x")
+    peaks = [side["peak_bytes"] for side in both]
+    if None not in peaks:
+        ratio = f"{peaks[0] / peaks[1]:.2f}x" if min(peaks) > 0 else "-"
+        table.add_row("peak memory, MiB", *(f"{p / _MIB:,.0f}" for p in peaks), ratio)
+    console.print(table)
+    console.print(
+        f"visible pairs alone would make it {facts['attention_flop_ratio']:.2f}x: "
+        f"{facts['efficiency']:.0%} of that",
+        highlight=False,
+    )

@@ -1,0 +1,202 @@
+"""Block lists: which tiles a kernel of flash-attn-4 visits, from our `BlockTables`.
+
+For every query tile (in its backward: every key tile) it reads two counts and two rows of tile
+numbers: tiles that need the mask, and tiles that do not. A row need only be as long as the longest
+list, so the index arrays are [rows, longest], quadratic only where the forest is. They are expanded
+from runs on the device that reads them: only the runs are built on the host and sent.
+
+Legend: T packed tokens, R rows (tiles of one kind).
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.packing.mask import BlockTables, MaskPlan, TileShape, move_all
+
+# places in an index array are sent as int32
+MOST_ENTRIES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles flash-attn-4 works in, which its block lists must match.
+
+    Attributes:
+        queries: query tokens of a tile.
+        forward_keys, backward_keys: keys of a tile.
+    """
+
+    queries: int
+    forward_keys: int
+    backward_keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The lists of one direction, int32, in shapes that flash-attn-4 broadcasts over heads.
+
+    Attributes:
+        partial_count, full_count: [1, 1, R].
+        partial_index, full_index: [1, 1, R, longest list]; ascending. What stands behind a row's
+            count is never read. Rows may overlap in memory.
+    """
+
+    partial_count: torch.Tensor
+    partial_index: torch.Tensor
+    full_count: torch.Tensor
+    full_index: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ForestLists:
+    """What the kernels read of one forest on one device, besides q, k and v.
+
+    Attributes:
+        forward, backward: key tiles of each query tile; query tiles of each key tile.
+        spans: int32 [T + a tile]: subtree_end[k] - k, then zeros. Query q sees key k exactly when
+            q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
+        positions: int32 like `spans`, the depth of each token, then zeros; None without a window.
+        reach: int32 like `spans`, the first depth from which a token's window hides it; or None.
+    """
+
+    forward: Lists
+    backward: Lists
+    spans: torch.Tensor
+    positions: torch.Tensor | None
+    reach: torch.Tensor | None
+
+
+# lists live as long as the plan they are of
+_made: weakref.WeakKeyDictionary[MaskPlan, dict[Any, ForestLists]] = weakref.WeakKeyDictionary()
+
+
+def lists_of(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
+    """The lists of a forest, built once a (tiles, window, device); nothing waits for the device.
+
+    Raises:
+        UnsupportedError: an index array would have more than `MOST_ENTRIES` entries.
+    """
+    made = _made.setdefault(plan, {})
+    if (key := (tiles, window, device)) not in made:
+        made[key] = _build(plan, tiles, window, device)
+    return made[key]
+
+
+def _build(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
+    host = torch.device("cpu")
+    tables = plan.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
+    back = plan.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
+    # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
+    # numbers serves all key tiles, each from its own place on, and stays linear in T. Not so where
+    # a window takes tiles out of the middle, or tiles of q and k differ in length.
+    linear = window == 0 and tiles.queries == tiles.backward_keys
+    runs = [*_forward_runs(tables), *_backward_runs(back, linear)]
+    sent = move_all([part for r in runs for part in (r.count, r.place, r.jump)], device)
+    arrays: list[torch.Tensor] = []
+    for i, r in enumerate(runs):
+        count, place, jump = sent[3 * i : 3 * i + 3]
+        shared = linear and i == len(runs) - 1
+        index = _following(r, device) if shared else _expanded(r, place, jump)
+        arrays += [count.view(1, 1, -1), index]
+    on = plan.on(device)
+    spans = on["subtree_end"] - torch.arange(plan.num_tokens, dtype=torch.int32, device=device)
+    room = (0, max(tiles.queries, tiles.forward_keys, tiles.backward_keys))
+    positions = reach = None
+    if window:
+        positions = F.pad(on["position_ids"], room)
+        reach = F.pad(on["position_ids"] + window, room)
+    return ForestLists(Lists(*arrays[:4]), Lists(*arrays[4:]), F.pad(spans, room), positions, reach)
+
+
+# ---- runs of tiles, on the host ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """The lists of one kind as runs of neighbouring tiles.
+
+    A row of the index array is its column number plus a step function. The runs say where it steps:
+    `jump` is added from flat place `place` (row x width + column) on, to the end of that row.
+    """
+
+    width: int
+    count: torch.Tensor  # int32 [R]
+    place: torch.Tensor  # int32 [runs]
+    jump: torch.Tensor  # int32 [runs]
+
+
+def _runs(rows: int, row: np.ndarray, first: np.ndarray, end: np.ndarray) -> _Runs:
+    """Runs [first, end) of tiles that belong to a row each; rows ascend, empty runs may occur."""
+    kept = end > first
+    row, first, length = row[kept], first[kept], (end - first)[kept].astype(np.int64)
+    behind = np.zeros(rows + 1, np.int64)
+    np.add.at(behind, row + 1, length)
+    count = behind[1:].copy()
+    np.cumsum(behind, out=behind)
+    width = max(1, int(count.max(initial=0)))
+    if rows * width > MOST_ENTRIES:
+        raise UnsupportedError(
+            f"backend 'flash': its block lists would have {rows} x {width} entries, more than "
+            "32 bits number; use backend='triton'"
+        )
+    column = np.cumsum(length) - length - behind[row]
+    offset = first - column
+    jump = np.where(column > 0, offset - np.concatenate([offset[:1], offset[:-1]]), offset)
+    arrays = (count, row.astype(np.int64) * width + column, jump)
+    return _Runs(width, *(torch.from_numpy(array.astype(np.int32)) for array in arrays))
+
+
+def _forward_runs(tables: BlockTables) -> tuple[_Runs, _Runs]:
+    """Partial and full key tiles of each query tile."""
+    pointer, split, runs = (x.numpy() for x in (tables.q_ptr, tables.q_split, tables.q_runs))
+    row = np.repeat(np.arange(len(split)), np.diff(pointer))
+    partial = np.arange(len(runs)) >= split[row]
+    return tuple(  # type: ignore[return-value]
+        _runs(len(split), row[of], runs[of, 0], runs[of, 1]) for of in (partial, ~partial)
+    )
+
+
+def _backward_runs(tables: BlockTables, linear: bool) -> tuple[_Runs, _Runs]:
+    """Partial and full query tiles of each key tile; `linear`: the tile on the diagonal is partial.
+
+    It could be full at the end of the tokens alone, where a tile of one key has one query.
+    """
+    pointer, runs = tables.k_ptr.numpy(), tables.k_runs.numpy().copy()
+    rows = len(tables.k_tiles)
+    row = np.repeat(np.arange(rows), np.diff(pointer))
+    if linear:
+        runs[:, 1] = np.maximum(runs[:, 1], row + 1)
+        runs[:, 2] = np.maximum(runs[:, 2], runs[:, 1])
+    # a run is partial before its full part and behind it
+    partial = _runs(
+        rows, np.repeat(row, 2), runs[:, [0, 2]].reshape(-1), runs[:, [1, 3]].reshape(-1)
+    )
+    return partial, _runs(rows, row, runs[:, 1], runs[:, 2])
+
+
+# ---- index arrays, on the device -----------------------------------------------------------------
+
+
+def _expanded(runs: _Runs, place: torch.Tensor, jump: torch.Tensor) -> torch.Tensor:
+    """int32 [1, 1, R, width]."""
+    rows = len(runs.count)
+    index = torch.zeros(rows * runs.width, dtype=torch.int32, device=place.device)
+    index.scatter_(0, place.long(), jump)
+    index = index.view(rows, runs.width).cumsum_(1)
+    index += torch.arange(runs.width, dtype=torch.int32, device=place.device)
+    return index[None, None]
+
+
+def _following(runs: _Runs, device: torch.device) -> torch.Tensor:
+    """int32 [1, 1, R, width] of row + 1, row + 2, .. in R + width - 1 numbers."""
+    rows = len(runs.count)
+    numbers = torch.arange(1, rows + runs.width, dtype=torch.int32, device=device)
+    return numbers.as_strided((1, 1, rows, runs.width), (len(numbers), len(numbers), 1, 1))

@@ -1,0 +1,284 @@
+"""The flash backend on a Hopper GPU with flash-attn-4: numerics of every feature, and contracts.
+
+First run on an H200 on 2026-11-20: dQ was wrong at the second heads and head dims of
+`test_numerics`, and the run stopped there. `launch.VERIFIED` and `choice.AUTO_TAKES_FLASH` wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from attention_checks import Case, assert_numerics, eager, ours, run
+from strategies import mask_of, random_forest
+
+from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
+from prefixtree.kernels import choice
+from prefixtree.kernels.flash import launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("flash_attn") is None
+        or importlib.util.find_spec("flash_attn.cute") is None,
+        reason="needs flash-attn-4 (pip install 'prefixtree[fa4]')",
+    ),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs compute capability 9.x",
+    ),
+    # of the CuTe DSL about its own internals
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+HALVES = [torch.bfloat16, torch.float16]
+# long and short nodes, several trees, a last tile of few tokens
+FOREST = PrefixForest.from_parents(
+    [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],
+    [700, *range(20, 60, 2), 129, 64, 5, 200, 3, 90, 1, 77],
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_if_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets calls through to what is tested here."""
+    from prefixtree.kernels.flash import launch as flash_launch
+
+    monkeypatch.setattr(flash_launch, "VERIFIED", True)
+
+
+def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
+    return mask_of(forest).to("cuda").with_options(**options)
+
+
+def grown(seed: int) -> PrefixForest:
+    """Of more than one tile: flash-attn-4 compiles a backward of its own for a single one."""
+    return PrefixForest.from_parents([-1, 0, 0, 1, -1], [130 + 37 * seed, 60, 9 + seed, 200, 77])
+
+
+def inputs_of(case: Case) -> list[torch.Tensor]:
+    return [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+
+
+# ---- numerics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "heads, dims",
+    [
+        ((4, 4), (64, 64)),
+        ((4, 1), (80, 80)),
+        ((8, 1), (96, 96)),
+        ((32, 8), (128, 128)),
+        ((7, 1), (128, 128)),
+        ((10, 2), (64, 64)),
+        ((16, 1), (128, 128)),
+        ((2, 1), (192, 192)),
+        ((8, 2), (256, 256)),
+        ((4, 4), (192, 128)),
+        ((4, 2), (16, 16)),
+    ],
+)
+def test_numerics(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, heads, dims, dtype).to("cuda")
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+OPTIONS = [{}, {"window": 200}, {"softcap": 4.0}, {"scale": 0.4}, {"window": 64, "softcap": 9.0}]
+EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}, {"spread": 12.0}]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -> None:
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (8, 2), (128, 128), dtype, **extras, **options).to("cuda")
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256)])
+def test_numerics_of_features_where_tiles_differ(dims: tuple[int, int]) -> None:
+    mask = cuda_mask(FOREST)
+    options = {"window": 200, "softcap": 9.0, "sinks": True, "dlse": True}
+    case = Case.random(mask, (4, 2), dims, torch.bfloat16, **options).to("cuda")
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numerics_of_ragged_forests(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    forest = random_forest(rng, 40, int(rng.choice([3, 40, 200])))
+    mask = cuda_mask(forest)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, seed).to("cuda")
+    assert_numerics(forest, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 256, 257, 1025])
+def test_lengths_around_a_tile(tokens: int) -> None:
+    """The first length compiles what the others run: nothing of it may be baked in."""
+    forest = PrefixForest.from_parents([-1], [tokens])
+    mask = cuda_mask(forest)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+    assert_numerics(forest, mask, case, ours(mask, backend="flash"))
+
+
+def test_sinks_that_take_nearly_everything() -> None:
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, sinks=True)
+    case.sinks = case.sinks + 12
+    position = mask.position_ids.long().cpu()
+    dense = eager(mask.dense().cpu(), (position, position))
+    want, baseline = run(case, dense, torch.float64), run(case, dense)
+    got = run(case.to("cuda"), ours(mask, backend="flash"))
+    for name in ("out", "dq", "dk", "dv", "dsinks"):
+        errors = [(x[name].double() - want[name]).abs().mean() for x in (got, baseline)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-6, (name, errors)
+
+
+def test_like_triton_on_many_tokens() -> None:
+    """Many tiles, long lists, the shared row of numbers: too large for a dense reference."""
+    rng = np.random.default_rng(1)
+    parents = [-1, *(int(rng.integers(max(-1, i - 30), i)) for i in range(1, 120))]
+    forest = PrefixForest.from_parents(parents, rng.integers(20, 900, 120))
+    mask = cuda_mask(forest)
+    assert mask.num_tokens > 30_000
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+    got = run(case, ours(mask, backend="flash"))
+    for name, want in run(case, ours(mask, backend="triton")).items():
+        error = (got[name].float() - want.float()).norm() / want.float().norm()
+        assert error < 1e-2, (name, float(error))
+
+
+# ---- contracts ----------------------------------------------------------------------------------
+
+
+def test_refused_on_this_machine_for_what_it_cannot_do() -> None:
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+    with pytest.raises(UnsupportedError, match="no deterministic backward"):
+        tree_attention(*inputs_of(case), mask, backend="flash", deterministic=True)
+    said = explain(mask, case.q, case.k, case.v)
+    assert f"'{'flash' if choice.AUTO_TAKES_FLASH else 'triton'}'" in said
+    assert launch.installed() == launch.VERSION
+
+
+def test_forward_repeats_and_gradients_nearly() -> None:
+    """dq is added up in any order, and so are dk and dv of grouped heads."""
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, sinks=True, dlse=True).to("cuda")
+    first = run(case, ours(mask, backend="flash"))
+    for repeat in range(200):
+        for name, value in run(case, ours(mask, backend="flash")).items():
+            if name in ("out", "lse"):
+                assert torch.equal(value, first[name]), (name, repeat)
+            else:
+                error = (value.float() - first[name].float()).abs()
+                assert (error <= 2**-7 * first[name].float().abs() + 1e-5).all(), (name, repeat)
+
+
+def test_another_stream_and_lifetimes() -> None:
+    mask = cuda_mask(FOREST, backend="flash")
+    case = Case.random(mask, (8, 2), (64, 64), torch.bfloat16).to("cuda")
+    want = run(case, ours(mask))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = run(case, ours(cuda_mask(FOREST, backend="flash")))
+    torch.cuda.current_stream().wait_stream(stream)
+    for name in ("out", "lse"):
+        assert torch.equal(got[name], want[name]), name
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    masks = [cuda_mask(grown(seed)) for seed in range(3)]
+    cases = [Case.random(m, (8, 2), (128, 128), torch.bfloat16).to("cuda") for m in masks]
+
+    def update(mask: TreeMask, case: Case, window: int | None) -> None:
+        inputs = inputs_of(case)
+        out = tree_attention(*inputs, mask, window=window, backend="flash")
+        torch.autograd.grad(out, inputs, case.dout)
+
+    for window in (None, 60):
+        update(masks[0], cases[0], window)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # new forests too: their lists are built and expanded on the way
+        for (mask, case), window in itertools.product(
+            zip(masks, cases, strict=True), (None, 60, 70)
+        ):
+            update(mask, case, window)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_new_forest_compiles_nothing() -> None:
+    from flash_attn.cute import interface
+
+    caches = [interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache]
+
+    def update(seed: int, window: int | None) -> None:
+        mask = cuda_mask(grown(seed), backend="flash")
+        case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+        inputs = inputs_of(case)
+        out = tree_attention(*inputs, mask, window=window)
+        torch.autograd.grad(out, inputs, case.dout)
+
+    for window in (None, 30):
+        update(0, window)
+    kept = [len(cache.cache) for cache in caches]
+    for seed, window in itertools.product(range(1, 12), (None, 30, 50)):
+        update(seed, window)
+    assert [len(cache.cache) for cache in caches] == kept
+
+
+def test_cuda_graph_replays_on_new_inputs() -> None:
+    mask = cuda_mask(FOREST, backend="flash")
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+    inputs = inputs_of(case)
+
+    def update() -> list[torch.Tensor]:
+        out = tree_attention(*inputs, mask)
+        return [out, *torch.autograd.grad(out, inputs, case.dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        update()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = update()
+    fresh = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, 5).to("cuda")
+    with torch.no_grad():
+        for x, y in zip((*inputs, case.dout), (fresh.q, fresh.k, fresh.v, fresh.dout), strict=True):
+            x.copy_(y)
+        for x in results:
+            x.fill_(float("nan"))
+    graph.replay()
+    want = run(fresh, ours(mask))
+    for name, value in zip(("out", "dq", "dk", "dv"), results, strict=True):
+        torch.testing.assert_close(value.cpu(), want[name], atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+
+    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+        return tree_attention(q * 1.5, k, v, mask, backend="flash").float().sin().sum()
+
+    compiled = torch.compile(layer, fullgraph=True)
+    for seed in range(3):
+        mask = cuda_mask(grown(seed))
+        case = Case.random(mask, (8, 2), (64, 64), torch.bfloat16).to("cuda")
+        inputs = inputs_of(case)
+        got = torch.autograd.grad(compiled(*inputs, mask), inputs)
+        for a, b in zip(got, torch.autograd.grad(layer(*inputs, mask), inputs), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,471 @@
+"""The flash backend without a GPU: its block lists against the dense mask, and everything on the
+host side run through an emulation of flash-attn-4 (flash_emulator.py) against float64.
+
+The kernels themselves are compiled in tests/flash and run in test_flash_gpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import tomllib
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import flash_emulator
+import numpy as np
+import pytest
+import torch
+from attention_checks import Case, eager, ours, run
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import forests, mask_of, random_forest
+
+import prefixtree as pt
+from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
+from prefixtree.kernels import choice
+from prefixtree.kernels.flash import launch, lists
+from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
+
+CPU = torch.device("cpu")
+TILES = Tiles(128, 128, 128)
+
+
+@pytest.fixture(autouse=True)
+def _as_if_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets calls through to what is tested here."""
+    from prefixtree.kernels.flash import launch as flash_launch
+
+    monkeypatch.setattr(flash_launch, "VERIFIED", True)
+
+
+def listed(of: Lists) -> dict[str, list[list[int]]]:
+    """The lists as Python lists, row by row."""
+    out = {}
+    for kind in ("partial", "full"):
+        count, index = getattr(of, f"{kind}_count"), getattr(of, f"{kind}_index")
+        assert count.dtype == index.dtype == torch.int32
+        rows = count.shape[2]
+        assert count.shape == (1, 1, rows) and index.shape[:3] == (1, 1, rows)
+        # as short as the longest list, and flash-attn-4 wants no empty array
+        assert index.shape[3] == max(1, int(count.max()))
+        out[kind] = [
+            row[:n].tolist() for row, n in zip(index[0, 0], count[0, 0].tolist(), strict=True)
+        ]
+    return out
+
+
+def cells(visible: torch.Tensor, tile_q: int, tile_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [query tiles, key tiles]: some pair visible; every pair visible of a tile whose keys
+    are complete."""
+    tokens = len(visible)
+    rows, columns = -(-tokens // tile_q), -(-tokens // tile_k)
+    some, every = torch.zeros(2, rows, columns, dtype=torch.bool)
+    for i in range(rows):
+        for j in range(columns):
+            block = visible[i * tile_q : (i + 1) * tile_q, j * tile_k : (j + 1) * tile_k]
+            some[i, j], every[i, j] = block.any(), block.all() and block.shape[1] == tile_k
+    return some, every
+
+
+def assert_lists(mask: TreeMask, made: ForestLists, tiles: Tiles, window: int) -> None:
+    visible = mask.dense(window or None)
+    for direction, tile_k in (("forward", tiles.forward_keys), ("backward", tiles.backward_keys)):
+        rows = listed(getattr(made, direction))
+        some, every = cells(visible, tiles.queries, tile_k)
+        if direction == "backward":
+            some, every = some.t(), every.t()
+        assert len(rows["full"]) == len(some)
+        for at, (partial, full) in enumerate(zip(rows["partial"], rows["full"], strict=True)):
+            assert partial == sorted(set(partial)) and full == sorted(set(full)), (direction, at)
+            assert not set(partial) & set(full), (direction, at)
+            must = set(torch.nonzero(some[at]).flatten().tolist())
+            may_be_full = set(torch.nonzero(every[at]).flatten().tolist())
+            if direction == "backward":
+                # keys behind the end are rows of dk and dv that are never stored, and flash-attn-4
+                # leaves them out by itself
+                last = len(some) - 1
+                whole = visible[:, last * tile_k :]
+                if at == last:
+                    steps = range(0, len(visible), tiles.queries)
+                    may_be_full = {
+                        i for i, s in enumerate(steps) if whole[s : s + tiles.queries].all()
+                    }
+            if window:
+                # only depths' least and greatest are looked at: a partial tile may be empty, and a
+                # full one be listed as partial
+                assert must <= set(partial) | set(full), (direction, at)
+                assert set(full) <= may_be_full, (direction, at)
+            else:
+                if direction == "backward" and tiles.queries == tile_k:
+                    # a last tile of one key and one query
+                    may_be_full -= {at}
+                assert set(partial) | set(full) == must, (direction, at)
+                assert set(full) == may_be_full, (direction, at)
+
+
+@given(
+    forests(),
+    st.builds(Tiles, st.integers(2, 5), st.integers(2, 5), st.integers(2, 5)),
+    st.sampled_from([0, 0, 1, 2, 5]),
+)
+def test_lists_are_exact(forest: PrefixForest, tiles: Tiles, window: int) -> None:
+    mask = mask_of(forest)
+    assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+
+
+@given(forests(), st.integers(2, 4), st.sampled_from([0, 3, 5, 8, 12]))
+def test_lists_of_square_tiles_are_exact(forest: PrefixForest, tile: int, window: int) -> None:
+    mask, tiles = mask_of(forest), Tiles(tile, tile, tile)
+    assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("window", [0, 200])
+def test_lists_of_the_tiles_it_ships_with(dims: tuple[int, int], window: int) -> None:
+    tiles = launch.tiles_for(*dims)
+    for seed in range(4):
+        mask = mask_of(random_forest(np.random.default_rng(seed), 30, 300))
+        assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+
+
+@given(forests(), st.sampled_from([0, 1, 3]))
+def test_mask_arrays_say_the_mask(forest: PrefixForest, window: int) -> None:
+    """The functions of a partial tile, on every pair and on the lanes behind the last token."""
+    mask = mask_of(forest)
+    made = lists_of(mask.plan, Tiles(3, 4, 5), window, CPU)
+    at = torch.arange(mask.num_tokens + 5)
+    if window:
+        assert made.positions is not None and made.reach is not None
+        arrays = (made.spans, made.positions, made.reach)
+        seen = flash_emulator.visible_in_window(at, at, *arrays)
+    else:
+        assert made.positions is made.reach is None
+        seen = flash_emulator.visible(at, at, made.spans)
+    tokens = mask.num_tokens
+    assert torch.equal(seen[:tokens, :tokens], mask.dense(window or None))
+    assert not seen[:, tokens:].any()
+
+
+# ---- size, time, lifetime ------------------------------------------------------------------------
+
+
+def storage(index: torch.Tensor) -> int:
+    return index.untyped_storage().nbytes()
+
+
+def prompts(tokens: int) -> PrefixForest:
+    """Prompts of 8K with 16 answers of 1K each, up to `tokens`."""
+    groups = tokens // 24_576
+    parents = np.concatenate([[-1, *[17 * g] * 16] for g in range(groups)])
+    return PrefixForest.from_parents(parents, [8192 - 37, *[1024] * 16] * groups)
+
+
+def test_arrays_are_as_short_as_the_longest_list() -> None:
+    mask = mask_of(prompts(1 << 20))
+    made = lists_of(mask.plan, TILES, 0, CPU)
+    tiles = -(-mask.num_tokens // 128)
+    assert tiles > 8000
+    for direction in (made.forward, made.backward):
+        for index in (direction.partial_index, direction.full_index):
+            assert storage(index) < 4 * tiles * tiles / 30
+    # one row of numbers for all key tiles, however long their lists are
+    assert storage(made.backward.full_index) <= 4 * 2 * (tiles + 1)
+
+
+def test_a_long_path_costs_the_forward_its_square_and_the_backward_nothing() -> None:
+    mask = mask_of(PrefixForest.from_parents([-1], [64 * 128]))
+    made = lists_of(mask.plan, TILES, 0, CPU)
+    assert storage(made.forward.full_index) == 4 * 64 * 63
+    assert storage(made.backward.full_index) == 4 * (64 + 63 - 1)
+    assert storage(made.forward.partial_index) == storage(made.backward.partial_index) == 4 * 64
+
+
+def test_128k_tokens_take_milliseconds() -> None:
+    plan = mask_of(prompts(1 << 17)).plan
+    tables = plan.tables(pt.TileShape(128, 128), 0, CPU)
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        lists._forward_runs(tables)
+        lists._backward_runs(tables, True)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    print(f"runs of {plan.num_tokens} tokens: {1e3 * median:.2f} ms (below 1 on a quiet machine)")
+    assert median < 0.01
+
+
+def test_lists_are_made_once_and_go_with_the_plan() -> None:
+    mask = mask_of(random_forest(np.random.default_rng(0), 10, 90))
+    made = lists_of(mask.plan, TILES, 0, CPU)
+    assert lists_of(mask.to("cpu").plan, TILES, 0, CPU) is made
+    assert lists_of(mask.plan, TILES, 7, CPU) is not made
+    assert lists_of(mask.plan, Tiles(128, 80, 64), 0, CPU) is not made
+    plan = weakref.ref(mask.plan)
+    assert plan() in lists._made
+    del mask
+    gc.collect()
+    assert plan() is None
+
+
+def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = mask_of(PrefixForest.from_parents([-1], [1024]))
+    monkeypatch.setattr(lists, "MOST_ENTRIES", 8 * 7 - 1)
+    with pytest.raises(UnsupportedError, match=r"8 x 7 entries.*backend='triton'"):
+        lists_of(mask.plan, TILES, 0, CPU)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    flash_emulator.install(monkeypatch)
+    return flash_emulator
+
+
+def assert_exact(mask: TreeMask, case: Case) -> None:
+    """out, lse and all gradients of the backend equal float64's; its lse is kept in float32."""
+    position = mask.position_ids.long()
+    want = run(case, eager(mask.dense(), (position, position)), torch.float64)
+    got = run(case, ours(mask, backend="flash"))
+    assert got.keys() == want.keys()
+    for name in want:
+        # dtypes of the backend: lse float32
+        torch.testing.assert_close(got[name].double(), want[name], atol=2e-5, rtol=2e-5)
+
+
+OPTIONS = [{}, {"window": 150}, {"softcap": 3.0}, {"scale": 0.7}, {"window": 1, "softcap": 9.0}]
+EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_emulated_features(emulated: ModuleType, options: dict, extras: dict) -> None:
+    mask = mask_of(random_forest(np.random.default_rng(3), 12, 120))
+    assert mask.num_tokens > 400
+    assert_exact(mask, Case.random(mask, (4, 2), (16, 8), torch.float64, **extras, **options))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 4), (6, 2)])
+@pytest.mark.parametrize("dims", [(8, 8), (192, 128), (192, 136), (200, 200)])
+def test_emulated_shapes(
+    emulated: ModuleType, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    mask = mask_of(random_forest(np.random.default_rng(5), 8, 120))
+    assert_exact(mask, Case.random(mask, heads, dims, torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_emulated_forests(emulated: ModuleType, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    mask = mask_of(random_forest(rng, 30, int(rng.choice([3, 40, 150]))))
+    assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64, seed))
+
+
+def test_the_emulation_visits_what_the_lists_say(emulated: ModuleType) -> None:
+    """And nothing else: a dense emulation would pass every test above."""
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [256, 256, 256]))
+    case = Case.random(mask, (1, 1), (8, 8), torch.float64)
+    assert_exact(mask, case)
+    # six tiles on the diagonal, one below it in each node, two of the prompt for each of the four
+    assert emulated.last["forward"] == emulated.last["backward"] == (6, 3 + 8)
+
+
+@pytest.mark.parametrize("wrong", ["spans", "reach", "index", "count"])
+def test_the_emulation_sees_a_wrong_list(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0, 1], [200, 150, 300, 90]))
+    window = 140
+    made = lists_of(mask.plan, TILES, window, CPU)
+    broken = {
+        "spans": made.spans,
+        "reach": made.reach,
+        "index": made.forward.partial_index,
+        "count": made.backward.partial_count,
+    }[wrong]
+    assert broken is not None
+    if wrong == "count":
+        broken[0, 0, 0] = 0
+    elif wrong == "index":
+        # the tile on the diagonal of the third query tile
+        assert broken[0, 0, 2, made.forward.partial_count[0, 0, 2] - 1] == 2
+        broken[0, 0, 2, made.forward.partial_count[0, 0, 2] - 1] = 3
+    else:
+        broken[100:] += 1
+    with pytest.raises(AssertionError):
+        assert_exact(mask, Case.random(mask, (1, 1), (8, 8), torch.float64, window=window))
+
+
+@pytest.mark.parametrize("sink", [-30.0, 0.0, 12.0, 60.0])
+def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float) -> None:
+    """Gradients hold where the total has forgotten the keys; lse only says so."""
+    mask = mask_of(PrefixForest.from_parents([-1, 0], [140, 60]))
+    case = Case.random(mask, (2, 1), (8, 8), torch.float64, sinks=True)
+    assert case.sinks is not None
+    case.sinks = case.sinks + sink
+    position = mask.position_ids.long()
+    want = run(case, eager(mask.dense(), (position, position)), torch.float64)
+    got = run(case, ours(mask, backend="flash"))
+    assert torch.isfinite(got["lse"]).all()
+    for name in ("out", "dq", "dk", "dv", "dsinks"):
+        torch.testing.assert_close(got[name].double(), want[name], atol=1e-4, rtol=1e-4)
+
+
+def test_no_tokens(emulated: ModuleType) -> None:
+    mask = TreeMask(np.empty(0, np.int32))
+    case = Case.random(mask, (2, 1), (8, 8), torch.float64, sinks=True)
+    got = run(case, ours(mask, backend="flash"))
+    assert got["dk"].shape == (0, 1, 8) and torch.equal(got["dsinks"], torch.zeros(2).double())
+
+
+def test_strided_inputs_reach_the_kernel_as_they_are(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 copies what it cannot read; a transposed view it can."""
+    interface = emulated.sys.modules["flash_attn.cute.interface"]
+    seen: list[tuple[int, ...]] = []
+    call = interface._flash_attn_fwd
+
+    def spy(q: torch.Tensor, *args: object, **kwargs: object) -> None:
+        seen.append(q.stride())
+        call(q, *args, **kwargs)
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", spy)
+    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    q = torch.randn(4, 160, 8, dtype=torch.float64).transpose(0, 1)
+    k = torch.randn(160, 2, 8, dtype=torch.float64)
+    tree_attention(q, k, k, mask, backend="flash")
+    assert seen[0][1:] == q.stride()
+
+
+# ---- refusals and explain ------------------------------------------------------------------------
+
+
+FOREST = PrefixForest.from_parents([-1, 0, 0], [70, 30, 40])
+# (change of the case, change of the mask, reason)
+REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
+    ({"dtype": torch.float32}, lambda m: m, "float16 and bfloat16, and q is torch.float32"),
+    ({"dims": (12, 8)}, lambda m: m, "multiples of 8 up to 256.* 12 and 8"),
+    ({"dims": (8, 12)}, lambda m: m, "multiples of 8 up to 256"),
+    ({"dims": (264, 264)}, lambda m: m, "up to 256"),
+    ({"dims": (64, 128)}, lambda m: m, "that of v not above that of q, and are 64 and 128"),
+    ({"dims": (128, 64)}, lambda m: m, "differ .128 and 64. only .* without grouped queries"),
+    ({"dims": (96, 64), "heads": (2, 2)}, lambda m: m, "only as multiples of 64"),
+    ({"scale": 0.0}, lambda m: m, "scale must be above 0"),
+    ({}, lambda m: m.with_options(deterministic=True), "no deterministic backward"),
+    ({}, lambda m: m.for_queries([(3, 60)]), "this mask is for_queries"),
+]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine has that flash would serve, as far as the reasons that come first go."""
+    monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    refusal = launch.refusal
+    monkeypatch.setattr(
+        launch,
+        "refusal",
+        lambda q, k, v, scale, plan, deterministic: (
+            launch.refused_features(q, v, scale, plan, deterministic)
+            if q.device == CPU
+            else refusal(q, k, v, scale, plan, deterministic)
+        ),
+    )
+
+
+@pytest.mark.parametrize("changes, of_mask, reason", REFUSED)
+def test_refusals_say_why(
+    on_hopper: None, changes: dict, of_mask: Callable[[TreeMask], TreeMask], reason: str
+) -> None:
+    mask = of_mask(mask_of(FOREST))
+    case = Case.random(mask, **({"dims": (64, 64), "dtype": torch.bfloat16} | changes))
+    with pytest.raises(UnsupportedError, match=f"backend 'flash': .*{reason}"):
+        tree_attention(case.q, case.k, case.v, mask, backend="flash", **case.options)
+    said = explain(mask, case.q, case.k, case.v, backend="flash", **case.options)
+    assert said.startswith("tree_attention would refuse: backend 'flash'")
+
+
+def test_another_version_or_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = mask_of(FOREST)
+    case = Case.random(mask, dims=(64, 64), dtype=torch.bfloat16)
+    for version, said in (
+        (None, "prefixtree.fa4.*not installed"),
+        ("4.0.0b99", "needs flash-attn-4 4.0.0b36.*4.0.0b99 is installed"),
+        (launch.VERSION, "runs on NVIDIA GPUs, and q is on cpu"),
+    ):
+        monkeypatch.setattr(launch, "installed", lambda version=version: version)
+        with pytest.raises(UnsupportedError, match=f"backend 'flash': .*{said}"):
+            tree_attention(case.q, case.k, case.v, mask, backend="flash")
+
+
+def test_it_is_the_version_the_extra_installs() -> None:
+    project = tomllib.loads((Path(pt.__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["optional-dependencies"]["fa4"] == [f"flash-attn-4=={launch.VERSION}"]
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU: what the choice looks at."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def gpu_case(mask: TreeMask, **changes: object) -> list[torch.Tensor]:
+    case = Case.random(mask, **({"dims": (64, 64), "dtype": torch.bfloat16} | changes))
+    return [x.as_subclass(OnGpu) for x in (case.q, case.k, case.v)]
+
+
+@pytest.mark.parametrize("capability, flash", [((9, 0), True), ((10, 0), False), ((8, 0), False)])
+def test_auto_never_takes_flash_yet(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], flash: bool
+) -> None:
+    monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    mask = mask_of(FOREST)
+    inputs = gpu_case(mask)
+    assert (launch.refusal(*inputs, 0.1, mask.plan) is None) == flash
+    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
+    said = explain(mask, *inputs)
+    assert "would run 'triton'" in said
+    assert ("until it has been measured" in said) == flash
+    assert ("Hopper" in said) == (not flash)
+    # an AMD GPU's capability may begin with 9 too
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "7.0")
+        assert "an AMD GPU" in str(launch.refusal(*inputs, 0.1, mask.plan))
+    # the one constant that will let it in
+    monkeypatch.setattr(choice, "AUTO_TAKES_FLASH", True)
+    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == (
+        "flash" if flash else "triton"
+    )
+
+
+def test_explain_says_what_runs() -> None:
+    mask = mask_of(FOREST)
+    case = Case.random(mask)
+    inputs = (case.q, case.k, case.v)
+    assert explain(mask) == explain(mask, *inputs)
+    assert explain(mask) == (
+        "tree_attention would run 'sdpa': q is on cpu, and the other backends need a GPU."
+    )
+    assert "'reference': it was asked for" in explain(mask, *inputs, backend="reference")
+    assert "'reference'" in explain(mask.with_options(backend="reference"), *inputs)
+    assert "'magic' does not exist" in explain(mask, backend="magic")
+    with pytest.raises(ValueError, match="together"):
+        explain(mask, case.q)
+    with pytest.raises(ValueError, match="the mask has 140 queries"):
+        explain(mask, case.q[1:], case.k, case.v)
+
+
+def test_explain_says_why_triton_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    mask = mask_of(FOREST)
+    wide = gpu_case(mask, dtype=torch.float32, dims=(300, 300))
+    assert choice.choose("auto", *wide, 0.1).backend == "sdpa"
+    assert "'sdpa': backend 'triton': head dims must be 1 to 256" in explain(mask, *wide)
