@@ -109,6 +109,39 @@ def compiled(data: dict[str, Any]) -> str:
     )
 
 
+def attention(data: dict[str, Any]) -> str:
+    """The Triton kernels on a GPU, beside what was timed around them."""
+    peers: dict[tuple[str, str], float] = {}
+    for file in sorted((HERE / "results" / "h200").glob("peers_*.json")):
+        for row in json.loads(file.read_text())["rows"]:
+            peers[row["workload"], row["peer"]] = row["forward_ms"] + row["backward_ms"]
+    rows = []
+    for row in data["rows"]:
+        shape = f"{row['heads']} / {row['kv_heads']} x {row['head_dim']}"
+        both = row["forward_ms"] + row["backward_ms"]
+        ratios = []
+        for peer in ("prototype", "flex", "fa4tree", "fa2", "fa4"):
+            known = peers.get((row["workload"], peer)) if shape == "32 / 8 x 128" else None
+            ratios.append(f"{both / known:.2f}" if known else "")
+        worst = max(max(x["worst"], x["mean"]) for x in row["check"].values())
+        rows.append(
+            [
+                row["workload"],
+                shape,
+                f"{row['forward_ms']:.2f}",
+                f"{row['backward_ms']:.2f}",
+                f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}",
+                f"{worst:.2f}",
+                *ratios,
+            ]
+        )
+    made = data["environment"]
+    head = ["workload", "heads", "forward ms", "backward ms", "TF", "error / limit", "prototype"]
+    head += ["FlexAttention", "flash-attn-4 tree", "torch FA2", "flash-attn-4 varlen"]
+    line = f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}"
+    return f"{line}\n\n{_table(head, rows)}"
+
+
 def micro_batches(data: dict[str, Any]) -> str:
     """Plans, their bound and what others would compute."""
     rows = [
@@ -157,9 +190,10 @@ def verl_balance(data: dict[str, Any]) -> str:
 def main() -> None:
     """Replaces what stands between the page's markers."""
     page = PAGE.read_text()
-    for write in (packing, sdpa_cpu, compiled, micro_batches, verl_balance):
+    for write in (packing, sdpa_cpu, attention, compiled, micro_batches, verl_balance):
         name = write.__name__
-        text = write(json.loads((HERE / "results" / f"{name}.json").read_text()))
+        folder = "h200/" if write is attention else ""
+        text = write(json.loads((HERE / "results" / f"{folder}{name}.json").read_text()))
         page, count = re.subn(
             rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
             lambda found, text=text: f"{found[1]}{text}\n{found[2]}",

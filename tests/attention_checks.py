@@ -168,7 +168,7 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
                 f"{name}: {(worst > limit).sum()} of {worst.size} (node x head) over the limit, "
                 f"first {at}: {worst[tuple(at)]:.2e} > {limit[tuple(at)]:.2e}"
             )
-        if name == "dsinks":
+        if ours_error[:, 0].numel() < 256:
             continue  # a mean of a few numbers says nothing
         mean, mean_eager = (x.mean((0, 2)) for x in (ours_error, eager_error))
         assert (mean <= 1.2 * mean_eager + 0.1 * slack).all(), (

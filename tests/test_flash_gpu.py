@@ -1,7 +1,7 @@
 """The flash backend on a Hopper GPU with flash-attn-4: numerics of every feature, and contracts.
 
 First run on an H200 on 2026-11-20: dQ was wrong at the second heads and head dims of
-`test_numerics`, and the run stopped there. `launch.VERIFIED` and `choice.AUTO_TAKES_FLASH` wait for it.
+`test_numerics`, and the run stopped there; `launch.VERIFIED` waits for the rest.
 """
 
 from __future__ import annotations
