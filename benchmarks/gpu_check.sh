@@ -116,9 +116,9 @@ cuda() {
 tests() {
   ours tests && cuda tests || return
   # exit code 5, nothing selected, is a failure too
-  limited tests_gpu 400 python3 -m pytest -q -m gpu -p no:cacheprovider ${PYTEST_ARGS:-}
+  limited tests_gpu 400 python3 -m pytest -q -m gpu -n 6 -p no:benchmark -p no:cacheprovider ${PYTEST_ARGS:-}
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
-  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 8 -m "not gpu" -p no:cacheprovider \
+  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 8 -m "not gpu" -p no:benchmark -p no:cacheprovider \
     tests/test_tables.py tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
 }
 
@@ -159,7 +159,7 @@ attention() {
 tune() {
   [[ -f benchmarks/tune.py ]] || { echo "no benchmarks/tune.py: skipped"; return; }
   ours tune || return
-  limited tune 570 python3 benchmarks/tune.py --out "$out/tune.json" ${TUNE_ARGS:-}
+  limited tune 570 python3 benchmarks/tune.py --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
 }
 
 # suite NAME SECONDS ARGUMENT...: one of the suite's benchmarks; plots are drawn where matplotlib is
