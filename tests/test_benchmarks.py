@@ -255,7 +255,6 @@ def test_cuda_is_timed_by_events_and_by_peaks(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_run_on_a_gpu(benchmarks: dict[str, ModuleType], tmp_path: Path) -> None:
     """Small, so that a lease does not find out late: events, peaks, the float64 check there."""
     out = tmp_path / "attention.json"

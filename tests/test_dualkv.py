@@ -401,7 +401,6 @@ def test_refusals_of_plans(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("planned", [False, True])
 def test_on_a_gpu(planned: bool) -> None:
     """Lengths on either device give the same; with a plan nothing waits."""

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
-from strategies import mask_of, random_forest
+from gpu_cases import FOREST, HALVES, cuda_mask, inputs_of
+from strategies import random_forest
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
 from prefixtree.kernels import choice
@@ -35,13 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-HALVES = [torch.bfloat16, torch.float16]
-# long and short nodes, several trees, a last tile of few tokens
-FOREST = PrefixForest.from_parents(
-    [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],
-    [700, *range(20, 60, 2), 129, 64, 5, 200, 3, 90, 1, 77],
-)
-
 
 @pytest.fixture(autouse=True)
 def _as_if_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,17 +45,9 @@ def _as_if_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_launch, "VERIFIED", True)
 
 
-def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
-    return mask_of(forest).to("cuda").with_options(**options)
-
-
 def grown(seed: int) -> PrefixForest:
     """Of more than one tile: flash-attn-4 compiles a backward of its own for a single one."""
     return PrefixForest.from_parents([-1, 0, 0, 1, -1], [130 + 37 * seed, 60, 9 + seed, 200, 77])
-
-
-def inputs_of(case: Case) -> list[torch.Tensor]:
-    return [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
 
 
 # ---- numerics -----------------------------------------------------------------------------------

@@ -433,6 +433,8 @@ def test_auto_never_takes_flash_yet(
     assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
     said = explain(mask, *inputs)
     assert "would run 'triton'" in said
+    assert ("until it has been measured" in said) == flash
+    assert ("Hopper" in said) == (not flash)
     # an AMD GPU's capability may begin with 9 too
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.0")

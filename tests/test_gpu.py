@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
+from gpu_cases import FOREST, HALVES, cuda_mask, inputs_of
 from models import build, ragged_sequences
-from strategies import mask_of, random_forest
+from strategies import random_forest
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, tree_attention
@@ -22,21 +23,6 @@ from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.kernels import attention
 
 pytestmark = pytest.mark.gpu
-
-HALVES = [torch.bfloat16, torch.float16]
-# long and short nodes, tiles cut and uncut, runs long enough to be cut into pieces
-FOREST = PrefixForest.from_parents(
-    [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],
-    [700, *range(20, 60, 2), 129, 64, 5, 200, 3, 90, 1, 77],
-)
-
-
-def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
-    return mask_of(forest).to("cuda").with_options(**options)
-
-
-def inputs_of(case: Case) -> list[torch.Tensor]:
-    return [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
 
 
 # ---- numerics -----------------------------------------------------------------------------------

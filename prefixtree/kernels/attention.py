@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.choice import check_name, choose, module_of
+from prefixtree.kernels.choice import check_name, choose, module_of, passed_over
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
 from prefixtree.packing.mask import MaskPlan, TreeMask, check_window, plan_of
@@ -132,11 +132,15 @@ def explain(
         k = v = row.expand(mask.num_tokens, 1, 128)
     scale, _, _ = _check(q, k, v, mask, scale, window, softcap, sinks)
     backend = mask.backend if backend == "auto" else backend
+    arguments = (q, k, v, scale, mask.plan, deterministic or mask.deterministic)
     try:
-        chosen = choose(backend, q, k, v, scale, mask.plan, deterministic or mask.deterministic)
+        chosen = choose(backend, *arguments)
     except UnsupportedError as error:
         return f"tree_attention would refuse: {error}."
-    return f"tree_attention would run {chosen.backend!r}: {chosen.reason}."
+    reason = chosen.reason
+    if backend == "auto" and chosen.backend == "triton":
+        reason += f" ({passed_over(*arguments)})"
+    return f"tree_attention would run {chosen.backend!r}: {reason}."
 
 
 def _backend(

@@ -58,15 +58,25 @@ def choose(
         return Choice(name, "it was asked for by name")
     if not q.is_cuda:
         return Choice("sdpa", f"q is on {q.device}, and the other backends need a GPU")
-    flash = refusal("flash", q, k, v, scale, plan, deterministic)
-    if AUTO_TAKES_FLASH and flash is None:
+    if AUTO_TAKES_FLASH and refusal("flash", q, k, v, scale, plan, deterministic) is None:
         return Choice("flash", "flash-attn-4 serves this call on this GPU")
     triton = refusal("triton", q, k, v, scale, plan, deterministic)
     if triton is not None:
         return Choice("sdpa", triton)
-    if flash is None:
-        flash = "backend 'flash' would too, but only by name until it has been measured"
-    return Choice("triton", f"it serves this call ({flash})")
+    return Choice("triton", "it serves this call")
+
+
+def passed_over(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    plan: MaskPlan,
+    deterministic: bool,
+) -> str:
+    """Why "auto" left flash; asked by `explain` alone, not in every call."""
+    reason = refusal("flash", q, k, v, scale, plan, deterministic)
+    return reason or "backend 'flash' would too, but only by name until it has been measured"
 
 
 def refusal(

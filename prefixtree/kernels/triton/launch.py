@@ -41,11 +41,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     dtypes = (torch.float16, torch.bfloat16)
     if q.dtype not in dtypes and not (INTERPRETED and q.dtype == torch.float32):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
-    if (
-        q.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(q.device) < (8, 0)
-    ):
+    if q.is_cuda and torch.version.hip is None and _capability(q.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], v.shape[2]) > 256 or min(q.shape[2], v.shape[2]) < 1:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"

@@ -1,0 +1,24 @@
+"""What the tests on a GPU share, whichever backend they test."""
+
+from __future__ import annotations
+
+import torch
+from attention_checks import Case
+from strategies import mask_of
+
+from prefixtree import PrefixForest, TreeMask
+
+HALVES = [torch.bfloat16, torch.float16]
+# long and short nodes, several trees, tiles cut and uncut, runs long enough to be cut
+FOREST = PrefixForest.from_parents(
+    [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],
+    [700, *range(20, 60, 2), 129, 64, 5, 200, 3, 90, 1, 77],
+)
+
+
+def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
+    return mask_of(forest).to("cuda").with_options(**options)
+
+
+def inputs_of(case: Case) -> list[torch.Tensor]:
+    return [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
