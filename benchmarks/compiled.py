@@ -16,6 +16,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +42,7 @@ INT32 = {
     "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
     "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS",
 }  # fmt: skip
-FLOAT32 = {"LSE", "TOP", "DELTA", "SHARE", "PARTIALS", "DLSE", "DSINKS"}
+FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
 FEATURES += ["SUBSET", "DETERMINISTIC"]
@@ -67,7 +68,8 @@ def statics(
         "TMA": choice.tma,
         "ROWS_TMA": choice.tma,
     }
-    return values | dict.fromkeys(FEATURES, False) | flags
+    together = {"WITH_DK": True, "WITH_DV": True}
+    return values | together | dict.fromkeys(FEATURES, False) | flags
 
 
 def compiled(
@@ -101,7 +103,7 @@ def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
         return f"tensordesc<{dtype}{[values['TOKENS'], values['HEADS'], width]}>"
     if described and name == "K_SPANS":
         return f"tensordesc<i32{[values['KEYS']]}>"
-    if rows and name in ("TOP", "DELTA", "SHARE"):
+    if rows and name == "ROW_VALUES":
         return f"tensordesc<fp32{[values['ROWS']]}>"
     if name in INT32:
         return "*i32"
@@ -175,6 +177,14 @@ def _loop(body: list[str], warps: int) -> Loop:
     return Loop(sum(counts.values()) * scale, tensor * scale, counts["LDL"])
 
 
+def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]]:
+    """Each configuration with the flags of each launch: dK and dV may have one of their own."""
+    for config in found:
+        parts = ({"WITH_DV": False}, {"WITH_DK": False}) if config.apart else ({},)
+        for part in parts:
+            yield config, part
+
+
 def _helpers(capability: int, dtype: str) -> None:
     """Compiles the two small kernels, every feature off and on."""
     config = Config(64, 64, 4, 2)
@@ -222,15 +232,16 @@ def main(
             chosen = list(dict.fromkeys(getattr(choice, name)))
             extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
                      for r, k, w, s, g in CANDIDATES[name]] if candidates else []  # fmt: skip
-            for config in dict.fromkeys([*chosen, *extra]):
-                flags = dict.fromkeys(FEATURES, True) if features else {}
+            for config, part in launched(dict.fromkeys([*chosen, *extra])):
+                flags = part | (dict.fromkeys(FEATURES, True) if features else {})
                 values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)
                 mark = "*" if config in chosen else ""
                 steps = "; ".join(f"{x.issued} / {x.tensor}, {x.spills}" for x in code.loops)
+                missing = "".join(f" without {x[-2:]}" for x in part)
                 table.add_row(
-                    name + mark, f"{d} / {dv}", f"{config.rows} x {config.keys}",
+                    name + missing + mark, f"{d} / {dv}", f"{config.rows} x {config.keys}",
                     str(config.warps), str(config.stages), str(code.registers), str(code.stack),
                     f"{code.shared / 1024:.0f}", str(code.programs), steps,
                 )  # fmt: skip
@@ -239,7 +250,7 @@ def main(
                 spilling = any(x.spills * 12 > x.issued for x in code.loops[:1])
                 if config in chosen and spilling and not features:
                     bad.append(f"{name} {pair}: spills inside the unmasked loop")
-                rows.append({"kernel": name, "dims": pair, "chosen": config in chosen,
+                rows.append({"kernel": name + missing, "dims": pair, "chosen": config in chosen,
                              "config": vars(config), "registers": code.registers,
                              "stack": code.stack, "shared": code.shared,
                              "programs": code.programs,

@@ -110,15 +110,18 @@ def using(kernel: str, candidate: Candidate, base: Choice) -> Iterator[None]:
 class Bench:
     """One workload's tensors, and each kernel as a call."""
 
-    def __init__(self, mask: Any, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, mask: Any, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype
+    ) -> None:
         device, tokens = mask.device, mask.num_tokens
         generator = torch.Generator(device).manual_seed(0)
 
-        def draw(count: int) -> torch.Tensor:
-            return torch.randn(tokens, count, dim, device=device, dtype=dtype, generator=generator)
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(tokens, *shape, device=device, dtype=dtype, generator=generator)
 
-        self.plan, self.options = mask.plan, Options(dim**-0.5)
-        self.q, self.k, self.v, self.dout = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+        (h, hk), (d, dv) = heads, dims
+        self.plan, self.options = mask.plan, Options(d**-0.5)
+        self.q, self.k, self.v, self.dout = draw(h, d), draw(hk, d), draw(hk, dv), draw(h, dv)
         self.out, self.lse = launch.forward(self.q, self.k, self.v, None, self.plan, self.options)
 
     def call(self, kernel: str) -> tuple[Callable[[], None], list[torch.Tensor]]:
@@ -168,6 +171,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=Path, help="of the airline workload; skipped without")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--value-dim", type=int, help="--dim unless said")
+    parser.add_argument("--pointers", action="store_true", help="as if descriptors did not serve")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on node lengths")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -179,6 +184,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=1000, help="candidates a kernel")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    if chosen.pointers:
+        described = configs.choose
+        configs.choose = lambda c, d, dv, group, tma, cuda=True: described(  # type: ignore[assignment]
+            c, d, dv, group, False, cuda
+        )
     console, rows = Console(width=140), []
     table = Table("workload", "kernel", "frozen", "ms", "fastest", "ms of each")
     for name in chosen.workloads:
@@ -190,7 +200,8 @@ def main() -> None:
             forest = scaled(forest, chosen.scale, "heaviest")
         mask = pack(forest).mask.to(chosen.device)
         dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float16
-        bench = Bench(mask, *chosen.heads, chosen.dim, dtype)
+        dims = (chosen.dim, chosen.value_dim or chosen.dim)
+        bench = Bench(mask, tuple(chosen.heads), dims, dtype)
         problem = launch.Problem.of(bench.q, bench.k, bench.v, bench.plan, bench.options)
         for kernel in chosen.kernels:
             frozen = problem.configs[KERNELS.index(kernel)]

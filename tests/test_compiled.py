@@ -32,7 +32,7 @@ def compile_for(tmp_path: Path, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize("capability", [80, 86, 90])
 def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: Path) -> None:
     rows = compile_for(tmp_path, "--capability", str(capability))
-    assert {row["kernel"] for row in rows} == {"forward", "keys", "queries"}
+    assert {row["kernel"].split()[0] for row in rows} == {"forward", "keys", "queries"}
     assert len({row["dims"] for row in rows}) == 4
     if capability == 90:
         # the products run on Hopper's tensor core instructions

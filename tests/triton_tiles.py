@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ TILES = {
     "key tiles on the grid": Tiles(False, *[tile(16, 16, cut=False)] * 3),
     "tiles of their own": Tiles(True, tile(32, 16), tile(16, 32), tile(32, 32), pieces=1),
     "nothing is cut": Tiles(False, SMALL, SMALL, SMALL, pieces=0),
+    "dK and dV apart": Tiles(True, SMALL, replace(SMALL, apart=True), SMALL),
 }
 
 

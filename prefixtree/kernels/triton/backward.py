@@ -38,9 +38,7 @@ def prepare_kernel(
     LSE,
     DLSE,
     SINKS,
-    TOP,
-    DELTA,
-    SHARE,
+    ROW_VALUES,
     DSINKS,
     dout_token,
     dout_head,
@@ -55,12 +53,12 @@ def prepare_kernel(
     HAS_DLSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """TOP and DELTA, float32: p = exp2(logit - TOP), ds = p (dp - DELTA).
+    """ROW_VALUES [2 or 3, rows] float32, top and delta: p = exp2(logit - top), ds = p (dp - delta).
 
-    They lie in the order of a tile's rows, [Hk, blocks of heads, tokens_a_block, HEADS]; beyond Tq
-    they hold inf and 0, so that a tile's dead rows have p = ds = 0. With sinks and a
-    gradient of lse, SHARE = p / softmax over the keys: p is then SHARE exp2(logit - TOP) and
-    ds = exp2(logit - TOP) (SHARE dp - DELTA), so that no factor can overflow. DSINKS [programs, H]
+    Rows lie in the order of a tile's, [Hk, blocks of heads, tokens_a_block, HEADS]; beyond Tq they
+    hold inf and 0, so that a tile's dead rows have p = ds = 0. With sinks and a gradient of lse
+    there is a third, share = p / softmax over the keys: p is then share exp2(logit - top) and
+    ds = exp2(logit - top) (share dp - delta), so that no factor can overflow. DSINKS [programs, H]
     holds each program's share of the sinks' gradient.
     """
     BLOCKS: tl.constexpr = GROUP // HEADS
@@ -74,6 +72,7 @@ def prepare_kernel(
     at_lse = head.to(tl.int64) * num_queries + row
     block = head // GROUP * BLOCKS + head % GROUP // HEADS
     at = (block.to(tl.int64) * tokens_a_block + row) * HEADS + head % GROUP % HEADS
+    rows = tokens_a_block.to(tl.int64) * (KV_HEADS * GROUP)
     top = tl.load(LSE + at_lse, mask=alive, other=0.0) * LOG2E
     if HAS_SINKS:
         sink = tl.load(SINKS + head).to(tl.float32) * LOG2E
@@ -83,21 +82,21 @@ def prepare_kernel(
         tl.store(DSINKS + tl.program_id(0) * (KV_HEADS * GROUP) + head, -tl.sum(lost, 0))
         if HAS_DLSE:
             share = tl.exp2(top - total)
-            tl.store(SHARE + at, share)
+            tl.store(ROW_VALUES + 2 * rows + at, share)
             delta *= share
         else:
             top = total
     if HAS_DLSE:
         delta -= tl.load(DLSE + at_lse, mask=alive, other=0.0)
-    tl.store(TOP + at, tl.where(alive, top, float("inf")))
-    tl.store(DELTA + at, delta)
+    tl.store(ROW_VALUES + at, tl.where(alive, top, float("inf")))
+    tl.store(ROW_VALUES + rows + at, delta)
 
 
 @triton.jit
 def _gradients(
     scores, logits, dp, delta, share, inner, SOFTCAP: tl.constexpr, SHARED: tl.constexpr
 ):
-    """-> p and ds before scaling, from logits less TOP; masked logits give 0 and 0."""
+    """-> p and ds before scaling, from logits less top; masked logits give 0 and 0."""
     p = tl.exp2(logits)
     if SHARED:
         ds = p * (dp * share - delta)
@@ -116,9 +115,7 @@ def keys_kernel(
     K,
     V,
     DOUT,
-    TOP,
-    DELTA,
-    SHARE,
+    ROW_VALUES,
     DK,
     DV_OUT,
     PARTIALS,
@@ -157,13 +154,15 @@ def keys_kernel(
     HAS_SHARE: tl.constexpr,
     SUBSET: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
     TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
-    """dK and dV of one piece of a key tile, for all query heads of one kv head.
+    """dK, dV or both of one piece of a key tile, for all query heads of one kv head.
 
     Scores are held transposed, [KEYS, ROWS], so that p and ds feed the products from registers.
-    Dead key lanes are rows of dK and dV that are not stored; dead query rows have TOP = inf.
+    Dead key lanes are rows of dK and dV that are not stored; dead query rows have top = inf.
     """
     BLOCKS: tl.constexpr = GROUP // HEADS
     PIECES += 5 * (tl.program_id(0) // KV_HEADS)
@@ -176,6 +175,7 @@ def keys_kernel(
     v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
     first_head = kv_head * GROUP
     first_block = kv_head * BLOCKS
+    rows = KV_HEADS * BLOCKS * rows_a_block
 
     dk = tl.zeros([KEYS, D_PADDED], tl.float32)
     dv = tl.zeros([KEYS, DV_PADDED], tl.float32)
@@ -223,11 +223,11 @@ def keys_kernel(
                 TMA,
             )
             at_row = (first_block + i % BLOCKS) * rows_a_block + first_row * HEADS
-            top = load_vector(TOP, at_row, ROWS, ROWS_TMA)
-            delta = load_vector(DELTA, at_row, ROWS, ROWS_TMA)
+            top = load_vector(ROW_VALUES, at_row, ROWS, ROWS_TMA)
+            delta = load_vector(ROW_VALUES, rows + at_row, ROWS, ROWS_TMA)
             share = delta
             if HAS_SHARE:
-                share = load_vector(SHARE, at_row, ROWS, ROWS_TMA)
+                share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
             scores = squash(product(k, tl.trans(q)), inner, HAS_SOFTCAP)
             logits = scores * outer - top[None, :]
             if SUBSET or ROWS != TOKENS * HEADS:
@@ -248,29 +248,60 @@ def keys_kernel(
                     HAS_WINDOW,
                 )
                 logits = tl.where(seen, logits, float("-inf"))
-            dp = product(v, tl.trans(dout))
-            p, ds = _gradients(
-                scores, logits, dp, delta[None, :], share[None, :], inner, HAS_SOFTCAP, HAS_SHARE
-            )
-            dv = add_product(p.to(dout.dtype), dout, dv)
-            dk = add_product(ds.to(q.dtype), q, dk)
-    dk *= scale
+            if WITH_DK:
+                dp = product(v, tl.trans(dout))
+                p, ds = _gradients(
+                    scores,
+                    logits,
+                    dp,
+                    delta[None, :],
+                    share[None, :],
+                    inner,
+                    HAS_SOFTCAP,
+                    HAS_SHARE,
+                )
+            else:
+                p = tl.exp2(logits)
+                if HAS_SHARE:
+                    p = p * share[None, :]
+            if WITH_DV:
+                dv = add_product(p.to(dout.dtype), dout, dv)
+            if WITH_DK:
+                dk = add_product(ds.to(q.dtype), q, dk)
+    token = key.to(tl.int64) * KV_HEADS + kv_head
+    # [slots or partials, Hk, KEYS, D + DV] float32
+    partial = slot
+    if DETERMINISTIC:
+        partial = tl.load(PIECES + 4)
+    at_row = (partial.to(tl.int64) * KV_HEADS + kv_head) * KEYS + tl.arange(0, KEYS)
+    at_row *= D + DV
+    if WITH_DK:
+        _keep(DK, token * D, PARTIALS, at_row, slot, live, dk * scale, D, D_PADDED, DETERMINISTIC)
+    if WITH_DV:
+        at_row += D
+        _keep(DV_OUT, token * DV, PARTIALS, at_row, slot, live, dv, DV, DV_PADDED, DETERMINISTIC)
+
+
+@triton.jit
+def _keep(
+    X,
+    at,
+    PARTIALS,
+    at_partial,
+    slot,
+    live,
+    values,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
+):
+    """Writes the rows of an uncut key tile, or what a piece adds to those of a cut one."""
     if slot < 0:
-        token = key.to(tl.int64) * KV_HEADS + kv_head
-        store_rows(DK, token * D, live, dk, D, D_PADDED)
-        store_rows(DV_OUT, token * DV, live, dv, DV, DV_PADDED)
+        store_rows(X, at, live, values, DIM, PADDED)
+    elif DETERMINISTIC:
+        store_rows(PARTIALS, at_partial, live, values, DIM, PADDED)
     else:
-        # [slots or partials, Hk, KEYS, D + DV] float32
-        if DETERMINISTIC:
-            slot = tl.load(PIECES + 4)
-        at_row = (slot.to(tl.int64) * KV_HEADS + kv_head) * KEYS + tl.arange(0, KEYS)
-        at_row *= D + DV
-        if DETERMINISTIC:
-            store_rows(PARTIALS, at_row, live, dk, D, D_PADDED)
-            store_rows(PARTIALS + D, at_row, live, dv, DV, DV_PADDED)
-        else:
-            _add_rows(PARTIALS, at_row, live, dk, D, D_PADDED)
-            _add_rows(PARTIALS + D, at_row, live, dv, DV, DV_PADDED)
+        _add_rows(PARTIALS, at_partial, live, values, DIM, PADDED)
 
 
 @triton.jit
@@ -328,9 +359,7 @@ def queries_kernel(
     K,
     V,
     DOUT,
-    TOP,
-    DELTA,
-    SHARE,
+    ROW_VALUES,
     DQ,
     K_SPANS,
     POSITION,
@@ -401,11 +430,12 @@ def queries_kernel(
     )
     row = first_row.to(tl.int64)
     at_row = (kv_head * BLOCKS + block) * rows_a_block + first_row * HEADS
-    top = load_vector(TOP, at_row, ROWS, ROWS_TMA)
-    delta = load_vector(DELTA, at_row, ROWS, ROWS_TMA)
+    rows = KV_HEADS * BLOCKS * rows_a_block
+    top = load_vector(ROW_VALUES, at_row, ROWS, ROWS_TMA)
+    delta = load_vector(ROW_VALUES, rows + at_row, ROWS, ROWS_TMA)
     share = delta
     if HAS_SHARE:
-        share = load_vector(SHARE, at_row, ROWS, ROWS_TMA)
+        share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
 
     dq = tl.zeros([ROWS, D_PADDED], tl.float32)
     for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):

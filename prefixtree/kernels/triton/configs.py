@@ -34,6 +34,8 @@ class Config:
         warps, stages: warps a program; depth of the software pipeline over tiles.
         registers: most registers a thread, 0 for the compiler's choice.
         cut: key tiles start at node borders where that saves work.
+        apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
+            sums of both for a tile of decent size.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class Config:
     stages: int
     registers: int = 0
     cut: bool = True
+    apart: bool = False
 
 
 Pair = tuple[Config, Config]
@@ -99,24 +102,44 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # not measured; compiled: 32 rows for dK and dV, since 64 spill 8 % of the loop
+    # at (192, 128), caterpillar 24: forward 15.2 (18.3 for 64 x 64), keys 30.5 (32.3 for 64 keys,
+    # 39.2 for 64 x 64), queries 25.8 (28.4 with 2 stages)
     (256, 128): (
-        _both(Config(64, 64, 4, 2)),
-        _both(Config(32, 64, 4, 2)),
-        _both(Config(128, 64, 8, 2)),
+        _both(Config(128, 64, 8, 3)),
+        _both(Config(32, 128, 8, 3)),
+        _both(Config(128, 64, 8, 3)),
     ),
-    # caterpillar 24: forward 24.6, keys 68.8 (82.4 with 2 stages, 130 for one warpgroup, which
-    # spills), queries 37.5 (47 for 32 keys)
+    # caterpillar 24: forward 24.6, keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does
+    # not spill), queries 37.5 (47 for 32 keys)
     (256, 256): (
         _both(Config(128, 64, 8, 2)),
-        _both(Config(32, 64, 8, 3)),
+        _both(Config(32, 128, 8, 3, apart=True)),
         _both(Config(128, 64, 8, 2)),
     ),
 }
 
-# Pointers, on any GPU: where tensor descriptors do not serve on Hopper, and on Ampere and Ada.
-# Prototype, at D 128: taller tiles on long nodes than on short ones; 64 x 64 for dK and dV, whose
-# code for sm_80 spills there, so 32 rows (compiled).
+# Pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
+# --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7, 21.0, 15.8; at D 256:
+# 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
+_HOPPER_POINTERS: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        _both(Config(64, 64, 4, 3)),
+        _both(Config(64, 64, 4, 3)),
+        _both(Config(64, 32, 4, 3)),
+    ),
+    128: (
+        (Config(128, 64, 8, 3), Config(128, 64, 4, 2)),
+        _both(Config(32, 64, 4, 3)),
+        _both(Config(128, 64, 8, 3)),
+    ),
+    256: (
+        _both(Config(128, 64, 8, 2)),
+        _both(Config(32, 64, 8, 3)),
+        _both(Config(128, 32, 8, 2)),
+    ),
+}
+# Ampere with large shared memory, and data center Blackwell; never run there. Compiled for sm_80:
+# at D 128 64 x 64 spills for dK and dV, so 32 rows; at D 256 the tallest tiles that do not spill.
 _LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
     64: (
         (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
@@ -125,13 +148,13 @@ _LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
     ),
     128: (
         (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-        _both(Config(32, 64, 4, 2)),
+        _both(Config(32, 64, 4, 3)),
         (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
     ),
     256: (
-        _both(Config(64, 32, 8, 2)),
-        _both(Config(32, 32, 8, 2)),
-        _both(Config(64, 32, 8, 2)),
+        _both(Config(64, 64, 8, 2)),
+        _both(Config(32, 64, 8, 3)),
+        _both(Config(64, 64, 8, 2)),
     ),
 }
 # What 99 KiB of shared memory a program holds (Ada, consumer Ampere and Blackwell) and, one stage
@@ -174,8 +197,10 @@ def choose(
     if tma:
         key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
         return Choice(True, heads, *_HOPPER[key])
-    # compute capability 8.0, 9.0 and 10.x have 160 KiB and more of shared memory a program
-    large = cuda and capability in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
+    if cuda and capability[0] == 9:
+        return Choice(False, heads, *_HOPPER_POINTERS[wide])
+    # compute capability 8.0 and 10.x have 160 KiB and more of shared memory a program
+    large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
     return Choice(False, heads, *(_LARGE if large else _SMALL)[wide])
 
 

@@ -32,6 +32,7 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 _MOST_OFFSET = 2**31 - 1
 # rows of out and dout that one program of the preparation takes
 _PREPARED = 32
+_NOTHING = contextlib.nullcontext()
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> str | None:
@@ -47,7 +48,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
     if not scale >= 0:
         return f"scale must not be negative, and is {scale}"
-    if (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
+    if 3 * (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
         return f"{q.shape[0]} query tokens x {q.shape[1]} heads do not fit 32-bit row numbers"
     return None
 
@@ -164,12 +165,12 @@ class Problem:
 
     @property
     def rows_tma(self) -> bool:
-        """Whether every query tile's rows start at a multiple of 16 bytes in TOP and DELTA."""
+        """Whether every query tile's row values start at a multiple of 16 bytes."""
         return self.choice.tma and (not self.plan.is_subset or self.choice.heads % 4 == 0)
 
-    def row_vectors(self, rows: torch.Tensor, config: Config) -> list[Any]:
-        """TOP, DELTA, SHARE; the last stands in for SHARE where there is none."""
-        return [self.vector(rows[i], config.rows, self.rows_tma) for i in (0, 1, -1)]
+    def row_values(self, rows: torch.Tensor, config: Config) -> Any:
+        """What `prepare_kernel` made, [2 or 3, rows], as one vector: one descriptor serves all."""
+        return self.vector(rows, config.rows, self.rows_tma)
 
     def key_strides(self) -> tuple[int, ...]:
         return (self.k.stride(0), self.k.stride(1), self.v.stride(0), self.v.stride(1))
@@ -283,7 +284,7 @@ def _prepare(
     keys: Config,
     queries: Config,
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """-> [3 or 2, rows] float32: TOP, DELTA and, with sinks and dlse, SHARE; rows a block of heads;
+    """-> what `prepare_kernel` says of each row [2 or 3, rows] float32; rows a block of heads;
     dsinks."""
     num_queries, num_heads = lse.shape[1], lse.shape[0]
     # a tile that starts at the last row must find dead rows behind it, not another head's
@@ -299,9 +300,7 @@ def _prepare(
         lse,
         lse if dlse is None else dlse.contiguous(),
         lse if sinks is None else sinks.contiguous(),
-        rows[0],
-        rows[1],
-        rows[-1],
+        rows,
         partial,
         *dout.stride()[:2],
         num_queries,
@@ -338,36 +337,39 @@ def _keys_gradient(
         count = tables.num_partials if deterministic else slots
         shape = (count, kv_heads, config.keys, d + d_v)
         sums = rows.new_empty(shape) if deterministic else rows.new_zeros(shape)
-    keys_kernel[(len(tables.pieces) * kv_heads,)](
-        problem.rows(problem.q, config),
-        problem.keys(problem.k, config),
-        problem.keys(problem.v, config),
-        problem.rows(dout, config),
-        *problem.row_vectors(rows, config),
-        dk,
-        dv,
-        sums,
-        problem.spans(tables),
-        problem.position,
-        tables.q_tiles,
-        tables.k_tiles,
-        tables.pieces,
-        tables.k_runs,
-        *problem.q.stride()[:2],
-        *problem.key_strides(),
-        *dout.stride()[:2],
-        problem.q.shape[0],
-        rows_a_block,
-        *problem.factors,
-        problem.options.scale,
-        problem.options.window,
-        TOKENS=problem.tokens(config),
-        HAS_SHARE=len(rows) == 3,
-        ROWS_TMA=problem.rows_tma,
-        SUBSET=problem.plan.is_subset,
-        DETERMINISTIC=deterministic,
-        **problem.statics(config),
-    )
+    for with_dk, with_dv in ((True, False), (False, True)) if config.apart else ((True, True),):
+        keys_kernel[(len(tables.pieces) * kv_heads,)](
+            problem.rows(problem.q, config),
+            problem.keys(problem.k, config),
+            problem.keys(problem.v, config),
+            problem.rows(dout, config),
+            problem.row_values(rows, config),
+            dk,
+            dv,
+            sums,
+            problem.spans(tables),
+            problem.position,
+            tables.q_tiles,
+            tables.k_tiles,
+            tables.pieces,
+            tables.k_runs,
+            *problem.q.stride()[:2],
+            *problem.key_strides(),
+            *dout.stride()[:2],
+            problem.q.shape[0],
+            rows_a_block,
+            *problem.factors,
+            problem.options.scale,
+            problem.options.window,
+            TOKENS=problem.tokens(config),
+            HAS_SHARE=len(rows) == 3,
+            ROWS_TMA=problem.rows_tma,
+            SUBSET=problem.plan.is_subset,
+            DETERMINISTIC=deterministic,
+            WITH_DK=with_dk,
+            WITH_DV=with_dv,
+            **problem.statics(config),
+        )
     if slots:
         reduce_kernel[(slots, kv_heads)](
             sums,
@@ -399,7 +401,7 @@ def _queries_gradient(
         problem.keys(problem.k, config),
         problem.keys(problem.v, config),
         problem.rows(dout, config),
-        *problem.row_vectors(rows, config),
+        problem.row_values(rows, config),
         dq,
         problem.spans(tables),
         problem.position,
@@ -467,4 +469,6 @@ def _processors(device: torch.device) -> int:
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
