@@ -34,6 +34,7 @@ from rich.table import Table
 from workloads import AIRLINE, NAMES, workload
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
+from prefixtree.kernels.choice import flash_work
 
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")
@@ -190,6 +191,7 @@ def measure(
     }
     mask = pack(forest).mask.to(device)
     q, k, v, dout = draw(forest, shape, getattr(torch, options.dtype), device)
+    row["flash_work"] = flash_work(mask.plan, 0)
     attend = partial(tree_attention, backend=backend, deterministic=options.deterministic)
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
@@ -333,7 +335,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=7)
     add("--warm-ups", type=int, default=3)
     add("--quick", action="store_true", help="three workloads without variants, 3 repeats")
-    add("--commit", help="where the checkout cannot tell, on a machine without its .git")
+    add("--commit", help="in place of what git says, on a machine with a copy")
     add("--out", type=Path, help="JSON")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -353,7 +355,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def about(options: argparse.Namespace) -> Row:
     """The environment, with what a GPU result needs besides."""
     here = environment()
-    here["commit"] = here["commit"] or options.commit
+    # a copy of a checkout may have a git of its own, which knows another commit
+    here["commit"] = options.commit or here["commit"]
     here["cuda"] = torch.version.cuda
     try:
         here["triton"] = version("triton")

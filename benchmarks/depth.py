@@ -228,7 +228,8 @@ def plot(report: Report, sides: Sequence[str]) -> None:
     axes[3].axhline(1, color=COLOURS["bound"], linewidth=1, linestyle="--")
     title = f"speed-up over {LABELS[sides[0]]}; dashed: FLOP bound"
     name(axes[2], "tokens a node", "speed-up", title)
-    name(axes[3], "tokens a node", "speed-up / bound", "efficiency", legend=False)
+    title = f"efficiency over {LABELS[sides[0]]}"
+    name(axes[3], "tokens a node", "speed-up / FLOP bound", title, legend=False)
     for axis in axes:
         axis.set_ylim(bottom=0)
     save(fig, report.options.plot)

@@ -22,6 +22,8 @@
 #   7. layer      .gpu/commit .gpu/site.tar.xz              6 to 9; two calls: LAYER_ARGS="--prompts ..."
 #   8. model      .gpu/data .gpu/commit .gpu/site.tar.xz    7 to 9 of 8 layers; MODEL_ARGS="--layers 36 ..."
 #   9. memory     .gpu/commit .gpu/site.tar.xz              2 to 4
+#  10. update     .gpu/data .gpu/commit .gpu/site.tar.xz    2 to 4
+#  11. update_2gpu, of two GPUs (kind nvidia-h200-x2), carry as for update: 2 to 4
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu/bench", ".gpu/data", ".gpu/fa4.tar.xz"])
@@ -33,13 +35,13 @@
 # Then here, with the files that came back:
 #
 #   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
-#   python benchmarks/depth.py --read depth.json --plot depth.png     (layer, model, memory likewise)
+#   python benchmarks/depth.py --read depth.json --plot depth.png     (layer, model, memory, update likewise)
 #
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
 # last lines say which failed, and the exit code is 1 then. Variables: BACKEND (triton),
-# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS add to a
-# step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
+# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS add to
+# a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -183,6 +185,16 @@ model() {
 
 memory() { suite memory 560 ${MEMORY_ARGS:-}; }
 
+update() { suite update 420 --rollouts "$rollouts" ${UPDATE_ARGS:-}; }
+
+# a process a GPU, which meet on this machine whatever its name resolves to
+update_2gpu() {
+  ours update_2gpu || return
+  limited update_2gpu 420 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
+    benchmarks/update.py --fsdp --backend "${BACKEND:-triton}" --commit "$(cat "$files/commit" 2>/dev/null)" \
+    --out "$out/update_2gpu.json" --rollouts "$rollouts" ${UPDATE_ARGS:-}
+}
+
 sanitize() {
   ours sanitize && cuda sanitize || return
   local tool sanitizer
@@ -199,7 +211,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -37,7 +37,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     add("--scale", type=float, default=1.0, help="on lengths; below 0.5 layers are tiny too")
     add("--backend", default="auto", help="of tree_attention")
     add("--repeats", type=int, default=5, help="at most; runs beyond half a second take 3")
-    add("--commit", help="where the checkout cannot tell, on a machine without its .git")
+    add("--commit", help="in place of what git says, on a machine with a copy")
     add("--out", type=Path, help="JSON, written after every row")
     add("--plot", type=Path, help="PNG")
     add("--read", type=Path, help="JSON of an earlier run: run nothing, draw and print that")

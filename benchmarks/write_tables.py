@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the JSON under results/.
+"""Writes the tables of docs/performance.md and README.md from the JSON under results/.
 
 python benchmarks/write_tables.py
 """
@@ -10,8 +10,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from prefixtree.kernels.choice import MOST_WORK
+
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
+README = HERE.parent / "README.md"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -142,6 +145,183 @@ def attention(data: dict[str, Any]) -> str:
     return f"{line}\n\n{_table(head, rows)}"
 
 
+def automatic(row: dict[str, Any]) -> str:
+    """What `backend="auto"` takes for the case of a row of attention.py, by the rule of now."""
+    dim, is_grouped = row["head_dim"], row["heads"] > row["kv_heads"]
+    most = MOST_WORK.get((dim, dim, is_grouped), 0.0)
+    return "flash" if row["flash_work"] <= most else "triton"
+
+
+def backends(data: dict[str, Any]) -> str:
+    """The two GPU backends beside one another, and what `auto` takes."""
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        shape = f"{row['heads']} / {row['kv_heads']} x {row['head_dim']}"
+        cases.setdefault((row["workload"], shape), {})[row["backend"]] = row
+    rows = []
+    for (workload, shape), sides in cases.items():
+        times = {name: row["forward_ms"] + row["backward_ms"] for name, row in sides.items()}
+        taken = automatic(sides["triton"])
+        cells = [workload, shape]
+        for name in ("triton", "flash"):
+            row = sides[name]
+            cells += [f"{row['forward_ms']:.2f} + {row['backward_ms']:.2f}"]
+            cells += [f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}"]
+            cells += [f"{row['peak_bytes'] / 2**30:.2f}"]
+        ratio = times["triton"] / times["flash"]
+        rows.append([*cells, f"{ratio:.2f}", taken, f"{times[taken] / min(times.values()):.2f}"])
+    head = ["workload", "heads", "triton ms", "TF", "GiB", "flash ms", "TF", "GiB"]
+    head += ["triton / flash", "auto", "auto / best"]
+    made = data["environment"]
+    line = f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}"
+    return f"{line}; forward + backward\n\n{_table(head, rows)}"
+
+
+def update(data: dict[str, Any]) -> str:
+    """A policy update on one GPU and, where that was run, under FSDP2 on two."""
+    more = HERE / "results" / "h200" / "update_2gpu.json"
+    runs = [data, json.loads(more.read_text())] if more.exists() else [data]
+    names = {
+        "fa2": "replicated, FA2, verl's micro-batches",
+        "verl": "packed, verl's micro-batches",
+        "packed": "packed, `plan_micro_batches`",
+    }
+    rows = []
+    for run in runs:
+        base = run["check"]["replicated_errors"]
+        for row in run["rows"]:
+            cells = [f"{run['ranks']}, FSDP2" if run["fsdp"] else "1", names[row["side"]]]
+            if "seconds" in row:
+                cells += [str(row["micro_batches"]), f"{row['computed']:,}"]
+                cells += [f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x"]
+                cells += [f"{row['tokens_per_s']:,.0f}", f"{row['distinct_per_s']:,.0f}"]
+                cells.append(f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "")
+            else:
+                reason = "red" if row.get("red") else "failed"
+                cells += ["out of memory" if "out_of_memory" in row else reason, *[""] * 6]
+            for error in ("log-probabilities", "gradient"):
+                found = row.get("errors", {}).get(error)
+                cells.append("" if found is None else f"{found:.3g} ({found / base[error]:.2f}x)")
+            rows.append([*cells, f"{row['loss']:.6f}" if "loss" in row else ""])
+    made, check = data["environment"], data["check"]
+    head = ["GPUs", "side", "micro-batches", "tokens computed", "s", "speed-up", "tokens/s"]
+    head += ["distinct tokens/s", "GiB", "log p error", "gradient error", "loss"]
+    return (
+        f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}; "
+        f"{data['sequences']} samples of {data['tasks']} tasks, micro-batches of at most "
+        f"{data['max_tokens']:,} tokens. Errors and losses are those of {check['sequences']} "
+        f"samples against float32 (loss {check['loss']:.6f}), in brackets over those of the "
+        f"replicated run on one GPU.\n\n{_table(head, rows)}"
+    )
+
+
+def _models(data: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """Rows of model.py by side, a dict a case, those of more layers last."""
+    runs = [data]
+    for file in sorted((HERE / "results" / "h200").glob("model_*_layers.json")):
+        runs.append(json.loads(file.read_text()))
+    cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for row in (row for run in runs for row in run["rows"]):
+        if "seconds" in row:
+            cases.setdefault((row["case"], row["layers"]), {})[row["side"]] = row
+    return [sides for sides in cases.values() if "packed" in sides]
+
+
+def model(data: dict[str, Any]) -> str:
+    """A policy update of a Qwen3-8B-shaped model."""
+    rows = []
+    for sides in _models(data):
+        packed = sides["packed"]
+        cells = [packed["case"], str(packed["layers"])]
+        for side in ("fa2", "fa4", "own", "packed"):
+            row = sides.get(side)
+            cells.append(f"{row['seconds']:.2f} / {row['peak_bytes'] / 2**30:.0f}" if row else "")
+        gains = packed["speedup"]
+        cells += [f"{gains[side]:.2f}x" if side in gains else "" for side in ("fa2", "fa4")]
+        cells += [f"{packed['flop_ratio']:.2f}x", f"{packed['of_bound']:.2f}"]
+        rate = f"{packed['tokens_per_s']:,.0f} / {packed['distinct_per_s']:,.0f}"
+        rows.append([*cells, rate, f"{packed['mfu']:.1%}"])
+    made = data["environment"]
+    head = ["case", "layers", "FA2 s / GiB", "flash-attn-4", "own backend", "packed", "over FA2"]
+    head += ["over flash-attn-4", "FLOP ratio", "of the bound", "tokens/s, replicated / distinct"]
+    line = f"{made['gpu']}, torch {made['torch']}, transformers {made['transformers']}"
+    return f"{line}, {made['commit']}\n\n{_table([*head, 'MFU'], rows)}"
+
+
+def depth(data: dict[str, Any]) -> str:
+    """Attention over forests of every depth against the replicated batch."""
+    rows = []
+    for row in data["rows"]:
+        times = row["times"]
+        cells = [row["case"], f"{row['replicated']:,}", f"{row['distinct']:,}"]
+        cells += [f"{times[side]['ms']:.1f}" for side in ("fa2", "own", "packed")]
+        cells += [f"{row['speedup']['fa2']:.2f}x", f"{row['speedup']['own']:.2f}x"]
+        cells += [f"{row['bound']:.2f}x", f"{row['efficiency']['own']:.2f}"]
+        peak = times["packed"]["peak_with_held_bytes"]
+        other = times["fa2"]["peak_bytes"] + times["fa2"]["held_bytes"]
+        rows.append([*cells, f"{other / 2**30:.1f}", f"{peak / 2**30:.1f}"])
+    made = data["environment"]
+    head = ["forest", "replicated", "distinct", "FA2 ms", "own backend ms", "packed ms"]
+    head += ["over FA2", "over own", "FLOPs alone", "of the bound", "FA2 GiB", "packed GiB"]
+    line = f"{made['gpu']}, torch {made['torch']}, {made['commit']}; forward + backward"
+    return f"{line}\n\n{_table(head, rows)}"
+
+
+def layer(data: dict[str, Any]) -> str:
+    """One decoder layer, forward and backward."""
+    cases: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        cases.setdefault((row["prompt"], row["micro_batch"]), {})[row["side"]] = row
+    rows = []
+    for (prompt, count), sides in cases.items():
+        cells = [f"{prompt:,} x {count}"]
+        for side in ("fa2", "own", "packed"):
+            row = sides[side]
+            gib = f"{row['peak_with_held_bytes'] / 2**30:.1f}" if "ms" in row else ""
+            cells.append(f"{row['ms']:.1f} / {gib}" if "ms" in row else "out of memory")
+        gains = sides["packed"].get("speedup", {})
+        cells.append(f"{gains['fa2']:.2f}x" if "fa2" in gains else "")
+        rows.append([*cells, f"{sides['packed'].get('of_bound', 0):.2f}" if gains else ""])
+    made = data["environment"]
+    head = ["prompt x responses", "FA2 ms / GiB", "own backend", "packed", "over FA2"]
+    line = f"{made['gpu']}, torch {made['torch']}, {made['commit']}"
+    return f"{line}\n\n{_table([*head, 'of the bound'], rows)}"
+
+
+def speed() -> str:
+    """README's table: what a user gains, from the files of the tables above."""
+    results = HERE / "results" / "h200"
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((results / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+    def line(what: str, unit: str, fa2: Any, fa4: Any, packed: float) -> list[str]:
+        times = [
+            (f"{x:,.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}") if x else ""
+            for x in (fa2, fa4, packed)
+        ]
+        return [what, *times, *(f"{x / packed:.1f}x" if x else "" for x in (fa2, fa4))]
+
+    rows = []
+    for sides in _models(read("model")):
+        fa2, fa4, packed = (sides.get(side, {}).get("seconds") for side in ("fa2", "fa4", "packed"))
+        if fa2 and packed:
+            what = f"policy update, Qwen3-8B shape, {sides['packed']['layers']} layers: "
+            rows.append(line(what + sides["packed"]["case"], "s", fa2, fa4, packed))
+    whole = {row["side"]: row["seconds"] for row in read("update")["rows"]}
+    what = "update with AdamW, Qwen3-0.6B shape: airline per turn, 2 tasks"
+    rows.append(line(what, "s", whole["fa2"], None, whole["packed"]))
+    layers = {
+        (x["prompt"], x["micro_batch"], x["side"]): x.get("ms") for x in read("layer")["rows"]
+    }
+    for prompt, count in ((8192, 8), (8192, 32), (32768, 8)):
+        fa2, packed = (layers[prompt, count, side] for side in ("fa2", "packed"))
+        what = f"one Qwen3-8B layer: prompt of {prompt // 1024}K, {count} responses"
+        rows.append(line(what, "ms", fa2, None, packed))
+    head = ["one H200, bf16", "FA2, replicated", "flash-attn-4, replicated", "prefixtree"]
+    return _table([*head, "over FA2", "over flash-attn-4"], rows)
+
+
 def micro_batches(data: dict[str, Any]) -> str:
     """Plans, their bound and what others would compute."""
     rows = [
@@ -187,21 +367,29 @@ def verl_balance(data: dict[str, Any]) -> str:
     )
 
 
+def replaced(page: str, name: str, text: str) -> str:
+    """The page with `text` between the markers of that name."""
+    page, count = re.subn(
+        rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+        lambda found: f"{found[1]}{text}\n{found[2]}",
+        page,
+        flags=re.DOTALL,
+    )
+    assert count == 1, f"no markers for {name}"
+    return page
+
+
 def main() -> None:
-    """Replaces what stands between the page's markers."""
+    """Replaces what stands between the markers of docs/performance.md and README.md."""
     page = PAGE.read_text()
-    for write in (packing, sdpa_cpu, attention, compiled, micro_batches, verl_balance):
+    on_gpu = (attention, backends, depth, layer, model, update)
+    for write in (packing, sdpa_cpu, *on_gpu, compiled, micro_batches, verl_balance):
         name = write.__name__
-        folder = "h200/" if write is attention else ""
-        text = write(json.loads((HERE / "results" / f"{folder}{name}.json").read_text()))
-        page, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
-            lambda found, text=text: f"{found[1]}{text}\n{found[2]}",
-            page,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{PAGE} has no markers for {name}"
+        folder = "h200/" if write in on_gpu else ""
+        data = json.loads((HERE / "results" / f"{folder}{name}.json").read_text())
+        page = replaced(page, name, write(data))
     PAGE.write_text(page)
+    README.write_text(replaced(README.read_text(), "speed", speed()))
 
 
 if __name__ == "__main__":

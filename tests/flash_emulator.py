@@ -8,6 +8,7 @@ where `prefixtree.kernels.flash.launch` imports the real ones from.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -38,6 +39,8 @@ class Counts(NamedTuple):
 
 
 last: dict[str, Counts] = {}
+# what the backward was asked for: "heads first" or "tiles first"
+orders: list[str] = []
 
 
 # ---- device functions ----------------------------------------------------------------------------
@@ -164,7 +167,9 @@ def flash_attn_bwd(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    order: str = "tiles first",
 ) -> tuple[torch.Tensor, ...]:
+    orders.append(order)
     assert lse.dtype == torch.float32 and (dlse is None or dlse.dtype == torch.float32)
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
     tile_q, tile_k = block_sparse_tensors.block_size
@@ -229,7 +234,15 @@ def install(patch: pytest.MonkeyPatch) -> None:
         visible_in_window=visible_in_window,
         softcap=softcap,
     )
+    order = module(
+        "prefixtree.kernels.flash.order",
+        flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
+    )
     import prefixtree.kernels.flash as package
 
     patch.setattr(package, "device", device, raising=False)
+    patch.setattr(package, "order", order, raising=False)
+    # an H200's
+    patch.setattr(launch, "_processors", lambda device: 132)
+    orders.clear()
     patch.setattr(launch, "refusal", lambda *arguments: None)

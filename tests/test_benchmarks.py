@@ -479,3 +479,28 @@ def test_the_script_says_which_step_failed(tmp_path: Path) -> None:
     assert gpu_check(tmp_path, "attention", "dance").returncode == 2
     usage = gpu_check(tmp_path)
     assert usage.returncode == 2 and "carry" in usage.stdout
+
+
+# ---- what was measured --------------------------------------------------------------------------
+
+
+def test_auto_is_never_far_from_the_best_backend() -> None:
+    """The rule against the measurements it rests on: at most 5 % slower than the faster backend."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        automatic = importlib.import_module("write_tables").automatic
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    data = json.loads((ROOT / "benchmarks/results/h200/backends.json").read_text())
+    cases: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        case = (row["workload"], row["heads"], row["kv_heads"], row["head_dim"])
+        cases.setdefault(case, {})[row["backend"]] = row
+    assert len(cases) >= 19
+    taken = set()
+    for case, sides in cases.items():
+        times = {name: row["forward_ms"] + row["backward_ms"] for name, row in sides.items()}
+        choice = automatic(sides["triton"])
+        taken.add(choice)
+        assert times[choice] <= 1.05 * min(times.values()), (case, times)
+    assert taken == {"triton", "flash"}

@@ -6,9 +6,12 @@ The kernels themselves are compiled in tests/flash and run in test_flash_gpu.py.
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 import statistics
 import time
+import timeit
 import tomllib
 import weakref
 from collections.abc import Callable
@@ -32,14 +35,6 @@ from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
 
 CPU = torch.device("cpu")
 TILES = Tiles(128, 128, 128)
-
-
-@pytest.fixture(autouse=True)
-def _as_if_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets calls through to what is tested here."""
-    from prefixtree.kernels.flash import launch as flash_launch
-
-    monkeypatch.setattr(flash_launch, "VERIFIED", True)
 
 
 def listed(of: Lists) -> dict[str, list[list[int]]]:
@@ -148,6 +143,51 @@ def test_mask_arrays_say_the_mask(forest: PrefixForest, window: int) -> None:
     tokens = mask.num_tokens
     assert torch.equal(seen[:tokens, :tokens], mask.dense(window or None))
     assert not seen[:, tokens:].any()
+
+
+# ---- order of tiles in the backward --------------------------------------------------------------
+
+
+# (forest, tail with 132 processors and 32 query heads)
+HEADS_FIRST = [
+    # one prompt, 64 responses of eight tiles
+    (PrefixForest.from_parents([-1, *[0] * 64], [512, *[1024] * 64]), 516 * 132 / (4362 * 32)),
+    # one prompt, 100 responses of a tile
+    (PrefixForest.from_parents([-1, *[0] * 100], [128] * 101), 101 * 132 / (201 * 32)),
+]
+PROMPTS = np.concatenate([[-1, *[9 * prompt] * 8] for prompt in range(9)])
+TILES_FIRST = [
+    # documents of 32 tiles
+    (PrefixForest.from_parents([-1] * 32, [4096] * 32), 32 * 132 / (32 * 528 * 32)),
+    # one of 64 tiles
+    (PrefixForest.from_parents([-1], [8192]), 64 * 132 / (2080 * 32)),
+    # nine prompts with short responses
+    (PrefixForest.from_parents(PROMPTS, [128] * 81), 9 * 132 / (9 * 17 * 32)),
+]
+
+
+@pytest.mark.parametrize("forest, tail", [*HEADS_FIRST, *TILES_FIRST])
+def test_heads_go_first_where_one_list_is_long(forest: PrefixForest, tail: float) -> None:
+    made = lists_of(mask_of(forest).plan, TILES, 0, CPU)
+    assert made.longest_share * 132 / 32 == pytest.approx(tail)
+    assert launch.heads_first(made, 32, 132) == ((forest, tail) in HEADS_FIRST)
+
+
+def test_more_tiles_than_a_grid_takes_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lists_of(mask_of(HEADS_FIRST[1][0]).plan, TILES, 0, CPU)
+    for most, first in ((101, True), (100, False)):
+        monkeypatch.setattr(launch, "MOST_TILES", most)
+        assert launch.heads_first(made, 32, 132) == first
+
+
+@given(forests(), st.integers(2, 5), st.integers(2, 5), st.sampled_from([0, 3, 8]))
+def test_the_longest_share_is_of_the_lists(
+    forest: PrefixForest, queries: int, keys: int, window: int
+) -> None:
+    made = lists_of(mask_of(forest).plan, Tiles(queries, keys, keys), window, CPU)
+    rows = listed(made.backward)
+    visits = [len(a) + len(b) for a, b in zip(rows["partial"], rows["full"], strict=True)]
+    assert made.longest_share == max(visits, default=0) / max(1, sum(visits))
 
 
 # ---- size, time, lifetime ------------------------------------------------------------------------
@@ -275,6 +315,33 @@ def test_the_emulation_visits_what_the_lists_say(emulated: ModuleType) -> None:
     assert emulated.last["forward"] == emulated.last["backward"] == (6, 3 + 8)
 
 
+def test_the_call_is_in_the_order_of_the_rule(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_processors", lambda device: 1)
+    # two heads: tails of 3 / 5 / 2 and 1 / 4 / 2
+    for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 4, "tiles first")):
+        mask = mask_of(PrefixForest.from_parents(parents, [128] * len(parents)))
+        assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
+        assert emulated.orders[-1] == order
+
+
+def test_arguments_are_made_once_and_go_with_the_plan(emulated: ModuleType) -> None:
+    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    case = Case.random(mask, (1, 1), (8, 8), torch.float64)
+    made = lists_of(mask.plan, TILES, 0, CPU)
+    run(case, ours(mask, backend="flash"))
+    given = launch._made[made]
+    run(case, ours(mask, backend="flash"))
+    assert launch._made[made] is given
+    assert given.forward.full_block_idx is made.forward.full_index
+    assert given.backward.full_block_idx is made.backward.full_index
+    kept = weakref.ref(made)
+    del mask, case, made, given
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.parametrize("wrong", ["spans", "reach", "index", "count"])
 def test_the_emulation_sees_a_wrong_list(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, wrong: str
@@ -350,12 +417,11 @@ FOREST = PrefixForest.from_parents([-1, 0, 0], [70, 30, 40])
 # (change of the case, change of the mask, reason)
 REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
     ({"dtype": torch.float32}, lambda m: m, "float16 and bfloat16, and q is torch.float32"),
-    ({"dims": (12, 8)}, lambda m: m, "multiples of 8 up to 256.* 12 and 8"),
-    ({"dims": (8, 12)}, lambda m: m, "multiples of 8 up to 256"),
-    ({"dims": (264, 264)}, lambda m: m, "up to 256"),
-    ({"dims": (64, 128)}, lambda m: m, "that of v not above that of q, and are 64 and 128"),
-    ({"dims": (128, 64)}, lambda m: m, "differ .128 and 64. only .* without grouped queries"),
-    ({"dims": (96, 64), "heads": (2, 2)}, lambda m: m, "only as multiples of 64"),
+    # its gradients were wrong on a GPU
+    ({"dims": (80, 80)}, lambda m: m, "80 and 80 .*64, 96, 128, 192, 256; 192 with 128 of v"),
+    ({"dims": (16, 16)}, lambda m: m, "16 and 16 are not among those checked"),
+    ({"dims": (128, 64)}, lambda m: m, "128 and 64 are not among those checked"),
+    ({"dims": (192, 128)}, lambda m: m, "differ .192 and 128. without grouped queries"),
     ({"scale": 0.0}, lambda m: m, "scale must be above 0"),
     ({}, lambda m: m.with_options(deterministic=True), "no deterministic backward"),
     ({}, lambda m: m.for_queries([(3, 60)]), "this mask is for_queries"),
@@ -420,30 +486,154 @@ def gpu_case(mask: TreeMask, **changes: object) -> list[torch.Tensor]:
     return [x.as_subclass(OnGpu) for x in (case.q, case.k, case.v)]
 
 
-@pytest.mark.parametrize("capability, flash", [((9, 0), True), ((10, 0), False), ((8, 0), False)])
-def test_auto_never_takes_flash_yet(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], flash: bool
-) -> None:
+def rows_on_gpu(
+    mask: TreeMask,
+    heads: tuple[int, int] = (8, 2),
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[torch.Tensor]:
+    """q, k and v that take no memory, for forests that fill many tiles."""
+    rows = [
+        torch.zeros(1, 1, d, dtype=dtype).expand(n, h, d)
+        for n, h, d in (
+            (mask.num_queries, heads[0], dims[0]),
+            (mask.num_tokens, heads[1], dims[0]),
+            (mask.num_tokens, heads[1], dims[1]),
+        )
+    ]
+    return [x.as_subclass(OnGpu) for x in rows]
+
+
+def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
     monkeypatch.setattr(launch, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    mask = mask_of(FOREST)
-    inputs = gpu_case(mask)
+
+
+@pytest.fixture
+def may_take_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU, where "auto" chooses between triton and flash, by a limit that stays."""
+    on_capability(monkeypatch, (9, 0))
+    monkeypatch.setattr(choice, "MOST_WORK", {(128, 128, True): 1.4})
+
+
+# work 1.10, and 6.13
+LONG = PrefixForest.from_parents([-1], [8192])
+SHORT = PrefixForest.from_parents([-1, *[0] * 60], [100] * 61)
+
+
+@pytest.mark.parametrize("capability, flash", [((9, 0), True), ((10, 0), False), ((8, 0), False)])
+def test_auto_takes_flash_on_hopper(
+    may_take_flash: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    flash: bool,
+) -> None:
+    on_capability(monkeypatch, capability)
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+    backend = "flash" if flash else "triton"
     assert (launch.refusal(*inputs, 0.1, mask.plan) is None) == flash
-    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
+    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == backend
     said = explain(mask, *inputs)
-    assert "would run 'triton'" in said
-    assert ("until it has been measured" in said) == flash
-    assert ("Hopper" in said) == (not flash)
+    assert f"would run {backend!r}" in said and ("Hopper" in said) == (not flash)
     # an AMD GPU's capability may begin with 9 too
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.0")
         assert "an AMD GPU" in str(launch.refusal(*inputs, 0.1, mask.plan))
-    # the one constant that will let it in
-    monkeypatch.setattr(choice, "AUTO_TAKES_FLASH", True)
-    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == (
-        "flash" if flash else "triton"
+
+
+def test_auto_goes_by_the_work(may_take_flash: None) -> None:
+    for forest, said in (
+        (LONG, r"'flash': flash-attn-4 does 1\.1\d times the work .* up to 1\.40 times\."),
+        (SHORT, r"'triton': .*flash-attn-4 would do 6\.\d\d times the work .* up to 1\.40"),
+    ):
+        mask = mask_of(forest)
+        assert re.search(said, explain(mask, *rows_on_gpu(mask)))
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+    # where a query sees two tiles most of the work is for nothing
+    assert choice.choose("auto", *inputs, 0.1, mask.plan, window=4096).backend == "flash"
+    assert choice.choose("auto", *inputs, 0.1, mask.plan, window=256).backend == "triton"
+    none = mask_of(PrefixForest.from_parents([-1], [1]))
+    assert choice.choose("auto", *rows_on_gpu(none), 0.1, none.plan).backend == "triton"
+
+
+@pytest.mark.parametrize("window", [0, 200])
+def test_the_work_is_of_the_tiles_it_visits(window: int) -> None:
+    for seed in range(4):
+        mask = mask_of(random_forest(np.random.default_rng(seed), 20, 300))
+        stats = mask.stats(pt.TileShape(128, 128), window or None)
+        tiles = stats.tile_pairs + stats.partial_tiles / 2 + 2.7 * -(-mask.num_tokens // 128)
+        want = tiles * 128 * 128 / stats.visible_pairs
+        assert choice.flash_work(mask.plan, window) == pytest.approx(want)
+    assert choice.flash_work(TreeMask(np.empty(0, np.int32)).plan, 0) == 0
+
+
+@pytest.mark.parametrize(
+    "changes, of_mask, why_not",
+    [
+        ({}, lambda m: m, None),
+        ({"dtype": torch.float16}, lambda m: m, None),
+        ({"heads": (8, 8)}, lambda m: m, "not measured against it for head dims 128 and 128"),
+        ({"dims": (64, 64)}, lambda m: m, "not measured against it for head dims 64 and 64"),
+        ({"dims": (80, 80)}, lambda m: m, "not among those checked"),
+        ({"dims": (128, 64)}, lambda m: m, "not among those checked"),
+        # which triton's interpreter takes
+        ({"dtype": torch.float32}, lambda m: m, ""),
+        ({}, lambda m: m.with_options(deterministic=True), "no deterministic backward"),
+        ({}, lambda m: m.for_queries([(0, 8000)]), "this mask is for_queries"),
+    ],
+)
+def test_auto_leaves_what_flash_refuses(
+    may_take_flash: None,
+    changes: dict,
+    of_mask: Callable[[TreeMask], TreeMask],
+    why_not: str | None,
+) -> None:
+    mask = of_mask(mask_of(LONG))
+    inputs = rows_on_gpu(mask, **changes)
+    chosen = choice.choose("auto", *inputs, 0.1, mask.plan, mask.deterministic)
+    assert (chosen.backend == "flash") == (why_not is None)
+    said = explain(mask, *inputs)
+    assert f"would run {chosen.backend!r}" in said
+    assert why_not is None or why_not in said
+
+
+def test_auto_without_a_plan_or_without_triton(
+    may_take_flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = mask_of(SHORT)
+    inputs = rows_on_gpu(mask)
+    assert choice.choose("auto", *inputs, 0.1).backend == "triton"
+    # better than sdpa, however much work
+    monkeypatch.setattr(choice, "_installed", lambda package: False)
+    assert choice.choose("auto", *inputs, 0.1, mask.plan) == choice.Choice(
+        "flash", "backend 'triton' needs the package triton"
     )
+
+
+def test_a_choice_is_made_once_and_goes_with_the_plan(
+    may_take_flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+
+    chosen = functools.partial(choice.choose, "auto", *inputs, 0.1, mask.plan)
+    first = chosen()
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "_automatic", lambda *arguments: pytest.fail("asked again"))
+        assert chosen() is first
+    microseconds = 1e6 * min(timeit.repeat(chosen, number=1000, repeat=5)) / 1000
+    print(f"a choice made before: {microseconds:.2f} us (below 3 on a quiet machine)")
+    assert microseconds < 50
+    assert choice.choose("auto", *inputs, 0.1, mask.plan, True).backend == "triton"
+    plan = weakref.ref(mask.plan)
+    assert plan() in choice._chosen
+    del mask, chosen
+    gc.collect()
+    assert plan() is None
 
 
 def test_explain_says_what_runs() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
 import torch
 from strategies import mask_of, random_forest
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from prefixtree import ForestError, TreeMask, tree_attention
-from prefixtree.kernels import attention
+from prefixtree.kernels import attention, sdpa
 from prefixtree.packing import mask as mask_module
 
 
@@ -167,9 +172,168 @@ def test_saved_for_backward_is_inputs_out_and_lse() -> None:
     assert numbers == allowed, [tuple(x.shape) for x in saved]
 
 
-def test_a_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("through", [lambda x: x, torch.square])
+def test_a_second_derivative_is_refused(
+    through: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     mask = _mask(1)
     q, k, v = _inputs(mask)
-    (grad,) = torch.autograd.grad(tree_attention(q, k, v, mask).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError):
-        grad.sum().backward()
+    loss = through(tree_attention(q, k, v, mask)).sum()
+    (grad,) = torch.autograd.grad(loss, q, create_graph=True)
+    assert torch.equal(
+        grad, torch.autograd.grad(through(tree_attention(q, k, v, mask)).sum(), q)[0]
+    )
+    with pytest.raises(RuntimeError, match="once, not twice"):
+        # k has another way to the loss, so that a graph cut at the gradient would go unseen
+        torch.autograd.grad(grad.sum() + k.sum(), k)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("outputs", ["out", "lse", "both"])
+def test_gradients_of_some_inputs_through_some_outputs(
+    needed: tuple[int, ...], outputs: str
+) -> None:
+    mask = _mask(3)
+    inputs = [*_inputs(mask, torch.float64), torch.randn(4, dtype=torch.float64)]
+    q, k, v, sinks = (x.detach().requires_grad_(i in needed) for i, x in enumerate(inputs))
+    leaves = [(q, k, v, sinks)[i] for i in needed]
+
+    def gradients(backend: str) -> tuple[torch.Tensor | None, ...]:
+        out, lse = tree_attention(q, k, v, mask, sinks=sinks, backend=backend, return_lse=True)
+        losses = {"out": out.cos().sum(), "lse": lse.sin().sum()}
+        loss = sum(losses.values()) if outputs == "both" else losses[outputs]
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+    if outputs == "lse" and needed == (3,):
+        # lse leaves the sinks out; the operator cannot tell and says 0
+        assert gradients("sdpa")[0].abs().max() == 0
+        return
+    for a, b in zip(gradients("sdpa"), gradients("reference"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(without: Callable[[], AbstractContextManager[None]]) -> None:
+    mask = _mask(4)
+    inputs = _inputs(mask)
+    with without():
+        out, lse = tree_attention(*inputs, mask, return_lse=True)
+    want = tree_attention(*inputs, mask, return_lse=True)
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    assert not out.requires_grad and not lse.requires_grad
+    assert out.is_inference() == (without is torch.inference_mode)
+
+
+def test_lse_is_differentiable_only_where_it_is_used() -> None:
+    mask = _mask(4)
+    rest = (None, mask.handle, 0.3, 0, 0.0, False, "sdpa")
+    _, lse = attention._tree_attention(*_inputs(mask), *rest, False)
+    assert not lse.requires_grad
+    _, lse = attention._tree_attention(*_inputs(mask), *rest, True)
+    assert lse.requires_grad
+
+
+def test_modes_see_the_operator_and_run_its_fake() -> None:
+    """Selective checkpointing, profilers and FLOP counters rest on the first."""
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    mask = _mask(5)
+    inputs = _inputs(mask)
+    with Log():
+        tree_attention(*inputs, mask).sum().backward()
+    assert attention._tree_attention in seen
+    assert attention._tree_attention_backward in seen
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) for x in inputs]
+        out, lse = tree_attention(*fake, mask, return_lse=True)
+        gradients = torch.autograd.grad(out.sum() + lse.sum(), fake)
+    assert isinstance(out, FakeTensor) and out.shape == (mask.num_queries, 4, 8)
+    assert lse.shape == (4, mask.num_queries)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]
+
+
+def test_saved_tensors_may_be_kept_elsewhere() -> None:
+    mask = _mask(5)
+    inputs = _inputs(mask)
+    want = torch.autograd.grad(tree_attention(*inputs, mask).square().sum(), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        loss = tree_attention(*inputs, mask).square().sum()
+    for a, b in zip(torch.autograd.grad(loss, inputs), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_function_transforms_are_refused() -> None:
+    mask = _mask(5)
+    q, k, v = (x.detach() for x in _inputs(mask))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda q: tree_attention(q, k, v, mask).sum())(q)
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_partly_compiled_model_leaves_the_backends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where Dynamo skips the frame that calls, it still looks at all frames below."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    mask = _mask(7)
+    inputs = _inputs(mask)
+    want = torch.autograd.grad(
+        tree_attention(inputs[0].sin(), *inputs[1:], mask).cos().sum(), inputs
+    )
+    skipped = torch._dynamo.disable(tree_attention, recursive=False)
+    compiling: list[object] = []
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    def watched(name: str) -> Callable[..., object]:
+        original = getattr(sdpa, name)
+
+        def run(*arguments: object) -> object:
+            compiling.append(callback())
+            return original(*arguments)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(sdpa, name, watched(name))
+
+    @torch.compile(backend=counter)
+    def step(q, k, v):  # type: ignore[no-untyped-def]
+        loss = skipped(q.sin(), k, v, mask).cos().sum()
+        torch._dynamo.graph_break()
+        loss.backward()
+
+    step(*inputs)
+    assert compiling == [None, None]
+    assert counter.frame_count > 0
+    for x, b in zip(inputs, want, strict=True):
+        torch.testing.assert_close(x.grad, b)
+
+
+def test_a_second_import_takes_the_operator_over() -> None:
+    code = """
+import importlib, sys
+import torch
+
+def attend():
+    import prefixtree as pt
+    mask = pt.pack(pt.PrefixForest.from_parents([-1, 0, 0], [4, 3, 2])).mask
+    q = torch.ones(9, 2, 4, requires_grad=True)
+    pt.tree_attention(q, q, q, mask).sum().backward()
+    torch.compile(pt.tree_attention, backend="eager", fullgraph=True)(q, q, q, mask)
+
+attend()
+importlib.reload(sys.modules["prefixtree.kernels.attention"])
+attend()
+for name in [name for name in sys.modules if name.startswith("prefixtree")]:
+    del sys.modules[name]
+attend()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -5,6 +5,8 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, overload
 
@@ -75,9 +77,9 @@ def tree_attention(
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
         deterministic: bitwise repeatable gradients; the mask's own option unless True.
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
-            on Hopper; refused until it is verified), "reference" (dense, T x T memory), or "auto":
-            triton where it can serve the call, sdpa elsewhere (`explain` says which). The mask's
-            own option unless another than "auto".
+            on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the faster of triton
+            and flash by what was measured, sdpa where neither serves (`explain` says which). The
+            mask's own option unless another than "auto".
         return_lse: return lse as well.
 
     Returns:
@@ -96,7 +98,10 @@ def tree_attention(
         visible = mask.dense(window or None)
         out, lse = dense_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
     else:
-        out, lse = _tree_attention(
+        # unless something transforms the call, what the dispatcher would come to first: less work
+        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        attend = _tree_attention if transformed else _differentiable
+        out, lse = attend(
             q, k, v, sinks, mask.handle, scale, window, softcap, deterministic, backend, return_lse
         )
     return (out, lse) if return_lse else out
@@ -130,9 +135,11 @@ def explain(
         row = torch.empty(1, 1, 128, dtype=dtype, device=mask.device)
         q = row.expand(mask.num_queries, 1, 128)
         k = v = row.expand(mask.num_tokens, 1, 128)
-    scale, _, _ = _check(q, k, v, mask, scale, window, softcap, sinks)
+    scale, reach, cap = _check(q, k, v, mask, scale, window, softcap, sinks)
     backend = mask.backend if backend == "auto" else backend
-    arguments = (q, k, v, scale, mask.plan, deterministic or mask.deterministic)
+    deterministic = deterministic or mask.deterministic
+    reach = _options(mask.plan, scale, reach, cap, deterministic).window
+    arguments = (q, k, v, scale, mask.plan, deterministic, reach)
     try:
         chosen = choose(backend, *arguments)
     except UnsupportedError as error:
@@ -151,9 +158,10 @@ def _backend(
     scale: float,
     plan: MaskPlan | None = None,
     deterministic: bool = False,
+    window: int = 0,
 ) -> ModuleType:
     """The module that serves a call; the same for a backward as for its forward."""
-    return module_of(choose(name, q, k, v, scale, plan, deterministic).backend)
+    return module_of(choose(name, q, k, v, scale, plan, deterministic, window).backend)
 
 
 def _check(
@@ -169,55 +177,76 @@ def _check(
     """Raises on what does not fit; -> scale, window and softcap as numbers (0 for none)."""
     if not isinstance(mask, TreeMask):
         raise TypeError(f"mask must be a TreeMask (packed.mask), got {type(mask).__name__}")
+    dtype, device = q.dtype, mask.device
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
             raise ValueError(
                 f"{name} must be [tokens, heads, head dim], got {x.ndim} dimensions; a batch is "
                 "one packed forest: drop the batch dimension"
             )
-        if not x.is_floating_point() or x.dtype != q.dtype:
+        if x.dtype != dtype or not dtype.is_floating_point:
             raise ValueError(
                 "q, k and v must share one floating-point dtype, got "
                 f"{q.dtype}, {k.dtype} and {v.dtype}"
             )
-        if x.device != mask.device:
+        if x.device != device:
             raise ValueError(
-                f"{name} is on {x.device}, the mask on {mask.device}; use packed.to({x.device})"
+                f"{name} is on {x.device}, the mask on {device}; use packed.to({x.device})"
             )
-    if q.shape[0] != mask.num_queries:
-        raise ValueError(f"q has {q.shape[0]} rows, the mask has {mask.num_queries} queries")
-    if k.shape[0] != mask.num_tokens or v.shape[0] != mask.num_tokens:
+    (rows, heads, dim), (k_rows, k_heads, k_dim), (v_rows, v_heads, _) = q.shape, k.shape, v.shape
+    if rows != mask.num_queries:
+        raise ValueError(f"q has {rows} rows, the mask has {mask.num_queries} queries")
+    if k_rows != v_rows or k_rows != mask.num_tokens:
         raise ValueError(
-            f"k and v have {k.shape[0]} and {v.shape[0]} rows, the mask has {mask.num_tokens} "
-            "tokens"
+            f"k and v have {k_rows} and {v_rows} rows, the mask has {mask.num_tokens} tokens"
         )
-    if k.shape[1] != v.shape[1] or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if k_heads != v_heads or k_heads == 0 or heads % k_heads != 0:
         raise ValueError(
             "the query heads must be a multiple of the kv heads, which k and v share; got "
-            f"{q.shape[1]} query heads, {k.shape[1]} heads of k and {v.shape[1]} of v"
+            f"{heads} query heads, {k_heads} heads of k and {v_heads} of v"
         )
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k differ in head dim: {q.shape[2]} and {k.shape[2]}")
-    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
-        raise ValueError(
-            f"sinks must be floating point [{q.shape[1]}], one a query head, got "
-            f"{list(sinks.shape)} of {sinks.dtype}"
-        )
-    if sinks is not None and sinks.device != q.device:
-        raise ValueError(f"sinks are on {sinks.device}, q is on {q.device}")
+    if dim != k_dim:
+        raise ValueError(f"q and k differ in head dim: {dim} and {k_dim}")
+    if sinks is not None:
+        if sinks.shape != (heads,) or not sinks.is_floating_point():
+            raise ValueError(
+                f"sinks must be floating point [{heads}], one a query head, got "
+                f"{list(sinks.shape)} of {sinks.dtype}"
+            )
+        if sinks.device != device:
+            raise ValueError(f"sinks are on {sinks.device}, q is on {device}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be None or above 0, got {softcap}")
-    scale = float(scale) if scale is not None else q.shape[2] ** -0.5
+    scale = float(scale) if scale is not None else dim**-0.5
     return scale, check_window(window), float(softcap or 0.0)
 
 
 # ---- the registered operator -----------------------------------------------------------------
 # One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
 # nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
+# Registered by hand: what `torch.library.custom_op` does in every call takes longer than all here.
+# Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
+# that is compiled in parts.
+
+_namespace: Any = torch.ops.prefixtree
+if (_earlier := getattr(_namespace, "_library", None)) is not None:
+    # imported a second time (importlib.reload): torch takes no name twice
+    _earlier._destroy()
+# kept where a second import finds it
+_library = _namespace._library = torch.library.Library("prefixtree", "FRAGMENT")
 
 
-@torch.library.custom_op("prefixtree::tree_attention", mutates_args=())
-def _tree_attention(
+def _register(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """-> the operator: `kernel` on every device, `fake` where only shapes are asked for."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"prefixtree::{name}", fake, lib=_library)
+    return getattr(_namespace, name).default
+
+
+def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -233,19 +262,12 @@ def _tree_attention(
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
     with _as_given(q):
-        module = _backend(backend, q, k, v, scale, plan, deterministic)
+        module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)
         return module.forward(q, k, v, sinks, plan, options)
 
 
-@_tree_attention.register_fake
-def _(q, k, v, sinks, handle, scale, window, softcap, deterministic, backend, lse_used):
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
-
-
-@torch.library.custom_op("prefixtree::tree_attention_backward", mutates_args=())
-def _tree_attention_backward(
+@torch._disable_dynamo
+def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     q: torch.Tensor,
@@ -260,40 +282,119 @@ def _tree_attention_backward(
     softcap: float,
     deterministic: bool,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     plan = plan_of(handle)
     options = _options(plan, scale, window, softcap, deterministic)
     with _as_given(q):
-        module = _backend(backend, q, k, v, scale, plan, deterministic)
-        dq, dk, dv, dsinks = module.backward(dout, dlse, q, k, v, sinks, out, lse, plan, options)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+        module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)
+        *grads, dsinks = module.backward(dout, dlse, q, k, v, sinks, out, lse, plan, options)
+    return grads if dsinks is None else [*grads, dsinks]
 
 
-@_tree_attention_backward.register_fake
-def _(dout, dlse, q, k, v, sinks, out, lse, handle, scale, window, softcap, deterministic, backend):
-    grads = [x.new_empty(x.shape) for x in (q, k, v)]
-    return (*grads, q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape))
+def _fake_forward(q, k, v, sinks, handle, scale, window, softcap, deterministic, backend, lse_used):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    q, k, v, sinks, handle, *ctx.options, ctx.lse_used = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output, handle)
+def _fake_backward(dout, dlse, q, k, v, sinks, *_):
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
-def _autograd(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
-    q, k, v, sinks, out, lse, handle = ctx.saved_tensors
-    dq, dk, dv, dsinks = _tree_attention_backward(
-        dout, dlse if ctx.lse_used else None, q, k, v, sinks, out, lse, handle, *ctx.options
-    )
-    return dq, dk, dv, None if sinks is None else dsinks, *[None] * 7
+_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend"
+_tree_attention = _register(
+    "tree_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
+    f"{_OPTIONS}, bool lse_used) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+# -> gradients of q, k, v and, where there are any, sinks
+_tree_attention_backward = _register(
+    "tree_attention_backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
+    f"Tensor lse, Tensor handle, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
 
 
-_tree_attention.register_autograd(_autograd, setup_context=_setup_context)
+@torch._disable_dynamo
+def _differentiable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    handle: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's kernel for autograd."""
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):
+        return _TreeAttention.apply(q, k, v, sinks, handle, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _tree_attention(q, k, v, sinks, handle, *options)
 
 
-def _as_given(q: torch.Tensor) -> Any:
+_library.impl("tree_attention", _differentiable, "Autograd")
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        handle: torch.Tensor,
+        options: tuple[Any, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = _tree_attention(q, k, v, sinks, handle, *options)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, handle)
+        *ctx.options, lse_used = options
+        if not lse_used:
+            ctx.mark_non_differentiable(lse)
+            # no zeros in the place of its gradient, which backends take for one
+            ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, handle = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        # with create_graph, what follows must not be taken for a constant
+        gradients = _Once.apply if torch.is_grad_enabled() else _tree_attention_backward
+        dq, dk, dv, *dsinks = gradients(dout, dlse, q, k, v, sinks, out, lse, handle, *ctx.options)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """The backward of a call whose second derivative may be asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(_tree_attention_backward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("tree_attention is differentiable once, not twice")
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _as_given(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast would reach into an operator and turn its float32 products into half precision."""
-    return torch.autocast(q.device.type, enabled=False)
+    device = q.device.type
+    # entered only where it is on: entering costs more than all checks
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def _options(

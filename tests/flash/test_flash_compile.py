@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import cutlass
 import pytest
 import torch
-from flash_attn.cute import interface
+from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
 from strategies import mask_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefixtree import PrefixForest
-from prefixtree.kernels.flash import device, launch
+from prefixtree.kernels.flash import device, launch, order
 from prefixtree.kernels.flash.lists import ForestLists, Lists, lists_of
 from prefixtree.kernels.options import Options
 
+CPU = torch.device("cpu")
 FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])
+DOCUMENTS = PrefixForest.from_parents([-1] * 40, [128] * 40)
 PLAIN: dict[str, Any] = {"heads": (32, 8), "dims": (128, 128)}
 
 
@@ -32,8 +39,24 @@ def faked(made: Any) -> Any:
     return made
 
 
+def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
+    patch.setattr(launch, "heads_first", lambda lists, heads, processors: heads_first)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for the device, or for its memory."""
+    monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(
+        launch,
+        "lists_of",
+        lambda plan, tiles, window, device: faked(lists_of(plan, tiles, window, CPU)),
+    )
+    monkeypatch.setattr(device, "address", lambda array: cutlass.Int64(0))
+
+
 def compile_both(
-    patch: pytest.MonkeyPatch,
     heads: tuple[int, int],
     dims: tuple[int, int],
     forest: PrefixForest = FOREST,
@@ -42,15 +65,12 @@ def compile_both(
     dlse: bool = False,
     **options: Any,
 ) -> None:
+    """Forward and backward, the latter in the order of the rule."""
     plan = mask_of(forest).plan
     settings = Options(**({"scale": 0.1} | options))
-    tiles = launch.tiles_for(*dims)
-    made = lists_of(plan, tiles, settings.window, torch.device("cpu"))
-    patch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
-    patch.setattr(device, "address", lambda array: cutlass.Int64(0))
+    # kept with the plan, for `no_gpu` to fake
+    lists_of(plan, launch.tiles_for(*dims), settings.window, CPU)
     with FakeTensorMode():
-        lists = faked(made)
-        patch.setattr(launch, "lists_of", lambda *arguments: lists)
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="cuda")
@@ -79,8 +99,7 @@ def compile_both(
         PLAIN | {"dlse": True, "dtype": torch.float16},
         {"heads": (4, 4), "dims": (64, 64)},
         {"heads": (7, 1), "dims": (128, 128)},
-        {"heads": (4, 1), "dims": (80, 80)},
-        {"heads": (4, 2), "dims": (16, 16)},
+        {"heads": (8, 1), "dims": (96, 96)},
         {"heads": (4, 4), "dims": (192, 128)},
         {"heads": (4, 2), "dims": (192, 192)},
         {"heads": (8, 2), "dims": (256, 256)},
@@ -90,17 +109,23 @@ def compile_both(
     ],
     ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
 )
-def test_it_compiles(monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]) -> None:
-    compile_both(monkeypatch, **case)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
+def test_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, heads_first: bool, case: dict[str, Any]
+) -> None:
+    in_order(monkeypatch, heads_first)
+    compile_both(**case)
 
 
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
 def test_the_plain_kernels_do_not_spill(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], heads_first: bool
 ) -> None:
     """By ptxas' own words; with flash-attn-4's wrapped indices the backward does."""
-    for call in (interface._flash_attn_fwd, interface._flash_attn_bwd):
+    for call in (interface._flash_attn_fwd, interface._flash_attn_bwd, order.flash_attn_bwd):
         call.compile_cache.clear()
-    compile_both(monkeypatch, **PLAIN)
+    in_order(monkeypatch, heads_first)
+    compile_both(**PLAIN)
     said = "".join(capfd.readouterr())
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
@@ -108,3 +133,104 @@ def test_the_plain_kernels_do_not_spill(
     # the forward and the backward, and what prepares and converts where it was not compiled yet
     assert len(spilled) >= 2 and registers.count(168) == 2, said
     assert not any(spilled)
+
+
+# ---- the two orders of the backward --------------------------------------------------------------
+
+
+@pytest.fixture
+def kept() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The compiled kernels of either order (tiles first, heads first), none at the start."""
+    calls = (interface._flash_attn_bwd, order.flash_attn_bwd)
+    for call in calls:
+        call.compile_cache.clear()
+    return tuple(call.compile_cache.cache for call in calls)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("orders", [(False, True), (True, False)], ids=str)
+def test_orders_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+    orders: tuple[bool, bool],
+) -> None:
+    """Whichever is compiled first; by one key, which says nothing of the order."""
+    turned: list[bool] = []
+    create = order.HeadsFirst.create
+    monkeypatch.setattr(
+        order.HeadsFirst, "create", lambda *given, **more: turned.append(True) or create(*given)
+    )
+    for done, heads_first in enumerate(orders, 1):
+        turned.clear()
+        in_order(monkeypatch, heads_first)
+        for _ in range(2):
+            compile_both(**PLAIN)
+            assert len(kept[heads_first]) == 1 and len(kept[not heads_first]) == done - 1
+        # by each part of the kernel that asks where it is
+        assert bool(turned) == heads_first
+    assert kept[0].keys() == kept[1].keys()
+    assert set(map(id, kept[0].values())).isdisjoint(map(id, kept[1].values()))
+    assert flash_bwd_sm90.SingleTileScheduler is tile_scheduler.SingleTileScheduler
+    assert interface.FlashAttentionBackwardSm90 is flash_bwd_sm90.FlashAttentionBackwardSm90
+
+
+def test_in_two_threads_at_once(kept: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
+    """As autograd runs the backwards of two devices. flash-attn-4 alone raises."""
+    interface._flash_attn_fwd.compile_cache.clear()
+    start = threading.Barrier(2)
+
+    def run(forest: PrefixForest) -> None:
+        start.wait()
+        compile_both(**PLAIN, forest=forest)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, [DOCUMENTS, FOREST]))
+    assert [len(cache) for cache in kept] == [1, 1]
+
+
+def test_what_fails_to_compile_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(order.HeadsFirst, "create", lambda *given, **more: 1 / 0)
+        with pytest.raises(Exception, match="division by zero"):
+            compile_both(**PLAIN)
+    for forest, counts in ((DOCUMENTS, [1, 0]), (FOREST, [1, 1])):
+        compile_both(**PLAIN, forest=forest)
+        assert [len(cache) for cache in kept] == counts
+
+
+def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        def launch(self, **how: Any) -> dict[str, Any]:
+            return how
+
+    tiles, heads, batches = 5, 3, 2
+    launched = order.TurnedLaunch(Kernel()).launch(grid=(tiles, heads, batches), block=[1, 1, 1])
+    assert launched == {"grid": (heads, tiles, batches), "block": [1, 1, 1]}
+    found = []
+    # of the blocks in the order in which they start, the first number runs fastest
+    for batch, y, x in itertools.product(*map(range, reversed(launched["grid"]))):
+        monkeypatch.setattr(order.cute.arch, "block_idx", lambda at=(x, y, batch): at)
+        work = order.HeadsFirst.create(None)
+        assert type(work) is tile_scheduler.SingleTileScheduler
+        found.append(work._blk_coord)
+    assert found == [
+        (tile, head, batch)
+        for batch, tile, head in itertools.product(range(batches), range(tiles), range(heads))
+    ]
+
+
+def test_the_benchmark_takes_either_order(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    flash_by_hand = importlib.import_module("flash_by_hand")
+    for variant, forest, counts in (
+        ("heads first", DOCUMENTS, [0, 1]),
+        ("tiles first", FOREST, [1, 1]),
+    ):
+        rule = launch.heads_first
+        with flash_by_hand.order_of(variant):
+            compile_both(**PLAIN, forest=forest)
+        assert launch.heads_first is rule
+        assert [len(cache) for cache in kept] == counts

@@ -65,6 +65,7 @@ class ForestLists:
             q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
         positions: int32 like `spans`, the depth of each token, then zeros; None without a window.
         reach: int32 like `spans`, the first depth from which a token's window hides it; or None.
+        longest_share: of all query tiles in `backward`'s lists, those in its longest.
     """
 
     forward: Lists
@@ -72,6 +73,7 @@ class ForestLists:
     spans: torch.Tensor
     positions: torch.Tensor | None
     reach: torch.Tensor | None
+    longest_share: float
 
 
 # lists live as long as the plan they are of
@@ -113,7 +115,10 @@ def _build(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> F
     if window:
         positions = F.pad(on["position_ids"], room)
         reach = F.pad(on["position_ids"] + window, room)
-    return ForestLists(Lists(*arrays[:4]), Lists(*arrays[4:]), F.pad(spans, room), positions, reach)
+    visits = (runs[2].count + runs[3].count).numpy()
+    longest_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
+    forward, backward = Lists(*arrays[:4]), Lists(*arrays[4:])
+    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, longest_share)
 
 
 # ---- runs of tiles, on the host ------------------------------------------------------------------

@@ -1,0 +1,233 @@
+"""The flash backend beside flash-attn-4 called by hand, and with its backward in either order.
+
+    python benchmarks/flash_by_hand.py --rollouts ROLLOUTS.jsonl.gz --out OUT.json
+
+Four variants of every workload, one after another in one process (bf16, 32 / 8 heads, D 128):
+
+- ours: `tree_attention(backend="flash")`.
+- by hand: flash-attn-4's public function, the mask in its plain form (two compares on a tensor)
+  and block lists made by torch. What ours should be within 2 % of.
+- tiles first, heads first: ours, with the backward in this order whatever the forest. In "ours" it
+  is chosen by `launch.heads_first`.
+
+A variant is red, and has no times, if its out or a gradient is not what ours is (by its norm; ours
+is held against float64 by attention.py). Times are medians by CUDA events without making the lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention import Shape, about, draw, median_ms, scaled
+from rich.console import Console
+from rich.table import Table
+from workloads import AIRLINE, NAMES, workload
+
+from prefixtree import TreeMask, pack, tree_attention
+from prefixtree.kernels.flash import launch
+
+DEFAULT = [
+    "4K then 4-2-2-1 x 1K",
+    "prompt 512 x 64 x 1K",
+    "caterpillar 24",
+    "prompt 256 x 1024 x 256",
+    "documents 32 x 4K",
+    AIRLINE,
+]
+VARIANTS = ("ours", "by hand", "tiles first", "heads first")
+# of the norm; two computations in half precision differ by a few thousandths
+MOST_ERROR = 1e-2
+Row = dict[str, Any]
+Attend = Callable[..., torch.Tensor]
+
+
+# ---- variants -----------------------------------------------------------------------------------
+
+
+def by_hand(mask: TreeMask) -> Attend:
+    """flash-attn-4's public function, as its documentation has it."""
+    import cutlass
+    import cutlass.cute as cute
+    from flash_attn.cute import utils
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import flash_attn_func
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    end, tokens = mask.subtree_end, mask.num_tokens
+
+    @cute.jit
+    def visible(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+        last = utils.scalar_to_ssa(aux_tensors[0][n_idx[0]], cutlass.Int32)
+        return (n_idx <= m_idx) & (m_idx < last)
+
+    blocks = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q < end[k]), None, None, tokens, tokens, _compile=True
+    )
+
+    def lists(*names: str) -> Any:
+        parts = (getattr(blocks, name).contiguous() for name in names)
+        return BlockSparseTensorsTorch(*parts, block_size=(128, 128))
+
+    keys = lists("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    queries = lists("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(
+            *(x[None] for x in (q, k, v)),
+            mask_mod=visible,
+            aux_tensors=[end],
+            block_sparse_tensors=keys,
+            block_sparse_tensors_bwd=queries,
+        )
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    return attend
+
+
+def ours(mask: TreeMask) -> Attend:
+    return lambda *inputs: tree_attention(*inputs, mask, backend="flash")
+
+
+@contextlib.contextmanager
+def order_of(variant: str) -> Iterator[None]:
+    """Inside, the backward is in the order that a variant names, if it names one."""
+    rule = launch.heads_first
+    if variant in ("tiles first", "heads first"):
+        launch.heads_first = lambda lists, heads, processors: variant == "heads first"
+    try:
+        yield
+    finally:
+        launch.heads_first = rule
+
+
+# ---- one workload -------------------------------------------------------------------------------
+
+
+def worst_error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Greatest distance over the norm, of out, dq, dk and dv; NaN is infinitely far."""
+    errors = [
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(got, want, strict=True)
+    ]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def measure(
+    name: str, mask: TreeMask, tensors: Sequence[torch.Tensor], options: argparse.Namespace
+) -> list[Row]:
+    """A row a variant."""
+    *inputs, dout = tensors
+    inputs = [x.requires_grad_() for x in inputs]
+    want: list[torch.Tensor] = []
+    rows = []
+    timed = partial(
+        median_ms, device=dout.device, repeats=options.repeats, warm_ups=options.warm_ups
+    )
+    for variant in options.variants:
+        row: Row = {"workload": name, "variant": variant, "tokens": mask.num_tokens}
+        rows.append(row)
+        try:
+            with order_of(variant):
+                attend = by_hand(mask) if variant == "by hand" else ours(mask)
+                out = attend(*inputs)
+                got = [out.detach(), *torch.autograd.grad(out, inputs, dout, retain_graph=True)]
+                want = want or got
+                row["error"] = worst_error(got, want)
+                del got
+                if not row["error"] < MOST_ERROR:
+                    row["failed"] = f"red: {row['error']:.1e} from ours"
+                    continue
+
+                def forward(attend: Attend = attend) -> torch.Tensor:
+                    with torch.no_grad():
+                        return attend(*inputs)
+
+                backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+                row["forward_ms"], row["forward_all_ms"] = timed(forward)
+                row["backward_ms"], row["backward_all_ms"] = timed(backward)
+                del out, backward
+        except Exception as problem:
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:1000]
+        torch.cuda.empty_cache()
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Milliseconds of every variant, and its time over ours."""
+    made = Table(title="milliseconds, and times ours")
+    for column in ("workload", "variant", "forward", "backward", "both", "over ours"):
+        made.add_column(column, justify="left" if column in ("workload", "variant") else "right")
+    first: dict[str, list[float]] = {}
+    for row in rows:
+        if "failed" in row:
+            made.add_row(row["workload"], row["variant"], row["failed"][:60])
+            continue
+        times = [row["forward_ms"], row["backward_ms"]]
+        times.append(sum(times))
+        base = first.setdefault(row["workload"], times)
+        ratios = " ".join(f"{a / b:.3f}" for a, b in zip(times, base, strict=True))
+        made.add_row(row["workload"], row["variant"], *(f"{x:.3f}" for x in times), ratios)
+    return made
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--workloads", nargs="+", choices=NAMES, metavar="NAME", default=DEFAULT)
+    add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", default=list(VARIANTS))
+    add("--rollouts", type=Path, help=f"the file that {AIRLINE!r} reads")
+    add("--order", choices=("heaviest", "input"), default="heaviest", help="of siblings")
+    add("--heads", nargs=2, type=int, default=(32, 8), metavar=("H", "HK"))
+    add("--head-dim", type=int, default=128)
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--scale", type=float, default=1.0, help="on the length of every node, for trying out")
+    add("--repeats", type=int, default=9)
+    add("--warm-ups", type=int, default=3)
+    add("--commit", help="where the checkout cannot tell, on a machine without its .git")
+    add("--out", type=Path, help="JSON, written after every workload")
+    options = parser.parse_args(arguments)
+    options.device, options.skipped = "cuda", []
+    if AIRLINE in options.workloads and options.rollouts is None:
+        options.workloads = [name for name in options.workloads if name != AIRLINE]
+        options.skipped.append(AIRLINE)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every variant was right and timed."""
+    options = parse(arguments)
+    device = torch.device("cuda")
+    shape = Shape(*options.heads, options.head_dim)
+    rows: list[Row] = []
+    for name in options.workloads:
+        forest = scaled(
+            workload(name, options.rollouts, options.order), options.scale, options.order
+        )
+        mask = pack(forest).mask.to(device)
+        tensors = draw(forest, shape, getattr(torch, options.dtype), device)
+        for row in measure(name, mask, tensors, options):
+            rows.append(row)
+            times = row.get("failed") or f"{row['forward_ms']:.3f} + {row['backward_ms']:.3f} ms"
+            print(f"{name}, {row['variant']}: {times}", flush=True)
+        if options.out is not None:
+            result = {"environment": about(options), "rows": rows}
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for name in options.skipped:
+        print(f"{name!r} was skipped: give --rollouts")
+    Console(width=120).print(table(rows))
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

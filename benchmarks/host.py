@@ -1,0 +1,133 @@
+"""Times what the host pays for a call of tree attention.
+
+    python benchmarks/host.py --out OUT.json                     # triton, on a GPU
+    python benchmarks/host.py --device cpu                       # the operator alone
+
+"operator" is a call with a stand-in for the backend that returns empty tensors: checks, choice of
+the backend, dispatcher and autograd. "operator and triton", on a GPU, is a real call on a small
+forest, timed until it returns. "bare autograd function" is the least that torch takes for as many
+inputs and gradients. Medians in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from environment import environment
+
+from prefixtree import PrefixForest, pack, tree_attention
+from prefixtree.kernels import attention
+
+
+def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:
+    """Median microseconds until `run` returns; the device catches up after every batch of calls,
+    as a full queue would be timed otherwise."""
+    times = []
+    for call in range(calls + batch):
+        if call % batch == 0 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+    # the first batch warms up
+    return statistics.median(times[batch:])
+
+
+def _empty_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse
+
+
+def _empty_backward(
+    dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[Any, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+class Bare(torch.autograd.Function):
+    """As little as an autograd function can do."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        return _empty_forward(*inputs)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        return _empty_backward(dout, None, *ctx.saved_tensors)[:3]
+
+
+@contextmanager
+def without_backend() -> Iterator[None]:
+    """The stand-in serves every call."""
+    stand_in = SimpleNamespace(forward=_empty_forward, backward=_empty_backward)
+    with patch.object(attention, "module_of", lambda name: stand_in):
+        yield
+
+
+def measure(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], calls: int) -> Any:
+    """Microseconds of a call without gradients, with them, and of the backward."""
+    out = attend(*inputs)
+    dout = torch.randn_like(out)
+
+    def without() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    runs = {"no_grad": without, "forward": partial(attend, *inputs), "backward": backward}
+    return {name: median_us(run, calls) for name, run in runs.items()}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options, checked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--calls", type=int, default=1000)
+    add("--out", type=Path, help="JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints microseconds."""
+    options = parse(arguments)
+    device = torch.device(options.device)
+    mask = pack(PrefixForest.from_parents([-1, 0, 0], [128, 64, 64])).mask.to(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = [
+        torch.randn(mask.num_tokens, heads, 128, device=device, dtype=dtype, requires_grad=True)
+        for heads in (32, 8, 8)
+    ]
+    attend = partial(tree_attention, mask=mask)
+    with without_backend():
+        rows = {"operator": measure(attend, inputs, options.calls)}
+    if device.type == "cuda":
+        attend = partial(attend, backend="triton")
+        rows["operator and triton"] = measure(attend, inputs, options.calls)
+    rows["bare autograd function"] = measure(Bare.apply, inputs, options.calls)
+    for name, row in rows.items():
+        times = "  ".join(f"{what} {us:6.1f}" for what, us in row.items())
+        print(f"{name:24} {times} us")
+    if options.out is not None:
+        result = {"environment": environment() | {"device": options.device}, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""What update.py measures: ranks, samples, and one side's policy update of them.
+
+Sides: fa2, verl and packed, as update.py describes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layers import attention_of
+from micro_batches import verl_micro_batches
+from replicated import attending, chains
+from transformers import Qwen3Config
+
+from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
+from prefixtree.cli.bench import Attention
+from prefixtree.cli.rollouts import expand_turns, read_rollouts
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.packing.cost_model import CostModel
+
+CLIP = 0.2
+
+
+def config(is_tiny: bool) -> Qwen3Config:
+    """Qwen3-0.6B's shape, or one that a CPU runs in no time."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+    }
+    if is_tiny:
+        sizes |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        sizes["vocab_size"] = 512
+    return Qwen3Config(**sizes, tie_word_embeddings=True, attn_implementation="prefixtree")
+
+
+# ---- ranks --------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """This process alone, or among those of torchrun."""
+
+    def __init__(self, device: str, count: int = 1, rank: int = 0) -> None:
+        self.device, self.count, self.rank = device, count, rank
+
+    @classmethod
+    def of_torchrun(cls, options: argparse.Namespace) -> Ranks:
+        """Joins the others; on GPUs --device becomes this rank's."""
+        kind = torch.device(options.device).type
+        if kind == "cuda":
+            options.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(options.device)
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=timedelta(minutes=4))
+        return cls(options.device, dist.get_world_size(), dist.get_rank())
+
+    def _reduced(self, values: Sequence[float], how: Any) -> list[float]:
+        out = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.count > 1:
+            dist.all_reduce(out, how)
+        return out.tolist()
+
+    def total(self, *values: float) -> list[float]:
+        """Sums over the ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def most(self, *values: float) -> list[float]:
+        """The greatest of the ranks; they wait for each other."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def agree(self, value: Any) -> Any:
+        """What the first rank says, so that all go the same way."""
+        box = [value]
+        if self.count > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    def joined(self, mine: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """All ranks' values by sequence, on the CPU."""
+        every: list[Any] = [{i: value.cpu() for i, value in mine.items()}] * self.count
+        if self.count > 1:
+            dist.all_gather_object(every, every[0])
+        return {i: value for some in every for i, value in some.items()}
+
+
+def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
+    """The model under FSDP2, in place: weights in float32, computed in what they were."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(getattr(torch, options.dtype), torch.float32)
+    model.float()
+    kind = torch.device(options.device).type
+    more: dict[str, Any] = {"mesh": init_device_mesh(kind, (ranks.count,)), "mp_policy": policy}
+    for layer in model.model.layers:
+        fully_shard(layer, **more)
+    fully_shard(model, **more)
+    return model
+
+
+# ---- samples ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A mini-batch, a row a sequence.
+
+    Attributes:
+        sequences: token ids. masks: bool, what is scored. advantages: float32 [S].
+        offsets: float32 [n - 1] each, by how much the check's old log-probabilities are off.
+    """
+
+    sequences: list[np.ndarray]
+    masks: list[np.ndarray]
+    advantages: np.ndarray
+    offsets: list[np.ndarray]
+
+    @classmethod
+    def read(cls, options: argparse.Namespace, vocabulary: int) -> Samples:
+        """A sample per turn of the first tasks of --rollouts."""
+        turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
+        # every nth token: what was shared still is
+        step = max(1, round(1 / options.scale))
+        assert turns.loss_masks is not None
+        both = [
+            (s[::step] % vocabulary, np.asarray(m[::step], bool))
+            for s, m in zip(turns.sequences, turns.loss_masks, strict=True)
+        ]
+        # a turn may have lost all that is scored
+        both = [(s, m) for s, m in both if m[1:].any()][: 12 if options.is_tiny else None]
+        rng = np.random.default_rng(0)
+        return cls(
+            [s for s, _ in both],
+            [m for _, m in both],
+            rng.normal(size=len(both)).astype(np.float32),
+            [rng.choice([-1.0, 0.0, 1.0], len(s) - 1).astype(np.float32) for s, _ in both],
+        )
+
+    def take(self, indices: np.ndarray) -> Samples:
+        """Some of them."""
+        some = indices.tolist()
+        return Samples(
+            [self.sequences[i] for i in some],
+            [self.masks[i] for i in some],
+            self.advantages[indices],
+            [self.offsets[i] for i in some],
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each."""
+        return np.array([len(s) for s in self.sequences])
+
+    @property
+    def num_scored(self) -> int:
+        """Scored tokens, copies counted."""
+        return sum(int(m[1:].sum()) for m in self.masks)
+
+
+def token_losses(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """GRPO's clipped objective, all [tokens]."""
+    ratio = (new - old).exp()
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+# ---- an update ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A micro-batch, ready for the model.
+
+    Attributes:
+        indices: of its samples; none where it is empty.
+        packed: their forest, or chains; of an empty one a token that nothing is scored on.
+        attend: for `attending`.
+        masks: bool [n] a sequence.
+        advantage, weight: float32 [sum of n - 1].
+    """
+
+    indices: list[int]
+    packed: PackedForest
+    attend: Attention | None
+    masks: list[np.ndarray]
+    advantage: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """That the model computes for samples."""
+        return self.packed.num_tokens if self.indices else 0
+
+
+def deal(
+    side: str, samples: Samples, max_tokens: int, ranks: Ranks, shape: Any, with_empty: bool
+) -> tuple[list[tuple[np.ndarray, PrefixForest]], np.ndarray]:
+    """This rank's micro-batches: samples and forest; and a weight a sample for the loss."""
+    if side != "packed":
+        rows = verl_micro_batches(samples.lengths, max_tokens, ranks.count)[ranks.rank]
+        parts = [np.array(row, np.int64) for row in rows]
+        # averaged over the ranks again
+        weights = np.full(len(samples.masks), ranks.count / samples.num_scored)
+        forests = [
+            PrefixForest.from_sequences([samples.sequences[i] for i in part] or [np.zeros(1, int)])
+            for part in parts
+        ]
+        return list(zip(parts, forests, strict=True)), weights
+    model = CostModel.from_config(shape, gradient_checkpointing=True)
+    plan = plan_micro_batches(samples.sequences, max_tokens, ranks.count, cost_model=model)
+    if with_empty and not plan.stats.empty_steps:
+        steps = plan.num_steps + 1
+        plan = plan_micro_batches(
+            plan.forest, max_tokens, ranks.count, min_steps=steps, cost_model=model
+        )
+    mine = [(batch.sequence_indices, batch.forest) for batch in plan[ranks.rank]]
+    return mine, plan.loss_weights("token-mean", samples.masks)
+
+
+class Update:
+    """One side's update of a mini-batch, its micro-batches made."""
+
+    def __init__(
+        self,
+        side: str,
+        model: Any,
+        samples: Samples,
+        max_tokens: int,
+        ranks: Ranks,
+        options: argparse.Namespace,
+        with_empty: bool = False,
+    ) -> None:
+        self.model = model
+        device, dtype = options.device, options.dtype
+        backend = None if options.backend == "auto" else options.backend
+        self.steps = []
+        mine, weights = deal(side, samples, max_tokens, ranks, model.config, with_empty)
+        for indices, forest in mine:
+            some = samples.take(indices)
+            masks = some.masks or [np.zeros(1, bool)]
+            own = zip(weights[indices], some.advantages, some.masks, strict=True)
+            # [2, sum of n - 1]
+            given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in own] or [np.zeros((2, 0))]
+            weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
+            whole = chains(forest) if side == "fa2" else forest
+            packed = pack(whole).to(device).with_options(backend)
+            name = "fa2" if side == "fa2" else "packed"
+            attend = attention_of(name, forest, device, dtype)
+            step = Step(indices.tolist(), packed, attend, masks, advantage, weight)
+            self.steps.append(step)
+
+    def _score(self, step: Step) -> list[torch.Tensor]:
+        return sequence_logprobs(self.model, step.packed, loss_mask=step.masks).logprobs
+
+    def old(self, step: Step) -> list[torch.Tensor]:
+        """Log-probabilities without gradients."""
+        with torch.no_grad(), attending(step.attend):
+            return self._score(step)
+
+    def learn(
+        self, step: Step, old: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Forward and backward; -> log-probabilities and the loss, its share of the whole."""
+        with attending(step.attend):
+            new = self._score(step)
+            each = token_losses(torch.cat(new), torch.cat(list(old)), step.advantage)
+            loss = (each * step.weight).sum()
+            loss.backward()
+        return [row.detach() for row in new], loss.detach()
+
+    def __call__(self) -> dict[int, torch.Tensor]:
+        """Old log-probabilities, then the gradient; -> the former by sample."""
+        olds = [self.old(step) for step in self.steps]
+        for step, old in zip(self.steps, olds, strict=True):
+            self.learn(step, old)
+        return {
+            i: row
+            for step, old in zip(self.steps, olds, strict=True)
+            for i, row in zip(step.indices, old, strict=bool(step.indices))
+        }
