@@ -3,35 +3,33 @@
 #
 #   bash benchmarks/gpu_check.sh STEP...
 #
-# Here, once, where there is a network (5 to 10 minutes on two cores; nothing of it is tracked by git):
+# Here, once, where there is a network (5 minutes on two cores; nothing of it is tracked by git):
 #
 #   bash benchmarks/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
 #
-# .gpu/fa4.tar.xz (56 MiB) and .gpu/site.tar.xz (numba, pytest; 44 MiB) do not fit into one call of
-# 64 MiB, so some calls bring the one and some the other; what a call unpacks under /tmp serves
-# later calls while the machine is warm (30 s after a call: keep them close, or peers and ours no
-# longer share a machine). On the device, in this order, each with timeout_s 600:
+# Carry .gpu whole: 57 MiB, nearly all of it flash-attn-4. What a call unpacks under /tmp serves later
+# calls while the machine is warm (30 s after a call: keep them close, or peers and ours no longer
+# share a machine). numba, pytest, rich, typer and hypothesis are on the machine. On the device, in this
+# order, each with timeout_s 600; minutes as measured on an H200:
 #
-#   step          carry                                     minutes (estimates)
-#   1. tests      .gpu/commit .gpu/site.tar.xz              2 to 5
-#   2. attention  .gpu/data .gpu/commit .gpu/site.tar.xz    3 to 6, half of it compiling
-#   3. peers_a    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6, most of it compiling
-#   4. peers_b    .gpu/bench .gpu/data .gpu/fa4.tar.xz      3 to 6
-#   5. sanitize   .gpu/commit .gpu/site.tar.xz              3 to 9; Firecracker only, not under gVisor
-#   6. depth      .gpu/commit .gpu/site.tar.xz              2 to 4
-#   7. layer      .gpu/commit .gpu/site.tar.xz              6 to 9; two calls: LAYER_ARGS="--prompts ..."
-#   8. model      .gpu/data .gpu/commit .gpu/site.tar.xz    7 to 9 of 8 layers; MODEL_ARGS="--layers 36 ..."
-#   9. memory     .gpu/commit .gpu/site.tar.xz              2 to 4
-#  10. update     .gpu/data .gpu/commit .gpu/site.tar.xz    2 to 4
-#  11. update_2gpu, of two GPUs (kind nvidia-h200-x2), carry as for update: 2 to 4
+#   1. tests        3.5   the GPU suite of both backends, and the interpreter's cases natively
+#   2. backends     4.5   triton and flash on every workload, flash by hand, host time
+#   3. peers_a      5
+#   4. peers_b      5
+#   5. sanitize     3 to 9; Firecracker only, not under gVisor
+#   6. depth        3
+#   7. layer        9; in two calls: LAYER_ARGS="--prompts ..."
+#   8. model        4 of 4 layers, 9 of 12: MODEL_ARGS="--layers 12 --cases ..."
+#   9. memory       2 to 4
+#  10. update       2.5
+#  11. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
-#                  carry=[".gpu/bench", ".gpu/data", ".gpu/fa4.tar.xz"])
+#                  carry=[".gpu"])
 #
-# `tune` (carry as for attention) comes before all of them where choices are still open; `peers_all`
-# (carry as for peers_a) times replicated batches on every workload too, which no target asks for.
-# Steps 6 to 9 run flash-attn-4 as well where a warm machine still has what peers_a unpacked, and
-# skip that side, said so in their JSON, where it has not.
+# `tune` comes before all of them where choices are still open; `attention` is Triton alone (the table
+# beside the peers), `peers_all` times replicated batches on every workload too, which no target asks
+# for. Without flash-attn-4 unpacked its sides are skipped, said so in their JSON.
 # Then here, with the files that came back:
 #
 #   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
@@ -39,7 +37,7 @@
 #
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
-# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (triton),
+# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto),
 # PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS add to
 # a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
@@ -47,7 +45,6 @@ cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
 out=${OUT:-$files/out}
 shared=${SHARED:-../shared}
-site=${UNPACKED:-/tmp}/prefixtree-site
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=$files/data/airline_rollouts.jsonl.gz
@@ -73,10 +70,11 @@ unpack() {
   [[ -f $2/.unpacked ]]
 }
 
-# our own code needs numba and pytest, which the machine's image may lack
+# our own code and, where it is packed, flash-attn-4: behind ours, its archive has packages of its own
 ours() {
   export PYTHONPATH=$PWD$outer
-  unpack "$files/site.tar.xz" "$site" && PYTHONPATH=$PWD:$site$outer
+  ! unpack "$files/fa4.tar.xz" "$fa4" ||
+    PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages:$PWD/$files/bench
   python3 -c 'from importlib.metadata import version as v
 print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||
     { failed+=("$1 (packages)"); return 1; }
@@ -91,17 +89,9 @@ pack() {
   cp "$shared"/data/airline_rollouts.jsonl.gz "$files/data/"
   git rev-parse --short HEAD >"$files/commit"
   [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
-  # python3 there is 3.12; numpy, torch, transformers and networkx are there
-  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-    --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
-    --platform manylinux2014_x86_64 -d "$work/whl" \
-    numba==0.68.1 llvmlite==0.50.0 pytest pytest-xdist execnet pluggy iniconfig packaging pygments hypothesis \
-    sortedcontainers typer click shellingham rich markdown-it-py mdurl annotated-doc prefix-grouper
-  # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py it is found
-  python3 -m pip download -q --no-deps -d "$work" einops
-  python3 -m zipfile -e "$work"/einops-*.whl "$files/bench"
-  for wheel in "$work"/whl/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  tar c -C "$work/site" . | xz -7 -T2 >"$files/site.tar.xz"
+  # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py they are found
+  python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$files/bench"; done
   rm -r "$work"
   if [[ ! -s $files/fa4.tar.xz ]]; then
     "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
@@ -118,10 +108,11 @@ cuda() {
 tests() {
   ours tests && cuda tests || return
   # exit code 5, nothing selected, is a failure too
-  limited tests_gpu 400 python3 -m pytest -q -m gpu -n 6 -p no:benchmark -p no:cacheprovider ${PYTEST_ARGS:-}
+  limited tests_gpu 420 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
+    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py ${PYTEST_ARGS:-}
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
-  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 8 -m "not gpu" -p no:benchmark -p no:cacheprovider \
-    tests/test_tables.py tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
+  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -m "not gpu" -p no:benchmark -p no:cacheprovider \
+    tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
 }
 
 # peers NAME SECONDS SELECTION PEER...: peers.py on the workloads that a slice of NAMES selects
@@ -158,8 +149,15 @@ attention() {
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/attention.json" ${ATTENTION_ARGS:-}
 }
 
+backends() {
+  ours backends || return
+  local about=(--rollouts "$rollouts" --commit "$(cat "$files/commit" 2>/dev/null)")
+  limited backends 300 python3 benchmarks/attention.py --backend triton flash "${about[@]}" --out "$out/backends.json"
+  limited flash_by_hand 180 python3 benchmarks/flash_by_hand.py "${about[@]}" --out "$out/flash_by_hand.json"
+  limited host 60 python3 benchmarks/host.py --out "$out/host.json"
+}
+
 tune() {
-  [[ -f benchmarks/tune.py ]] || { echo "no benchmarks/tune.py: skipped"; return; }
   ours tune || return
   limited tune 570 python3 benchmarks/tune.py --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
 }
@@ -169,9 +167,7 @@ suite() {
   local name=$1 limit=$2
   shift 2
   ours "$name" || return
-  # behind our own: flash-attn-4's archive has packages of its own
-  [[ ! -f $fa4/.unpacked ]] || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages:$PWD/$files/bench
-  limited "$name" "$limit" python3 "benchmarks/$name.py" --backend "${BACKEND:-triton}" \
+  limited "$name" "$limit" python3 "benchmarks/$name.py" --backend "${BACKEND:-auto}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@"
 }
 
@@ -191,7 +187,7 @@ update() { suite update 420 --rollouts "$rollouts" ${UPDATE_ARGS:-}; }
 update_2gpu() {
   ours update_2gpu || return
   limited update_2gpu 420 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-    benchmarks/update.py --fsdp --backend "${BACKEND:-triton}" --commit "$(cat "$files/commit" 2>/dev/null)" \
+    benchmarks/update.py --fsdp --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" \
     --out "$out/update_2gpu.json" --rollouts "$rollouts" ${UPDATE_ARGS:-}
 }
 
@@ -211,7 +207,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

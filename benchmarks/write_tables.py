@@ -302,14 +302,23 @@ def speed() -> str:
         ]
         return [what, *times, *(f"{x / packed:.1f}x" if x else "" for x in (fa2, fa4))]
 
+    names = {
+        "8K": "a prompt of 8K with 32 responses",
+        "airline": "agent rollouts, a sample per turn",
+        "nothing": "nothing shared",
+    }
     rows = []
     for sides in _models(read("model")):
         fa2, fa4, packed = (sides.get(side, {}).get("seconds") for side in ("fa2", "fa4", "packed"))
         if fa2 and packed:
-            what = f"policy update, Qwen3-8B shape, {sides['packed']['layers']} layers: "
-            rows.append(line(what + sides["packed"]["case"], "s", fa2, fa4, packed))
+            case, layers = sides["packed"]["case"], sides["packed"]["layers"]
+            what = next(text for start, text in names.items() if case.startswith(start))
+            if "32 x" in case:
+                what += f", micro-batches of {case.split()[-1]}"
+            what = f"policy update, Qwen3-8B shape, {layers} layers: {what}"
+            rows.append(line(what, "s", fa2, fa4, packed))
     whole = {row["side"]: row["seconds"] for row in read("update")["rows"]}
-    what = "update with AdamW, Qwen3-0.6B shape: airline per turn, 2 tasks"
+    what = "the same with AdamW, Qwen3-0.6B shape, 28 layers: agent rollouts, a sample per turn"
     rows.append(line(what, "s", whole["fa2"], None, whole["packed"]))
     layers = {
         (x["prompt"], x["micro_batch"], x["side"]): x.get("ms") for x in read("layer")["rows"]
