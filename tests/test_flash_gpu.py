@@ -159,6 +159,18 @@ def test_sinks_that_take_nearly_everything() -> None:
         assert errors[0] <= 1.5 * errors[1] + 1e-6, (name, errors)
 
 
+def test_the_gradient_of_a_sum_leaves_nothing_compiled_behind() -> None:
+    """Its strides are 0; heads of a number no other test has, so that it compiles first."""
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (6, 2), (128, 128), torch.bfloat16).to("cuda")
+    inputs = inputs_of(case)
+    out = tree_attention(*inputs, mask, backend="flash")
+    got = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    for a, b in zip(got, torch.autograd.grad(out, inputs, torch.ones_like(out)), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
 def test_like_triton_on_many_tokens() -> None:
     """Many tiles, long lists, the shared row of numbers: too large for a dense reference."""
     rng = np.random.default_rng(1)

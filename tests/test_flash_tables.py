@@ -410,6 +410,35 @@ def test_strided_inputs_reach_the_kernel_as_they_are(
     assert seen[0][1:] == q.stride()
 
 
+def test_expanded_gradients_are_copied(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled for a gradient of strides 0, as a sum has, is used for any other."""
+    seen: list[tuple[int, ...]] = []
+    taken = launch._backward_call
+
+    def spied(heads_first: bool) -> object:
+        def call(*tensors: torch.Tensor, dlse: torch.Tensor, **kwargs: object) -> object:
+            seen.extend(x.stride() for x in (*tensors, dlse))
+            return taken(heads_first)(*tensors, dlse=dlse, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(launch, "_backward_call", spied)
+    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    q = torch.randn(160, 4, 8, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(160, 1, 8, dtype=torch.float64, requires_grad=True)
+    v = k.detach()[:, :, :1].expand(160, 1, 8)
+    gradients = []
+    for backend in ("flash", "sdpa"):
+        out, lse = tree_attention(q, k, v, mask, backend=backend, return_lse=True)
+        gradients.append(torch.autograd.grad(out.sum() + lse.sum(), (q, k)))
+    assert len(seen) == 7, seen
+    assert not any(0 in strides for strides in seen), seen
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
 # ---- refusals and explain ------------------------------------------------------------------------
 
 

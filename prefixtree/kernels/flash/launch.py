@@ -134,9 +134,9 @@ def forward(
     given = _arguments_of(lists_of(plan, tiles, options.window, q.device), tiles)
     with _TURN, _on(q.device):
         interface._flash_attn_fwd(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
+            _batch(q),
+            _batch(k),
+            _batch(v),
             softmax_scale=options.scale,
             learnable_sink=None if sinks is None else sinks.float(),
             score_mod=_score_functions(options)[0],
@@ -175,17 +175,17 @@ def backward(
     with _TURN, _on(q.device):
         call = _backward_call(heads_first(lists, q.shape[1], _processors(q.device)))
         results = call(
-            q.unsqueeze(0),
-            k.unsqueeze(0),
-            v.unsqueeze(0),
+            _batch(q),
+            _batch(k),
+            _batch(v),
             out.unsqueeze(0),
-            dout.unsqueeze(0),
+            _batch(dout),
             total.unsqueeze(0),
             softmax_scale=options.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
             block_sparse_tensors=given.backward,
-            dlse=None if dtotal is None else dtotal.unsqueeze(0),
+            dlse=None if dtotal is None else _batch(dtotal),
             learnable_sink=None if sinks is None else sinks.float(),
             dq=dq.unsqueeze(0),
             dk=dk.unsqueeze(0),
@@ -256,6 +256,12 @@ def sinks_gradient(
 
 
 # ---- arguments -----------------------------------------------------------------------------------
+
+
+def _batch(x: torch.Tensor) -> torch.Tensor:
+    """x as a batch of one. flash-attn-4 copies what lies askew, and takes expanded tensors (the
+    gradient of a sum) as they are: but it keys nothing compiled on strides, so those are copied."""
+    return (x.contiguous() if 0 in x.stride() else x).unsqueeze(0)
 
 
 @dataclass(frozen=True, eq=False)
