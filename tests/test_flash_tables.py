@@ -10,6 +10,7 @@ import functools
 import gc
 import re
 import statistics
+import sys
 import time
 import timeit
 import tomllib
@@ -536,6 +537,7 @@ def rows_on_gpu(
 def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
+    monkeypatch.setattr(launch, "import_problem", lambda: None)
     monkeypatch.setattr(launch, "_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
@@ -571,6 +573,22 @@ def test_auto_takes_flash_on_hopper(
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.0")
         assert "an AMD GPU" in str(launch.refusal(*inputs, 0.1, mask.plan))
+
+
+def test_auto_passes_over_a_broken_flash_attn_4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # None in the table of modules is one that cannot be imported
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    monkeypatch.setattr(launch, "import_problem", launch.import_problem.__wrapped__)
+    monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
+    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+    assert "cannot be imported" in str(launch.refusal(*inputs, 0.1, mask.plan))
+    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
+    assert re.search("'triton': .*cannot be imported", explain(mask, *inputs))
 
 
 def test_auto_goes_by_the_work(may_take_flash: None) -> None:

@@ -68,7 +68,8 @@ def refusal(
             "it was compiled and checked for compute capability 9.x (Hopper), and this is "
             f"{capability[0]}.{capability[1]}"
         )
-    return refused_features(q, v, scale, plan, deterministic)
+    reason = refused_features(q, v, scale, plan, deterministic)
+    return reason or import_problem()
 
 
 def refused_features(
@@ -103,6 +104,16 @@ def installed() -> str | None:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def import_problem() -> str | None:
+    """Why flash-attn-4, though installed, cannot be imported; None where it can."""
+    try:
+        from flash_attn.cute import interface  # noqa: F401
+    except Exception as problem:  # its own packages raise what they like
+        return f"flash-attn-4 is installed but cannot be imported ({problem!r})"
+    return None
 
 
 @cache
