@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
+from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.integrations.transformers import sequence_logprobs
 
 # the transformers that is installed
@@ -92,6 +94,20 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
             # takes part in the choice of experts alone; small, or some are never chosen
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
+
+
+class AdaptedHead(nn.Module):
+    """A low-rank adapter around the head, which stays inside as `base_layer`, as PEFT has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.base_layer = base
+        self.down = nn.Parameter(torch.randn(4, base.in_features, generator=g) * 0.3)
+        self.up = nn.Parameter(torch.randn(base.out_features, 4, generator=g) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + x @ self.down.t() @ self.up.t()
 
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -176,6 +192,23 @@ def make_objective(sequences: list[np.ndarray], seed: int = 0, plain: bool = Fal
     return Objective(sequences, temperatures, masks, weights)
 
 
+@cache
+def ragged_objective() -> Objective:
+    """The objective of the ragged sequences, made once."""
+    return make_objective(ragged_sequences())
+
+
+def pack_sequences(sequences: Sequence[Any]) -> PackedForest:
+    """The forest of token sequences, packed."""
+    return pack(PrefixForest.from_sequences(sequences))
+
+
+@cache
+def ragged_packed() -> PackedForest:
+    """The ragged sequences packed, once."""
+    return pack_sequences(ragged_objective().sequences)
+
+
 @dataclass(frozen=True)
 class Run:
     """What one side computed."""
@@ -200,6 +233,13 @@ def run_replicated(model: Any, objective: Objective) -> Run:
         entropy.append(-(log_p.exp() * log_p).sum(-1) * scored)
     objective.loss(logprobs, entropy).backward()
     return Run(_detached(logprobs), _detached(entropy), gradients(model))
+
+
+def run_eager(model: Any, objective: Objective | None = None) -> Run:
+    """The reference of a model that runs prefixtree: a copy of it, eager."""
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    return run_replicated(model, objective or ragged_objective())
 
 
 def run_packed(
@@ -286,6 +326,14 @@ def assert_same(run: Run, reference: Run, tolerance: float = 1e-5) -> Errors:
     found = errors(run, reference)
     assert found.largest <= tolerance, found
     return found
+
+
+def same_bits(a: Run, b: Run) -> bool:
+    """Two runs are equal to the bit."""
+    assert a.gradients.keys() == b.gradients.keys()
+    pairs = [*zip(a.logprobs, b.logprobs, strict=True), *zip(a.entropy, b.entropy, strict=True)]
+    pairs += [(a.gradients[name], b.gradients[name]) for name in a.gradients]
+    return all(torch.equal(x, y) for x, y in pairs)
 
 
 @contextmanager

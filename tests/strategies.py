@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from prefixtree import PackedForest, PrefixForest, TreeMask
+from prefixtree import MicroBatch, MicroBatchPlan, PackedForest, PrefixForest, TreeMask
 
 Sequences = list[list[int]]
 
@@ -91,6 +91,27 @@ def subtree_ends(forest: PrefixForest) -> np.ndarray:
 def mask_of(forest: PrefixForest) -> TreeMask:
     """The forest's mask alone."""
     return TreeMask(subtree_ends(forest))
+
+
+def many_trees(seed: int, prompts: int, responses: int) -> list[np.ndarray]:
+    """Prompts of 21 to 60 tokens, no two alike, with responses of 5 to 79 tokens."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for first in range(prompts):
+        prompt = np.append(first, rng.integers(0, 1000, rng.integers(20, 60)))
+        for length in rng.integers(5, 80, responses):
+            sequences.append(np.concatenate([prompt, rng.integers(0, 1000, length)]))
+    return sequences
+
+
+def batches_of(plan: MicroBatchPlan) -> list[MicroBatch]:
+    """All micro-batches that hold something."""
+    return [batch for rank in plan for batch in rank if not batch.is_empty]
+
+
+def indices_of(plan: MicroBatchPlan) -> list[list[list[int]]]:
+    """The sequences of every step of every rank."""
+    return [[batch.sequence_indices.tolist() for batch in rank] for rank in plan]
 
 
 # ---- definitions --------------------------------------------------------------------------------

@@ -48,6 +48,12 @@ def assert_tables_exact(
         check_backward_full_parts(backward, t, mask)
 
 
+def shape_id(shape: TileShape) -> str:
+    """A tile shape as the name of a case."""
+    cut = "-cut" if shape.cut else ""
+    return f"{shape.tile_q}x{shape.tile_k}{cut}-{shape.piece_tiles}"
+
+
 # ---- tiles --------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,8 @@ from models import (
     enable_checkpointing,
     gradients,
     make_objective,
+    pack_sequences,
+    ragged_objective,
     ragged_sequences,
     run_packed,
     run_replicated,
@@ -31,16 +32,6 @@ from transformers import AutoModelForCausalLM
 
 import prefixtree as pt
 from prefixtree.integrations.transformers import sequence_logprobs
-
-
-@cache
-def _objective() -> Objective:
-    return make_objective(ragged_sequences())
-
-
-def _pack(sequences: Any) -> pt.PackedForest:
-    return pt.pack(pt.PrefixForest.from_sequences(sequences))
-
 
 # ---- one model that generates and trains ---------------------------------------------------------
 
@@ -97,10 +88,12 @@ def test_other_ways_to_generate(model_type, options):
 def test_generating_between_updates_changes_nothing():
     """In training mode too, as TRL does it."""
     model, reference = build("gemma2"), build("gemma2", "eager")
-    packed = _pack(_objective().sequences)
-    run_packed(model, packed, _objective())
+    packed = pack_sequences(ragged_objective().sequences)
+    run_packed(model, packed, ragged_objective())
     _same_generation(_generate(model), _generate(reference))
-    assert_same(run_packed(model, packed, _objective()), run_replicated(reference, _objective()))
+    assert_same(
+        run_packed(model, packed, ragged_objective()), run_replicated(reference, ragged_objective())
+    )
 
 
 def test_a_batch_without_gradients_is_as_under_sdpa():
@@ -122,7 +115,7 @@ def _without_mask(packed: pt.PackedForest) -> dict[str, Any]:
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     """With gradients nothing without a mask runs; without, the positions give it away."""
-    packed = _pack(_objective().sequences)
+    packed = pack_sequences(ragged_objective().sequences)
     inputs = {**_without_mask(packed), "use_cache": use_cache}
     model = build(model_type)
     with pytest.raises(ValueError, match=r"needs the forest's mask.*packed\.model_inputs\(\)"):
@@ -140,7 +133,7 @@ def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
 
 
 def test_a_forest_with_an_attention_mask_instead_of_its_own():
-    packed = _pack(_objective().sequences)
+    packed = pack_sequences(ragged_objective().sequences)
     inputs = {**_without_mask(packed), "use_cache": True}
     inputs["attention_mask"] = torch.ones(1, packed.num_tokens, dtype=torch.long)
     for kind in ("2-D", "4-D", "additive"):
@@ -153,7 +146,7 @@ def test_a_forest_with_an_attention_mask_instead_of_its_own():
 
 
 def test_a_forest_with_both_masks_without_gradients():
-    packed = _pack(_objective().sequences)
+    packed = pack_sequences(ragged_objective().sequences)
     mask = torch.ones(1, packed.num_tokens, dtype=torch.long)
     with torch.no_grad(), pytest.raises(ValueError, match="do not pass an attention_mask too"):
         build("qwen3")(**packed.model_inputs(), attention_mask=mask)
@@ -202,7 +195,7 @@ def _backward(model: Any, objective: Objective, packed: bool) -> None:
     if packed:
         scores = sequence_logprobs(
             model,
-            _pack(objective.sequences),
+            pack_sequences(objective.sequences),
             objective.temperatures,
             objective.loss_masks,
             return_entropy=True,
@@ -252,9 +245,9 @@ def test_three_steps_with_accumulation_and_clipping(model_type):
 def test_micro_batches_add_up_to_one_batch():
     """The forest of all sequences at once, or of parts of it one after the other; and sequences
     that share a prefix may land in different parts."""
-    objective = _objective()
+    objective = ragged_objective()
     model = build("qwen3")
-    whole = run_packed(model, _pack(objective.sequences), objective)
+    whole = run_packed(model, pack_sequences(objective.sequences), objective)
     model.zero_grad(set_to_none=True)
     for part in (slice(0, 5), slice(5, 6), slice(6, None)):
         assert objective.loss_masks is not None
@@ -275,7 +268,7 @@ def test_adamw_under_bfloat16_autocast():
     objective = make_objective(ragged_sequences(), plain=True)
     models = build("qwen3"), build("qwen3", "eager")
     losses: list[list[float]] = [[], []]
-    packed = _pack(objective.sequences)
+    packed = pack_sequences(objective.sequences)
     for column, model in zip(losses, models, strict=True):
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(10):
@@ -317,8 +310,8 @@ def test_save_after_training_and_load_without_prefixtree(tmp_path):
     """The saved configuration does not name the implementation, so that others can load it."""
     model = build("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    packed = _pack(_objective().sequences)
-    run_packed(model, packed, _objective())
+    packed = pack_sequences(ragged_objective().sequences)
+    run_packed(model, packed, ragged_objective())
     optimizer.step()
     model.save_pretrained(tmp_path)
     for file in tmp_path.glob("*.json"):
