@@ -318,6 +318,26 @@ def test_half_precision_gradients_come_back_in_their_own_dtype(head, dtype):
         assert_close(got, want, 4 * eps)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 20, 21, 22, 80])
+def test_every_row_is_in_the_weights_gradient_once(chunk):
+    """The rows of several chunks join one product, the last ones fewer: none lost, none twice."""
+    torch.manual_seed(0)
+    rows, vocabulary = 83, 11
+    # a column a row: each row's gradient of the weight stands alone
+    hidden = torch.eye(rows).bfloat16()
+    case = Case(
+        hidden.requires_grad_(),
+        (torch.randn(vocabulary, rows) * 0.3).bfloat16().requires_grad_(),
+        None,
+        torch.randint(vocabulary, (rows,)),
+        torch.ones(rows),
+        torch.randn(rows, 2) + 0.5,
+    )
+    _, (_, want) = oracle(case, LogitRule())
+    _, (_, got) = run(case, "linear", LogitRule(), chunk=chunk)
+    assert_close(got, want, 2e-2)
+
+
 def test_many_chunks_do_not_round_the_weights_gradient_again_and_again():
     """Summed in float32 over the chunks: no worse than one eager bf16 product, and far better than
     adding bf16 numbers chunk by chunk, as a checkpointed loop over an eager head would."""
