@@ -243,6 +243,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(package, "device", device, raising=False)
     patch.setattr(package, "order", order, raising=False)
     # an H200's
-    patch.setattr(launch, "_processors", lambda device: 132)
+    patch.setattr(launch.devices, "processors", lambda device: 132)
     orders.clear()
     patch.setattr(launch, "refusal", lambda *arguments: None)

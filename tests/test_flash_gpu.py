@@ -133,7 +133,7 @@ def test_numerics_in_the_order_of_the_rule(forest: PrefixForest, heads_first: bo
     mask = cuda_mask(forest)
     case = Case.random(mask, (32, 8), (128, 128), torch.bfloat16).to("cuda")
     made = lists_of(mask.plan, launch.tiles_for(128, 128), 0, case.q.device)
-    assert launch.heads_first(made, 32, launch._processors(case.q.device)) == heads_first
+    assert launch.heads_first(made, 32, launch.devices.processors(case.q.device)) == heads_first
     assert_numerics(forest, mask, case, ours(mask, backend="flash"))
 
 

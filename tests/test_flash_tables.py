@@ -319,7 +319,7 @@ def test_the_emulation_visits_what_the_lists_say(emulated: ModuleType) -> None:
 def test_the_call_is_in_the_order_of_the_rule(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_processors", lambda device: 1)
+    monkeypatch.setattr(launch.devices, "processors", lambda device: 1)
     # two heads: tails of 3 / 5 / 2 and 1 / 4 / 2
     for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 4, "tiles first")):
         mask = mask_of(PrefixForest.from_parents(parents, [128] * len(parents)))
@@ -462,7 +462,7 @@ REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine has that flash would serve, as far as the reasons that come first go."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
-    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch.devices, "capability", lambda device: (9, 0))
     refusal = launch.refusal
     monkeypatch.setattr(
         launch,
@@ -538,7 +538,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
     """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
     monkeypatch.setattr(launch, "import_problem", lambda: None)
-    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch.devices, "capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
 
@@ -582,7 +582,7 @@ def test_auto_passes_over_a_broken_flash_attn_4(
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     monkeypatch.setattr(launch, "import_problem", launch.import_problem.__wrapped__)
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
-    monkeypatch.setattr(launch, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch.devices, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     mask = mask_of(LONG)
     inputs = rows_on_gpu(mask)

@@ -306,7 +306,7 @@ def test_inputs_whose_last_stride_is_1_are_read_in_place() -> None:
         problem = launch.Problem.of(*inputs, plan, Options(0.25))
         for given_, read in zip(inputs, (problem.q, problem.k, problem.v), strict=True):
             assert read is given_
-        hopper = launch._capability(fused.device)[0] == 9
+        hopper = launch.devices.capability(fused.device)[0] == 9
         assert problem.choice.tma == (tma and hopper)
     inner = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in split]
     problem = launch.Problem.of(*inner, plan, Options(0.25))

@@ -47,7 +47,7 @@ def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks for the device, or for its memory."""
     monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(launch.devices, "processors", lambda device: 132)
     monkeypatch.setattr(
         launch,
         "lists_of",

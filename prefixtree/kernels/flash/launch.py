@@ -5,7 +5,6 @@ Legend: T packed tokens, H query heads, Hk kv heads, D and Dv head dims.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from prefixtree.kernels import devices
 from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.options import Options
 from prefixtree.packing.mask import MaskPlan
@@ -63,7 +63,7 @@ def refusal(
         )
     if not q.is_cuda or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, and q is on {'an AMD GPU' if q.is_cuda else q.device}"
-    if (capability := _capability(q.device))[0] != 9:
+    if (capability := devices.capability(q.device))[0] != 9:
         return (
             "it was compiled and checked for compute capability 9.x (Hopper), and this is "
             f"{capability[0]}.{capability[1]}"
@@ -143,7 +143,7 @@ def forward(
 
     tiles = tiles_for(q.shape[2], v.shape[2])
     given = _arguments_of(lists_of(plan, tiles, options.window, q.device), tiles)
-    with _TURN, _on(q.device):
+    with _TURN, devices.current(q.device):
         interface._flash_attn_fwd(
             _batch(q),
             _batch(k),
@@ -183,8 +183,8 @@ def backward(
     if sinks is not None:
         total, dtotal = with_sinks(lse, dlse, sinks)
     score, score_gradient = _score_functions(options)
-    with _TURN, _on(q.device):
-        call = _backward_call(heads_first(lists, q.shape[1], _processors(q.device)))
+    with _TURN, devices.current(q.device):
+        call = _backward_call(heads_first(lists, q.shape[1], devices.processors(q.device)))
         results = call(
             _batch(q),
             _batch(k),
@@ -330,18 +330,3 @@ def _score_functions(options: Options) -> tuple[Any, Any]:
     from prefixtree.kernels.flash import device
 
     return device.softcap(options.softcap)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """flash-attn-4 launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -5,7 +5,6 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from prefixtree.kernels import devices
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.triton import configs
 from prefixtree.kernels.triton.backward import (
@@ -32,7 +32,6 @@ INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 _MOST_OFFSET = 2**31 - 1
 # rows of out and dout that one program of the preparation takes
 _PREPARED = 32
-_NOTHING = contextlib.nullcontext()
 
 
 def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> str | None:
@@ -42,7 +41,7 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     dtypes = (torch.float16, torch.bfloat16)
     if q.dtype not in dtypes and not (INTERPRETED and q.dtype == torch.float32):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
-    if q.is_cuda and torch.version.hip is None and _capability(q.device) < (8, 0):
+    if q.is_cuda and torch.version.hip is None and devices.capability(q.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], v.shape[2]) > 256 or min(q.shape[2], v.shape[2]) < 1:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
@@ -84,7 +83,7 @@ class Problem:
         q, k, v = _readable(q), _readable(k), _readable(v)
         tma = _describable(q) and all(_describable(x) and _side_by_side(x) for x in (k, v))
         choice = configs.choose(
-            _capability(q.device),
+            devices.capability(q.device),
             padded(q.shape[2]),
             padded(v.shape[2]),
             q.shape[1] // k.shape[1],
@@ -116,7 +115,7 @@ class Problem:
                 self.plan.visible_pairs(self.options.window),
                 self.tokens(config) * config.keys,
                 self.k.shape[1],
-                _processors(self.q.device),
+                devices.processors(self.q.device),
             )
         shape = TileShape(self.tokens(config), config.keys, config.cut, longest)
         return self.plan.tables(shape, self.options.window, self.q.device)
@@ -172,6 +171,31 @@ class Problem:
         """What `prepare_kernel` made, [2 or 3, rows], as one vector: one descriptor serves all."""
         return self.vector(rows, config.rows, self.rows_tma)
 
+    def gradient_operands(
+        self, config: Config, dout: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """What the kernels of dK and dV and of dQ begin with."""
+        return (
+            self.rows(self.q, config),
+            self.keys(self.k, config),
+            self.keys(self.v, config),
+            self.rows(dout, config),
+            self.row_values(rows, config),
+        )
+
+    def gradient_numbers(self, dout: torch.Tensor, rows_a_block: int) -> tuple[Any, ...]:
+        """What they end with, before the compile-time arguments."""
+        return (
+            *self.q.stride()[:2],
+            *self.key_strides(),
+            *dout.stride()[:2],
+            self.q.shape[0],
+            rows_a_block,
+            *self.factors,
+            self.options.scale,
+            self.options.window,
+        )
+
     def key_strides(self) -> tuple[int, ...]:
         return (self.k.stride(0), self.k.stride(1), self.v.stride(0), self.v.stride(1))
 
@@ -224,7 +248,7 @@ def forward(
     problem = Problem.of(q, k, v, plan, options)
     config, _, _ = problem.configs
     tables = problem.tables(config)
-    with _on(q.device):
+    with devices.current(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
             problem.rows(problem.q, config),
             problem.keys(problem.k, config),
@@ -267,7 +291,7 @@ def backward(
         dout = dout.contiguous()
     dout = _readable(dout)
     _, keys, queries = problem.configs
-    with _on(q.device):
+    with devices.current(q.device):
         rows, rows_a_block, dsinks = _prepare(problem, dout, dlse, sinks, out, lse, keys, queries)
         _keys_gradient(problem, keys, dout, rows, rows_a_block, dk, dv)
         _queries_gradient(problem, queries, dout, rows, rows_a_block, dq)
@@ -337,13 +361,11 @@ def _keys_gradient(
         count = tables.num_partials if deterministic else slots
         shape = (count, kv_heads, config.keys, d + d_v)
         sums = rows.new_empty(shape) if deterministic else rows.new_zeros(shape)
+    operands = problem.gradient_operands(config, dout, rows)
+    numbers = problem.gradient_numbers(dout, rows_a_block)
     for with_dk, with_dv in ((True, False), (False, True)) if config.apart else ((True, True),):
         keys_kernel[(len(tables.pieces) * kv_heads,)](
-            problem.rows(problem.q, config),
-            problem.keys(problem.k, config),
-            problem.keys(problem.v, config),
-            problem.rows(dout, config),
-            problem.row_values(rows, config),
+            *operands,
             dk,
             dv,
             sums,
@@ -353,14 +375,7 @@ def _keys_gradient(
             tables.k_tiles,
             tables.pieces,
             tables.k_runs,
-            *problem.q.stride()[:2],
-            *problem.key_strides(),
-            *dout.stride()[:2],
-            problem.q.shape[0],
-            rows_a_block,
-            *problem.factors,
-            problem.options.scale,
-            problem.options.window,
+            *numbers,
             TOKENS=problem.tokens(config),
             HAS_SHARE=len(rows) == 3,
             ROWS_TMA=problem.rows_tma,
@@ -397,23 +412,12 @@ def _queries_gradient(
 ) -> None:
     tables = problem.tables(config)
     queries_kernel[(len(tables.q_tiles) * problem.k.shape[1] * problem.blocks,)](
-        problem.rows(problem.q, config),
-        problem.keys(problem.k, config),
-        problem.keys(problem.v, config),
-        problem.rows(dout, config),
-        problem.row_values(rows, config),
+        *problem.gradient_operands(config, dout, rows),
         dq,
         problem.spans(tables),
         problem.position,
         *_forward_tables(tables),
-        *problem.q.stride()[:2],
-        *problem.key_strides(),
-        *dout.stride()[:2],
-        problem.q.shape[0],
-        rows_a_block,
-        *problem.factors,
-        problem.options.scale,
-        problem.options.window,
+        *problem.gradient_numbers(dout, rows_a_block),
         HAS_SHARE=len(rows) == 3,
         ROWS_TMA=problem.rows_tma,
         **problem.statics(config),
@@ -453,22 +457,3 @@ def _describable(x: torch.Tensor) -> bool:
 
 def _side_by_side(x: torch.Tensor) -> bool:
     return (x.shape[1] - 1) * x.stride(1) + x.shape[2] <= x.stride(0)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
