@@ -46,16 +46,17 @@ from layers import (
     response_lengths,
 )
 from plots import COLOURS, LABELS, figure, name, save
+from policy import token_losses, turn_samples
 from replicated import attending, chains, missing, pairs
 from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 
 from prefixtree import pack, plan_micro_batches
-from prefixtree.cli.rollouts import expand_turns, read_rollouts
+from prefixtree.cli.bench import pieces
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
 
-PROMPT, RESPONSES, BUDGET, CLIP = 8192, 32, 32768, 0.2
+PROMPT, RESPONSES, BUDGET = 8192, 32, 32768
 # mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random
 # layers; unrelated logits of this model differ by 1.4. The small model is what proves a side right
 DRIFT = 0.2
@@ -78,31 +79,16 @@ def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list
 
 def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
     """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
-    turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
-    vocabulary = config(1, options.is_tiny).vocab_size
-    # every nth token: what was shared still is
-    step = max(1, round(1 / options.scale))
-    sequences = [s[::step] % vocabulary for s in turns.sequences]
-    assert turns.loss_masks is not None
-    masks = [m[::step] for m in turns.loss_masks]
-    # a turn may have lost all that is scored
-    kept = [i for i, m in enumerate(masks) if m[1:].any()][: 12 if options.is_tiny else None]
+    sequences, masks = turn_samples(options, config(1, options.is_tiny).vocab_size)
     budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET
 
     def some(indices: Sequence[int]) -> Batch:
         return Batch.of([sequences[i] for i in indices], [masks[i] for i in indices])
 
     model = CostModel.from_config(config(1, options.is_tiny), gradient_checkpointing=True)
-    plan = plan_micro_batches([sequences[i] for i in kept], budget, cost_model=model)
-    packed = [some([kept[i] for i in b.sequence_indices]) for b in plan[0] if not b.is_empty]
-    replicated: list[list[int]] = []
-    room = 0
-    for i in kept:
-        if len(sequences[i]) > room:
-            replicated.append([])
-            room = budget
-        replicated[-1].append(i)
-        room -= len(sequences[i])
+    plan = plan_micro_batches(sequences, budget, cost_model=model)
+    packed = [some(b.sequence_indices) for b in plan[0] if not b.is_empty]
+    replicated = pieces([len(s) for s in sequences], budget)
     return {"packed": packed, "replicated": [some(indices) for indices in replicated]}
 
 
@@ -172,9 +158,8 @@ class Update:
             advantage = torch.tensor(self._advantages[at], device=self.model.device)
             advantage = advantage.repeat_interleave(lengths)
             # tokens that are not scored have log-probability 0 in both, and gradient 0
-            ratio = (torch.cat(scores.logprobs) - torch.cat(old)).exp()
-            clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
-            loss = -torch.minimum(ratio * advantage, clipped * advantage).sum() * self._weight
+            each = token_losses(torch.cat(scores.logprobs), torch.cat(old), advantage)
+            loss = each.sum() * self._weight
             loss.backward()
 
     def __call__(self) -> list[list[torch.Tensor]]:

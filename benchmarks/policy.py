@@ -114,6 +114,23 @@ def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
 # ---- samples ------------------------------------------------------------------------------------
 
 
+def turn_samples(
+    options: argparse.Namespace, vocabulary: int
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A sample per turn of the first --tasks of --rollouts, and what is scored of each: bool."""
+    turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
+    # every nth token: what was shared still is
+    step = max(1, round(1 / options.scale))
+    assert turns.loss_masks is not None
+    both = [
+        (s[::step] % vocabulary, np.asarray(m[::step], bool))
+        for s, m in zip(turns.sequences, turns.loss_masks, strict=True)
+    ]
+    # a turn may have lost all that is scored
+    both = [(s, m) for s, m in both if m[1:].any()][: 12 if options.is_tiny else None]
+    return [s for s, _ in both], [m for _, m in both]
+
+
 @dataclass(frozen=True)
 class Samples:
     """A mini-batch, a row a sequence.
@@ -130,23 +147,14 @@ class Samples:
 
     @classmethod
     def read(cls, options: argparse.Namespace, vocabulary: int) -> Samples:
-        """A sample per turn of the first tasks of --rollouts."""
-        turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
-        # every nth token: what was shared still is
-        step = max(1, round(1 / options.scale))
-        assert turns.loss_masks is not None
-        both = [
-            (s[::step] % vocabulary, np.asarray(m[::step], bool))
-            for s, m in zip(turns.sequences, turns.loss_masks, strict=True)
-        ]
-        # a turn may have lost all that is scored
-        both = [(s, m) for s, m in both if m[1:].any()][: 12 if options.is_tiny else None]
+        """`turn_samples` with random advantages."""
+        sequences, masks = turn_samples(options, vocabulary)
         rng = np.random.default_rng(0)
         return cls(
-            [s for s, _ in both],
-            [m for _, m in both],
-            rng.normal(size=len(both)).astype(np.float32),
-            [rng.choice([-1.0, 0.0, 1.0], len(s) - 1).astype(np.float32) for s, _ in both],
+            sequences,
+            masks,
+            rng.normal(size=len(sequences)).astype(np.float32),
+            [rng.choice([-1.0, 0.0, 1.0], len(s) - 1).astype(np.float32) for s in sequences],
         )
 
     def take(self, indices: np.ndarray) -> Samples:

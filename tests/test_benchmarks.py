@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +13,19 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, eager, run
+from benchmark_scripts import ROOT, gpu_check, scripts
 from strategies import random_forest
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 
-ROOT = Path(__file__).parents[1]
 TINY = "--device cpu --scale 0.002 --heads 4 2 --head-dim 32 --repeats 1 --warm-ups 0"
 SMALL = [*TINY.split(), "--backend", "sdpa", "--scale", "0.01"]
 
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[dict[str, ModuleType]]:
-    """The scripts as modules; they import each other as scripts do, from their own folder."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        names = ("attention", "checks", "compare_peers", "workloads", "write_tables")
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-        for name in set(sys.modules) - before:
-            if str(ROOT / "benchmarks") in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+    with scripts("attention", "checks", "compare_peers", "workloads", "write_tables") as modules:
+        yield modules
 
 
 # ---- the check ----------------------------------------------------------------------------------
@@ -437,31 +424,6 @@ def test_what_cannot_be_compared_is_refused(benchmarks: dict[str, ModuleType]) -
 
 
 # ---- gpu_check.sh -------------------------------------------------------------------------------
-
-
-def gpu_check(folder: Path, *steps: str, **words: str) -> subprocess.CompletedProcess[str]:
-    """Runs it with this Python and a GPU that is only a name."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    for name, text in (
-        ("python3", f'exec {sys.executable} "$@"'),
-        ("nvidia-smi", "echo imaginary GPU"),
-    ):
-        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tools / name).chmod(0o755)
-    path = f"{tools}:{os.environ['PATH']}"
-    # nothing of a lease that is being prepared in this checkout, or was run on this machine
-    folders = {"OUT": "out", "GPU_FILES": "files", "UNPACKED": "unpacked"}
-    words = {name: str(folder / x) for name, x in folders.items()} | words
-    words |= {"OMP_NUM_THREADS": "1", "PATH": path}
-    return subprocess.run(
-        ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), *steps],
-        env=os.environ | words,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def test_the_script_runs_the_benchmark_and_keeps_its_results(tmp_path: Path) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_scripts
 import numpy as np
 import pytest
 import torch
+from benchmark_scripts import gpu_check
 from cli_runs import one_thread
-from test_benchmarks import gpu_check
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.cli.estimate import visible_pairs
 
-ROOT = Path(__file__).parents[1]
 NAMES = (
     "depth",
     "grouper",
@@ -37,17 +35,8 @@ TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "1"]
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[SimpleNamespace]:
-    """The scripts as modules; they import each other as scripts do, from their own folder."""
-    folder = str(ROOT / "benchmarks")
-    before = set(sys.modules)
-    sys.path.insert(0, folder)
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    finally:
-        sys.path.remove(folder)
-        for name in set(sys.modules) - before:
-            if folder in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+    with benchmark_scripts.scripts(*NAMES) as modules:
+        yield SimpleNamespace(**modules)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ turn it red."""
 from __future__ import annotations
 
 import gzip
-import importlib
 import os
 import subprocess
 import sys
@@ -17,15 +16,14 @@ import numpy as np
 import pytest
 import torch
 import update_ranks
+from benchmark_scripts import gpu_check, scripts
 from cli_runs import one_thread, write_rollouts
-from test_benchmarks import gpu_check
 from test_suite import TINY, causal, result
 
 import prefixtree.integrations.transformers as adapter
 from prefixtree import PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
 
-ROOT = Path(__file__).parents[1]
 SIDES = ["fa2", "verl", "packed"]
 # in float32 the rounding of so small a model does not decide anything
 SMALL = [*TINY, "--scale", "0.4", "--dtype", "float32"]
@@ -33,17 +31,8 @@ SMALL = [*TINY, "--scale", "0.4", "--dtype", "float32"]
 
 @pytest.fixture(scope="module")
 def update() -> Iterator[ModuleType]:
-    """The script as a module; it imports its neighbours as scripts do."""
-    folder = str(ROOT / "benchmarks")
-    before = set(sys.modules)
-    sys.path.insert(0, folder)
-    try:
-        yield importlib.import_module("update")
-    finally:
-        sys.path.remove(folder)
-        for name in set(sys.modules) - before:
-            if folder in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+    with scripts("update") as modules:
+        yield modules["update"]
 
 
 @pytest.fixture(autouse=True)
