@@ -29,6 +29,12 @@ def _made(environment: dict[str, Any]) -> str:
     )
 
 
+def _machine(environment: dict[str, Any], *packages: str) -> str:
+    """The GPU, torch and other versions, and the commit."""
+    versions = [f"{name} {environment[name]}" for name in ("torch", *packages)]
+    return ", ".join([environment["gpu"], *versions, environment["commit"]])
+
+
 def packing(data: dict[str, Any]) -> str:
     """Forest, packing and tables."""
     forests = [
@@ -138,10 +144,9 @@ def attention(data: dict[str, Any]) -> str:
                 *ratios,
             ]
         )
-    made = data["environment"]
     head = ["workload", "heads", "forward ms", "backward ms", "TF", "error / limit", "prototype"]
     head += ["FlexAttention", "flash-attn-4 tree", "torch FA2", "flash-attn-4 varlen"]
-    line = f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}"
+    line = _machine(data["environment"], "triton")
     return f"{line}\n\n{_table(head, rows)}"
 
 
@@ -172,8 +177,7 @@ def backends(data: dict[str, Any]) -> str:
         rows.append([*cells, f"{ratio:.2f}", taken, f"{times[taken] / min(times.values()):.2f}"])
     head = ["workload", "heads", "triton ms", "TF", "GiB", "flash ms", "TF", "GiB"]
     head += ["triton / flash", "auto", "auto / best"]
-    made = data["environment"]
-    line = f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}"
+    line = _machine(data["environment"], "triton")
     return f"{line}; forward + backward\n\n{_table(head, rows)}"
 
 
@@ -203,11 +207,11 @@ def update(data: dict[str, Any]) -> str:
                 found = row.get("errors", {}).get(error)
                 cells.append("" if found is None else f"{found:.3g} ({found / base[error]:.2f}x)")
             rows.append([*cells, f"{row['loss']:.6f}" if "loss" in row else ""])
-    made, check = data["environment"], data["check"]
+    check = data["check"]
     head = ["GPUs", "side", "micro-batches", "tokens computed", "s", "speed-up", "tokens/s"]
     head += ["distinct tokens/s", "GiB", "log p error", "gradient error", "loss"]
     return (
-        f"{made['gpu']}, torch {made['torch']}, triton {made['triton']}, {made['commit']}; "
+        f"{_machine(data['environment'], 'triton')}; "
         f"{data['sequences']} samples of {data['tasks']} tasks, micro-batches of at most "
         f"{data['max_tokens']:,} tokens. Errors and losses are those of {check['sequences']} "
         f"samples against float32 (loss {check['loss']:.6f}), in brackets over those of the "
@@ -241,11 +245,10 @@ def model(data: dict[str, Any]) -> str:
         cells += [f"{packed['flop_ratio']:.2f}x", f"{packed['of_bound']:.2f}"]
         rate = f"{packed['tokens_per_s']:,.0f} / {packed['distinct_per_s']:,.0f}"
         rows.append([*cells, rate, f"{packed['mfu']:.1%}"])
-    made = data["environment"]
     head = ["case", "layers", "FA2 s / GiB", "flash-attn-4", "own backend", "packed", "over FA2"]
     head += ["over flash-attn-4", "FLOP ratio", "of the bound", "tokens/s, replicated / distinct"]
-    line = f"{made['gpu']}, torch {made['torch']}, transformers {made['transformers']}"
-    return f"{line}, {made['commit']}\n\n{_table([*head, 'MFU'], rows)}"
+    line = _machine(data["environment"], "transformers")
+    return f"{line}\n\n{_table([*head, 'MFU'], rows)}"
 
 
 def depth(data: dict[str, Any]) -> str:
@@ -260,11 +263,10 @@ def depth(data: dict[str, Any]) -> str:
         peak = times["packed"]["peak_with_held_bytes"]
         other = times["fa2"]["peak_bytes"] + times["fa2"]["held_bytes"]
         rows.append([*cells, f"{other / 2**30:.1f}", f"{peak / 2**30:.1f}"])
-    made = data["environment"]
     head = ["forest", "replicated", "distinct", "FA2 ms", "own backend ms", "packed ms"]
     head += ["over FA2", "over own", "FLOPs alone", "of the bound", "FA2 GiB", "packed GiB"]
-    line = f"{made['gpu']}, torch {made['torch']}, {made['commit']}; forward + backward"
-    return f"{line}\n\n{_table(head, rows)}"
+    line = _machine(data["environment"])
+    return f"{line}; forward + backward\n\n{_table(head, rows)}"
 
 
 def layer(data: dict[str, Any]) -> str:
@@ -282,9 +284,8 @@ def layer(data: dict[str, Any]) -> str:
         gains = sides["packed"].get("speedup", {})
         cells.append(f"{gains['fa2']:.2f}x" if "fa2" in gains else "")
         rows.append([*cells, f"{sides['packed'].get('of_bound', 0):.2f}" if gains else ""])
-    made = data["environment"]
     head = ["prompt x responses", "FA2 ms / GiB", "own backend", "packed", "over FA2"]
-    line = f"{made['gpu']}, torch {made['torch']}, {made['commit']}"
+    line = _machine(data["environment"])
     return f"{line}\n\n{_table([*head, 'of the bound'], rows)}"
 
 

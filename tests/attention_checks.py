@@ -102,7 +102,7 @@ def run(case: Case, attend: Attention, dtype: torch.dtype | None = None) -> Resu
 def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Attention:
     """Dense attention in the inputs' dtype, softmax in float32, gradients by autograd."""
 
-    def attend(q, k, v, sinks, scale=None, window=None, softcap=None):  # type: ignore[no-untyped-def]
+    def attend(q, k, v, sinks, scale=None, window=None, softcap=None):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -129,7 +129,7 @@ def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Atten
 def ours(mask: TreeMask, **fixed: object) -> Attention:
     """`tree_attention` in the shape `run` calls."""
 
-    def attend(q, k, v, sinks, **options):  # type: ignore[no-untyped-def]
+    def attend(q, k, v, sinks, **options):
         return tree_attention(q, k, v, mask, sinks=sinks, return_lse=True, **options, **fixed)
 
     return attend

@@ -9,6 +9,9 @@ from strategies import mask_of
 from prefixtree import PrefixForest, TreeMask
 
 HALVES = [torch.bfloat16, torch.float16]
+# of tree_attention, and of what is asked of it besides out
+OPTIONS = [{}, {"window": 200}, {"softcap": 4.0}, {"scale": 0.4}, {"window": 64, "softcap": 9.0}]
+EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}, {"spread": 12.0}]
 # long and short nodes, several trees, tiles cut and uncut, runs long enough to be cut
 FOREST = PrefixForest.from_parents(
     [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],

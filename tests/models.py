@@ -178,7 +178,7 @@ class Objective:
     def loss(self, logprobs: Sequence[Any], entropy: Sequence[Any]) -> torch.Tensor:
         """The objective's value."""
         terms = zip(logprobs, entropy, self.weights, strict=True)
-        return sum((p * w[:, 0]).sum() + (e * w[:, 1]).sum() for p, e, w in terms)  # type: ignore
+        return sum((p * w[:, 0]).sum() + (e * w[:, 1]).sum() for p, e, w in terms)
 
 
 def make_objective(sequences: list[np.ndarray], seed: int = 0, plain: bool = False) -> Objective:

@@ -202,7 +202,7 @@ def _swapped_siblings(mask: TreeMask) -> TreeMask:
 
 @pytest.mark.parametrize("wrong", [_causal, _dropped_ancestor, _swapped_siblings])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checker_rejects_a_wrong_mask(wrong, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_checker_rejects_a_wrong_mask(wrong, dtype: torch.dtype) -> None:
     mask = mask_of(CATERPILLAR)
     other = wrong(mask)
     assert not torch.equal(other.subtree_end, mask.subtree_end)
@@ -214,11 +214,11 @@ def test_checker_rejects_an_off_by_one_group_and_a_lost_gradient() -> None:
     mask = mask_of(CATERPILLAR)
     case = Case.random(mask, heads=(4, 2))
 
-    def shifted_group(q, k, v, sinks, **options):  # type: ignore[no-untyped-def]
+    def shifted_group(q, k, v, sinks, **options):
         out, lse = ours(mask)(q.roll(1, 1), k, v, sinks, **options)
         return out.roll(-1, 1), lse.roll(-1, 0)
 
-    def one_child_unseen(q, k, v, sinks, **options):  # type: ignore[no-untyped-def]
+    def one_child_unseen(q, k, v, sinks, **options):
         # right values, but the root's gradient misses what the last branch owes it
         out, lse = ours(mask)(q, k, v, sinks, **options)
         root = torch.cat([k[:1].detach(), k[1:]])
@@ -443,7 +443,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("changes, error, message", BAD)
-def test_bad_arguments_say_what_was_expected(changes, error, message) -> None:  # type: ignore[no-untyped-def]
+def test_bad_arguments_say_what_was_expected(changes, error, message) -> None:
     with pytest.raises(error, match=message):
         tree_attention(**_arguments(**changes))
 

@@ -237,7 +237,7 @@ def test_compiles_whole_with_a_plan_and_once_for_all_lengths() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(inputs, context, plan):  # type: ignore[no-untyped-def]
+    def layer(inputs, context, plan):
         out = flash_attn_dualkv_varlen_func(*inputs, None, None, None, context, None, plan=plan)
         return out.sin()
 
@@ -266,7 +266,7 @@ def test_compiles_whole_with_a_plan_and_once_for_all_lengths() -> None:
 def test_compiled_code_without_a_plan_breaks_its_graph_and_is_right() -> None:
     torch._dynamo.reset()
 
-    def layer(inputs, cu):  # type: ignore[no-untyped-def]
+    def layer(inputs, cu):
         context = inputs[1].shape[0]
         return flash_attn_dualkv_varlen_func(*inputs, cu, cu, 99, context, 99).sin()
 

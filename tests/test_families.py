@@ -219,7 +219,7 @@ def _with_mask(mask: pt.TreeMask) -> Any:
     """The packed forest, but the model is given another mask."""
     packed = copy.copy(_packed())
     inputs = {**packed.model_inputs(), "tree_mask": mask}
-    packed.model_inputs = lambda: inputs  # type: ignore[method-assign]
+    packed.model_inputs = lambda: inputs
     return packed
 
 
@@ -298,7 +298,7 @@ def test_labels_rolled_by_packed_order_turn_it_red():
     """The first token after a branch scored from the token before it, not from its predecessor."""
     packed = copy.copy(_packed())
     inputs = packed.model_inputs()
-    packed.model_inputs = lambda: inputs  # type: ignore[method-assign]
+    packed.model_inputs = lambda: inputs
     packed.mask = packed.mask.with_options()
     plan = packed.mask.plan = copy.copy(packed.mask.plan)
     right = plan.predictor

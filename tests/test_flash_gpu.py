@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
-from gpu_cases import FOREST, HALVES, cuda_mask, inputs_of
+from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of
 from strategies import random_forest
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
@@ -63,10 +63,6 @@ def test_numerics(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, i
     mask = cuda_mask(FOREST)
     case = Case.random(mask, heads, dims, dtype).to("cuda")
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
-
-
-OPTIONS = [{}, {"window": 200}, {"softcap": 4.0}, {"scale": 0.4}, {"window": 64, "softcap": 9.0}]
-EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}, {"spread": 12.0}]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -322,7 +318,7 @@ def test_cuda_graph_replays_on_new_inputs() -> None:
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
 
-    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+    def layer(q, k, v, mask):
         return tree_attention(q * 1.5, k, v, mask, backend="flash").float().sin().sum()
 
     compiled = torch.compile(layer, fullgraph=True)

@@ -282,7 +282,7 @@ def test_copies_are_equal_and_read_only(duplicate: Any) -> None:
 def test_fields_cannot_be_replaced() -> None:
     forest = PrefixForest.from_sequences([[1]])
     with pytest.raises(AttributeError, match="cannot assign"):
-        forest.tokens = None  # type: ignore[misc]
+        forest.tokens = None
 
 
 #     0 (tokens 0 1)        3 (token 5)

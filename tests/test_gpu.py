@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
-from gpu_cases import FOREST, HALVES, cuda_mask, inputs_of
+from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of
 from models import build, ragged_sequences
 from strategies import random_forest
 
@@ -53,10 +53,6 @@ def test_numerics(
     mask = cuda_mask(FOREST, deterministic=deterministic)
     case = Case.random(mask, heads, dims, dtype).to("cuda")
     assert_numerics(FOREST, mask, case, ours(mask, backend="triton"))
-
-
-OPTIONS = [{}, {"window": 200}, {"softcap": 4.0}, {"scale": 0.4}, {"window": 64, "softcap": 9.0}]
-EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}, {"spread": 12.0}]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -257,7 +253,7 @@ def test_cuda_graph_replays_on_new_inputs(deterministic: bool) -> None:
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
 
-    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+    def layer(q, k, v, mask):
         return tree_attention(q * 1.5, k, v, mask).float().sin().sum()
 
     compiled = torch.compile(layer, fullgraph=True)

@@ -53,7 +53,7 @@ def test_gradcheck() -> None:
         torch.randn(4, dtype=torch.float64, requires_grad=True),
     ]
 
-    def attend(q, k, v, sinks):  # type: ignore[no-untyped-def]
+    def attend(q, k, v, sinks):
         return tree_attention(
             q, k, v, mask, softcap=2.0, window=4, sinks=sinks, return_lse=True, backend="sdpa"
         )
@@ -66,7 +66,7 @@ def test_compiles_whole_and_once_for_all_forests(subset: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+    def layer(q, k, v, mask):
         return tree_attention(q, k, v, mask, softcap=3.0) * 2
 
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -88,7 +88,7 @@ def test_compiles_whole_and_once_for_all_forests(subset: bool) -> None:
 def test_compiled_gradients_are_the_eager_ones() -> None:
     torch._dynamo.reset()
 
-    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+    def layer(q, k, v, mask):
         out, lse = tree_attention(q.sin(), k, v, mask, window=6, return_lse=True)
         return out.cos().sum() + (lse * lse).sum()
 
@@ -238,7 +238,7 @@ def test_modes_see_the_operator_and_run_its_fake() -> None:
     seen = []
 
     class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             seen.append(function)
             return function(*args, **(kwargs or {}))
 
@@ -304,7 +304,7 @@ def test_a_partly_compiled_model_leaves_the_backends_alone(
         monkeypatch.setattr(sdpa, name, watched(name))
 
     @torch.compile(backend=counter)
-    def step(q, k, v):  # type: ignore[no-untyped-def]
+    def step(q, k, v):
         loss = skipped(q.sin(), k, v, mask).cos().sum()
         torch._dynamo.graph_break()
         loss.backward()

@@ -377,7 +377,7 @@ def test_compiles_whole_and_once_for_all_forests(monkeypatch: pytest.MonkeyPatch
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def layer(q, k, v, mask):  # type: ignore[no-untyped-def]
+    def layer(q, k, v, mask):
         return tree_attention(q, k, v, mask) * 2
 
     compiled = torch.compile(layer, backend=counter, fullgraph=True)

@@ -435,4 +435,4 @@ def test_values_of_another_length_or_device_are_refused(method: str) -> None:
 
 def test_values_that_are_no_tensor_are_refused() -> None:
     with pytest.raises((ForestError, TypeError), match="tensor"):
-        example().unpack(np.zeros(9))  # type: ignore[arg-type]
+        example().unpack(np.zeros(9))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     import update
 
     wrong = partialmethod(MicroBatchPlan.loss_weights, rank_reduction="sum")
-    MicroBatchPlan.loss_weights = wrong  # type: ignore[method-assign, assignment]
+    MicroBatchPlan.loss_weights = wrong
     rollouts, out = sys.argv[1:]
     tiny = "--fsdp --device cpu --dtype float32 --scale 0.4 --repeats 1 --rollouts"
     sys.exit(update.main([*tiny.split(), rollouts, "--out", out]))

@@ -29,11 +29,11 @@ def _device_module() -> ModuleType:
     names = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
     for name in (*names, "empty_cache", "synchronize", "ipc_collect"):
         setattr(module, name, nothing)
-    module.mem_get_info = lambda *args: (0, 0)  # type: ignore[attr-defined]
-    module.is_available = lambda: False  # type: ignore[attr-defined]
-    module.get_device_name = lambda *args: "CPU"  # type: ignore[attr-defined]
-    module.get_rng_state = torch.get_rng_state  # type: ignore[attr-defined]
-    module.set_rng_state = torch.set_rng_state  # type: ignore[attr-defined]
+    module.mem_get_info = lambda *args: (0, 0)
+    module.is_available = lambda: False
+    module.get_device_name = lambda *args: "CPU"
+    module.get_rng_state = torch.get_rng_state
+    module.set_rng_state = torch.set_rng_state
     return module
 
 
