@@ -59,6 +59,8 @@ SIDES = {
 }
 # a side's error over that of the replicated bf16 run; of the worst token, which is one number
 FACTOR, WORST = 1.5, 3.0
+# errors of a whole run; all others are a parameter's
+OVERALL = ("log-probabilities", "worst log-probability", "gradient")
 # what the replicated run's own error may be: above, the rule would allow anything. Of 28 layers on
 # a CPU it is 0.06 nats and 13 % of the gradient; unrelated ones differ by 1.4 and 141 %
 SANE = {"log-probabilities": 0.2, "gradient": 0.5}
@@ -198,12 +200,11 @@ class Check:
         errs, limits = errors(found, self.exact), self.limits()
         red = [name for name, error in errs.items() if not error <= limits[name]]
         red += [f"replicated {name}" for name in SANE if not self.base[name] <= SANE[name]]
-        overall = {n: errs[n] for n in ("log-probabilities", "worst log-probability", "gradient")}
-        share = {n: errs[n] / limits[n] for n in errs if n not in overall}
+        share = {n: errs[n] / limits[n] for n in errs if n not in OVERALL}
         worst = max(share, key=lambda name: share[name])
         empty = ranks.total(sum(not step.indices for step in update.steps))[0]
         row = {
-            "errors": overall,
+            "errors": {name: errs[name] for name in OVERALL},
             "worst_parameter": {"name": worst, "error": errs[worst], "of_limit": share[worst]},
             "loss": finite(found.loss),
             "checked_steps": len(update.steps),
@@ -214,13 +215,12 @@ class Check:
 
     def facts(self) -> Row:
         """For the report."""
-        names = ("log-probabilities", "worst log-probability", "gradient")
         return {
             "sequences": len(self.samples.masks),
             "tokens": int(self.samples.lengths.sum()),
             "max_tokens": self.max_tokens,
             "loss": self.exact.loss,
-            "replicated_errors": {name: self.base[name] for name in names},
+            "replicated_errors": {name: self.base[name] for name in OVERALL},
             "factors": {"all": FACTOR, "worst log-probability": WORST},
         }
 
