@@ -12,8 +12,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 import prefixtree as pt
+from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.integrations.verl.batches import (
-    leaf_order,
     plan_bins,
     scored_tokens,
     sequences_of,

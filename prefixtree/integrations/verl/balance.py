@@ -33,17 +33,25 @@ class Balanced:
     divided_groups: int
 
 
+def leaf_order(forest: PrefixForest) -> list[int]:
+    """The sequences as the packed forest meets their ends: those that share most are neighbours."""
+    return np.argsort(forest.sequence_node, kind="stable").tolist()
+
+
 class GroupCosts:
     """What sets of samples cost when each is packed: a token once, at its depth.
 
     Args:
         sequences: token ids [n] each. workload: of a lone sequence; tokens from depth d on cost
             workload(n) - workload(d).
+
+    Attributes:
+        order: the samples, those that share most side by side.
     """
 
     def __init__(self, sequences: Sequence[np.ndarray], workload: Workload) -> None:
         forest = PrefixForest.from_sequences(sequences)
-        self.position = np.argsort(np.argsort(forest.sequence_node, kind="stable"))
+        self.order = leaf_order(forest)
         self._node = forest.sequence_node
         self._parent = forest.node_parent
         ends = forest.node_depth + forest.node_length
@@ -89,7 +97,7 @@ def balance(
         )
     costs = GroupCosts(sequences, workload)
     members: dict[Hashable, list[int]] = {}
-    for sample in np.argsort(costs.position).tolist():
+    for sample in costs.order:
         members.setdefault(groups[sample], []).append(sample)
     ranks = deal(list(members.values()), num_ranks, count // num_ranks, costs)
     of_rank = [{groups[i] for piece in pieces for i in piece} for pieces in ranks]

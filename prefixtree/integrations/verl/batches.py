@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.packing.micro_batches import plan_micro_batches
 
 
@@ -90,11 +91,6 @@ def split_bins(bins: list[list[int]], count: int) -> list[list[int]]:
         half = len(bins[at]) // 2
         bins[at : at + 1] = [bins[at][:half], bins[at][half:]]
     return bins
-
-
-def leaf_order(forest: PrefixForest) -> list[int]:
-    """The sequences as the packed forest meets their ends: those that share most are neighbours."""
-    return np.argsort(forest.sequence_node, kind="stable").tolist()
 
 
 def scored_tokens(data: TensorDict) -> list[torch.Tensor] | None:
