@@ -151,7 +151,7 @@ def assign(
         bin_rank[unit_bin] = unit_rank
         loads = np.zeros(num_ranks, np.int64)
         np.add.at(loads, bin_rank, cost)
-        price = int(loads.max()) * num_ranks + int(loads.sum())
+        price = _price(loads)
         if least is None or price < least:
             least, best = price, (unit_rank, unit_bin)
         if loads.max() * num_ranks <= _EVEN * loads.sum():
@@ -168,6 +168,11 @@ def assign(
         deal = Deal(deal.item, rank, split)
     assert best is not None
     return best
+
+
+def _price(loads: np.ndarray) -> int:
+    """The heaviest rank and the mean one, times the ranks."""
+    return int(loads.max()) * len(loads) + int(loads.sum())
 
 
 def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
@@ -198,7 +203,7 @@ def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
                 loops.even_out(*split, rank, num_ranks, _WORK)
         for rank in ranks:
             loads = loops.rank_loads(*split, rank, num_ranks)
-            price = int(loads.max()) * num_ranks + int(loads.sum())
+            price = _price(loads)
             if least is None or price < least:
                 least, best = price, Deal(item, rank, split)
         # nothing finer can be much better
