@@ -36,6 +36,7 @@ from prefixtree.kernels.triton.backward import (
 )
 from prefixtree.kernels.triton.configs import Choice, Config, choose
 from prefixtree.kernels.triton.forward import forward_kernel
+from prefixtree.kernels.triton.head import gradient_kernel, score_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
@@ -186,7 +187,7 @@ def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]
 
 
 def _helpers(capability: int, dtype: str) -> None:
-    """Compiles the two small kernels, every feature off and on."""
+    """Compiles the small kernels, every feature off and on."""
     config = Config(64, 64, 4, 2)
     choice = Choice(False, 4, *[(config, config)] * 3)
     for on in (False, True):
@@ -194,6 +195,26 @@ def _helpers(capability: int, dtype: str) -> None:
         for kernel in (prepare_kernel, reduce_kernel):
             # outside a tile, HEADS and ROWS mean what they mean to `launch`
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
+        for kernel in (score_kernel, gradient_kernel):
+            _head(kernel, {"SOFTCAP": on, "ENTROPY": on, "BLOCK": 4096}, capability, dtype)
+
+
+def _head(kernel: Any, values: dict[str, Any], capability: int, dtype: str) -> Any:
+    """A kernel of the head, as kernels/triton/head.py launches it."""
+    logits, names = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}, kernel.arg_names
+    others = {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
+    fixed = dict.fromkeys(values, "constexpr")
+    signature = {name: (logits | others | fixed).get(name, "*fp32") for name in names}
+    aligned = {
+        (names.index(x),): [["tt.divisibility", 16]]
+        for x in ("X", "INTO", "vocabulary")
+        if x in names
+    }
+    constants = {(names.index(k),): v for k, v in values.items()}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}
+    )
 
 
 CANDIDATES = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import re
 import sys
 import timeit
@@ -169,6 +170,21 @@ def test_auto_passes_over_a_broken_flash_attn_4(
     assert "cannot be imported" in str(launch.refusal(*inputs, 0.1, mask.plan))
     assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
     assert re.search("'triton': .*cannot be imported", explain(mask, *inputs))
+
+
+def test_deprecations_of_its_packages_do_not_break_flash_attn_4(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    warn = "import warnings; warnings.warn('a layout', DeprecationWarning)"
+    (package / "interface.py").write_text(warn)
+    for name in [n for n in sys.modules if n.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DeprecationWarning):
+        importlib.import_module("flash_attn.cute.interface")
+    assert launch.import_problem.__wrapped__() is None
 
 
 def test_auto_goes_by_the_work(may_take_flash: None) -> None:

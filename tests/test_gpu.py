@@ -20,7 +20,10 @@ from strategies import random_forest
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.kernels import attention
+from prefixtree.kernels import attention, logprobs
+from prefixtree.kernels import head as eager_head
+from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.triton import head as fused
 
 pytestmark = pytest.mark.gpu
 
@@ -310,6 +313,55 @@ def test_a_model_in_bfloat16_is_as_close_as_its_own_replicated_run() -> None:
         eager_error.append((alone - b).abs())
     ours_max, eager_max = (float(torch.cat(x).max()) for x in (ours_error, eager_error))
     assert ours_max <= 2 * eager_max + 1e-3, (ours_max, eager_max)
+
+
+@pytest.mark.parametrize("vocabulary, rule", [(151_936, {}), (50_257, {"softcap": 30.0})])
+def test_a_head_of_a_real_vocabulary(vocabulary: int, rule: dict) -> None:
+    """Triton's kernels against torch's operations and float64, on the same bf16 logits."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = (torch.randn(64, vocabulary, generator=g, device="cuda") * 4).bfloat16()
+    target = torch.randint(vocabulary, (64,), generator=g, device="cuda")
+    temperature = torch.linspace(0.5, 1.5, 64, device="cuda").index_fill_(0, target[:9] % 64, 1.0)
+    grad = torch.randn(64, 2, generator=g, device="cuda")
+    assert logprobs._kernels_for(x) is fused
+    exact = x.double().requires_grad_()
+    z = LogitRule(**rule).apply(exact) / temperature[:, None]
+    logp = z.log_softmax(-1)
+    want = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1)
+    (dx,) = torch.autograd.grad((want * grad).sum(), exact)
+    error = {}
+    for kernels in (eager_head, fused):
+        out, into = torch.empty_like(grad), torch.empty_like(x)
+        kernels.score(x.clone(), target, temperature, LogitRule(**rule), out)
+        kernels.gradient(x, target, temperature, LogitRule(**rule), out, grad, into)
+        gaps = [(a.double() - b).abs().max() for a, b in ((out, want.detach()), (into, dx))]
+        error[kernels] = [float(gap) for gap in gaps]
+    for ours_error, torch_error in zip(error[fused], error[eager_head], strict=True):
+        assert ours_error <= 2 * torch_error + 1e-5, error
+
+
+def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:
+    weight = torch.randn(151_936, 64, device="cuda").bfloat16().requires_grad_()
+    hidden = torch.randn(4000, 64, device="cuda").bfloat16().requires_grad_()
+    target = torch.randint(151_936, (4000,), device="cuda")
+
+    def update() -> None:
+        temperature = torch.ones((), device="cuda").expand(4000)
+        out = logprobs.linear_logprobs(
+            hidden, weight, None, target, temperature, LogitRule(), False
+        )
+        torch.autograd.grad(out.sum(), (hidden, weight))
+
+    update()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    update()
+    peak = torch.cuda.max_memory_allocated() - before
+    # the logits of a chunk, the gradients of four; the weight's gradient in float32, a product
+    # that joins it and the one returned
+    formula = 2 * (1 + 4) * 2**26 + (4 + 2 + 2) * weight.numel()
+    assert peak <= 1.02 * formula + (1 << 22), (peak, formula)
 
 
 # ---- compute-sanitizer --------------------------------------------------------------------------

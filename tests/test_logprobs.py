@@ -8,8 +8,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from triton_tiles import DEVICE, DTYPES
 
-from prefixtree.kernels.logprobs import LogitRule, chunk_rows, head_logprobs, linear_logprobs
+from prefixtree.kernels import head as eager
+from prefixtree.kernels import logprobs
+from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.logprobs import chunk_rows, head_logprobs, linear_logprobs
+from prefixtree.kernels.triton import head as fused
+
+# numpy warns of dead lanes in the interpreter; what is stored is checked
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
+)
 
 E, D, V = 23, 12, 41
 _RULES = {
@@ -18,7 +28,8 @@ _RULES = {
     "scale": LogitRule(scale=0.4),
     "both": LogitRule(scale=1.7, softcap=1.5),
 }
-_HEADS = ["linear", "callable"]
+# fused: Triton's kernels, natively where there is a GPU and else in its interpreter
+_HEADS = ["linear", "callable", "fused"]
 
 
 @dataclass
@@ -49,13 +60,32 @@ def make_case(rows: int = E, with_bias: bool = True, seed: int = 0) -> Case:
     )
 
 
+@pytest.fixture(autouse=True)
+def kernels(request, monkeypatch):
+    """What a test of the fused head scores with, in its backward too."""
+    params = getattr(request.node, "callspec", None)
+    if params is not None and params.params.get("head") == "fused":
+        monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+        # several steps over a small vocabulary, the last one not full
+        monkeypatch.setattr(fused, "_BLOCK", 16)
+
+
+def scored(case, head, rule, with_entropy=True, chunk=None):
+    """out, on the CPU."""
+    device = DEVICE if head == "fused" else "cpu"
+    hidden, weight, bias, target, temperature = (
+        None if x is None else x.to(device)
+        for x in (case.hidden, case.weight, case.bias, case.target, case.temperature)
+    )
+    rest = (target, temperature, rule, with_entropy, chunk)
+    if head == "callable":
+        return head_logprobs(lambda h: F.linear(h, weight, bias), V, hidden, *rest)
+    return linear_logprobs(hidden, weight, bias, *rest).cpu()
+
+
 def run(case, head, rule, with_entropy=True, chunk=None):
     """-> (out, gradients of hidden, weight and bias)."""
-    rest = (case.hidden, case.target, case.temperature, rule, with_entropy, chunk)
-    if head == "linear":
-        out = linear_logprobs(rest[0], case.weight, case.bias, *rest[1:])
-    else:
-        out = head_logprobs(lambda h: F.linear(h, case.weight, case.bias), V, *rest)
+    out = scored(case, head, rule, with_entropy, chunk)
     return out, gradients(out, case)
 
 
@@ -154,11 +184,7 @@ def test_inputs_without_a_gradient(frozen, head):
     expected = dict(zip(("hidden", "weight", "bias"), expected, strict=True))
     for name in frozen.split():
         getattr(case, name).requires_grad_(False)
-    rest = (case.hidden, case.target, case.temperature, LogitRule(), True, 5)
-    if head == "linear":
-        out = linear_logprobs(rest[0], case.weight, case.bias, *rest[1:])
-    else:
-        out = head_logprobs(lambda h: F.linear(h, case.weight, case.bias), V, *rest)
+    out = scored(case, head, LogitRule(), chunk=5)
     (out * case.cotangent).sum().backward()
     for name in ("hidden", "weight", "bias"):
         if name in names:
@@ -171,36 +197,32 @@ def test_inputs_without_a_gradient(frozen, head):
 def test_under_no_grad(head):
     case = make_case()
     with torch.no_grad():
-        rest = (case.hidden, case.target, case.temperature, LogitRule(), True, 5)
-        if head == "linear":
-            out = linear_logprobs(rest[0], case.weight, case.bias, *rest[1:])
-        else:
-            out = head_logprobs(lambda h: F.linear(h, case.weight, case.bias), V, *rest)
+        out = scored(case, head, LogitRule(), chunk=5)
     assert not out.requires_grad
     assert_close(out, oracle(case, LogitRule())[0].detach())
 
 
-def test_strided_inputs():
-    """A transposed weight, a sliced hidden and an expanded gradient."""
+@pytest.mark.parametrize("head", ["linear", "fused"])
+def test_strided_inputs(head):
+    """A transposed weight, a sliced hidden, an expanded temperature and an expanded gradient."""
     case = make_case(with_bias=False)
-    expected, expected_grads = oracle(case, LogitRule())
     wide = torch.full((E, 2 * D), float("nan"))
     wide[:, ::2] = case.hidden.detach()
     other = Case(
         wide[:, ::2].requires_grad_(),
         case.weight.detach().t().contiguous().t().requires_grad_(),
         None,
-        case.target,
-        case.temperature,
+        torch.stack([case.target, case.target], 1)[:, 0],
+        case.temperature[:1].expand(E),
         case.cotangent,
     )
-    out, grads = run(other, "linear", LogitRule(), chunk=5)
+    case.temperature = other.temperature.contiguous()
+    expected, expected_grads = oracle(case, LogitRule())
+    out, grads = run(other, head, LogitRule(), chunk=5)
     assert_close(out, expected)
     for got, want in zip(grads, expected_grads, strict=True):
         assert_close(got, want)
-    summed = linear_logprobs(
-        other.hidden, other.weight, None, other.target, other.temperature, LogitRule(), True
-    ).sum()
+    summed = scored(other, head, LogitRule()).sum()
     ones = Case(case.hidden, case.weight, None, case.target, case.temperature, torch.ones(E, 2))
     for got, want in zip(
         torch.autograd.grad(summed, (other.hidden, other.weight)),
@@ -210,9 +232,10 @@ def test_strided_inputs():
         assert_close(got, want)
 
 
-def test_allocated_memory_is_written(poison):
+@pytest.mark.parametrize("head", ["linear", "fused"])
+def test_allocated_memory_is_written(poison, head):
     case = make_case()
-    out, grads = run(case, "linear", LogitRule(softcap=2.0), chunk=4)
+    out, grads = run(case, head, LogitRule(softcap=2.0), chunk=4)
     assert poison.tensors > 0
     assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
 
@@ -318,8 +341,9 @@ def test_half_precision_gradients_come_back_in_their_own_dtype(head, dtype):
         assert_close(got, want, 4 * eps)
 
 
+@pytest.mark.parametrize("head", ["linear", "fused"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 20, 21, 22, 80])
-def test_every_row_is_in_the_weights_gradient_once(chunk):
+def test_every_row_is_in_the_weights_gradient_once(chunk, head):
     """The rows of several chunks join one product, the last ones fewer: none lost, none twice."""
     torch.manual_seed(0)
     rows, vocabulary = 83, 11
@@ -334,7 +358,7 @@ def test_every_row_is_in_the_weights_gradient_once(chunk):
         torch.randn(rows, 2) + 0.5,
     )
     _, (_, want) = oracle(case, LogitRule())
-    _, (_, got) = run(case, "linear", LogitRule(), chunk=chunk)
+    _, (_, got) = run(case, head, LogitRule(), chunk=chunk)
     assert_close(got, want, 2e-2)
 
 
@@ -395,6 +419,81 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
     assert_close(out, expected, 2e-2)
     for got, want in zip(grads, expected_grads, strict=True):
         assert_close(got, want, 2e-2)
+
+
+# ---- the fused kernels ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", _RULES)
+def test_the_kernels_are_torchs_operations(rule, dtype, columns):
+    """On the same logits, over many steps, the gradient beside them and in their place."""
+    rows, vocabulary = 6, 2 * fused._BLOCK + 77
+    g = torch.Generator().manual_seed(2)
+    x = (torch.randn(rows, vocabulary, generator=g) * 8).to(dtype)
+    target = torch.tensor([0, vocabulary - 1, fused._BLOCK, fused._BLOCK - 1, 5, 2 * fused._BLOCK])
+    temperature = torch.tensor([1.0, 0.7, 1.0, 3.0, 0.1, 1.0])
+    grad = torch.randn(rows, columns, generator=g)
+    found = {}
+    for kernels, device in ((eager, "cpu"), (fused, DEVICE)):
+        given = [y.clone().to(device) for y in (x, target, temperature)]
+        out = torch.full((rows, columns), float("nan"), device=device)
+        into = torch.full((rows, vocabulary), float("nan"), dtype=torch.float32, device=device)
+        kernels.score(given[0].clone(), *given[1:], _RULES[rule], out)
+        kernels.gradient(*given, _RULES[rule], out, grad.to(device), into)
+        kernels.gradient(*given, _RULES[rule], out, grad.to(device), given[0])
+        torch.testing.assert_close(given[0], into.to(dtype), rtol=0, atol=0)
+        found[kernels] = [out.cpu(), into.cpu()]
+    for got, want in zip(found[fused], found[eager], strict=True):
+        # `squash` is good to 1e-7, absolute
+        assert_close(got, want.double(), 1e-5 if _RULES[rule].softcap else 2e-6)
+
+
+def test_logits_of_minus_infinity_have_no_part():
+    x = torch.tensor([[1.0, -torch.inf, 0.5, -torch.inf], [-torch.inf, 0.0, 0.0, 0.0]]).to(DEVICE)
+    target, temperature = torch.tensor([0, 2]).to(DEVICE), torch.ones(2).to(DEVICE)
+    out, into = torch.zeros(2, 2).to(DEVICE), torch.zeros(2, 4).to(DEVICE)
+    fused.score(x, target, temperature, LogitRule(), out)
+    fused.gradient(x, target, temperature, LogitRule(), out, torch.ones_like(out), into)
+    finite = x.double().cpu().clamp(min=-1e3).requires_grad_()
+    logp = finite.log_softmax(-1)
+    want = torch.stack(
+        [logp.gather(1, target.cpu()[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1
+    )
+    (gradient,) = torch.autograd.grad(want.sum(), finite)
+    assert_close(out.cpu(), want.detach(), 1e-6)
+    assert_close(into.cpu(), gradient, 1e-6)
+
+
+@pytest.mark.parametrize("bad", ["logit", "target"])
+def test_what_is_not_a_number_shows(bad):
+    """A logit of NaN, and a target that is no token: NaN, in its own row alone."""
+    x, target = torch.zeros(3, 5).to(DEVICE), torch.tensor([0, 1, 4]).to(DEVICE)
+    if bad == "logit":
+        x[1, 3] = torch.nan
+    else:
+        target[1] = 5
+    out = torch.zeros(3, 2).to(DEVICE)
+    fused.score(x, target, torch.ones(3).to(DEVICE), LogitRule(), out)
+    assert out[1, 0].isnan() and out[[0, 2]].isfinite().all()
+
+
+def test_who_scores(monkeypatch):
+    """Torch's operations off the GPU and in a subclass; Triton's kernels where they compile."""
+    probe = logprobs._compiled_for.__wrapped__
+    assert logprobs._kernels_for(torch.zeros(2, 3)) is eager
+    device = torch.device(DEVICE)
+    assert probe(device) is fused
+    monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
+    assert probe(device) is eager
+    monkeypatch.undo()
+    monkeypatch.setattr(logprobs.devices, "capability", lambda device: (7, 5))
+    assert probe(device) is eager
+    monkeypatch.undo()
+    monkeypatch.setattr(fused, "score", lambda *given: 1 // 0)
+    with pytest.warns(UserWarning, match="Triton cannot compile here.*ZeroDivisionError"):
+        assert probe(device) is eager
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong():

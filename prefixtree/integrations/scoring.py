@@ -29,7 +29,8 @@ from prefixtree.integrations.families import (
     check_tokens,
     family_of,
 )
-from prefixtree.kernels.logprobs import LogitRule, head_logprobs, linear_logprobs
+from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.logprobs import head_logprobs, linear_logprobs
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import move

@@ -5,13 +5,20 @@ Legend: E rows to score, V vocabulary, d hidden size.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+
+from prefixtree.kernels import devices
+from prefixtree.kernels import head as eager
+from prefixtree.kernels.head import LogitRule
 
 # logits held at once. On a CPU blocks of 16 MiB, which malloc reuses: larger ones come fresh from
 # the kernel for every operation, measured 4x slower
@@ -20,25 +27,6 @@ _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
 # of [V, d] to the float32 sum takes as long as the product itself over the 400 rows of a chunk
 # (1.2 ms on an H200 with V 151,936 and d 4,096)
 _JOINED = 4
-
-
-@dataclass(frozen=True)
-class LogitRule:
-    """From the head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """The logits, out of place."""
-        x = x * self.scale if self.scale != 1.0 else x
-        return self.softcap * torch.tanh(x / self.softcap) if self.softcap else x
-
-    def grad(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """d logits / d x, from the logits."""
-        if not self.softcap:
-            return self.scale
-        return self.scale * (1 - (logits / self.softcap) ** 2)
 
 
 def linear_logprobs(
@@ -130,19 +118,16 @@ class _LinearLogprobs(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        columns = 2 if with_entropy else 1
-        out = hidden.new_empty(hidden.shape[0], columns, dtype=torch.float32)
+        out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=torch.float32)
+        # a temperature for all rows may come expanded
+        target, temperature = target.contiguous(), temperature.contiguous()
+        kernels = _kernels_for(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(dtype), None if bias is None else bias.to(dtype)
+            weights = weight.to(dtype), None if bias is None else bias.to(dtype)
             for at in range(0, hidden.shape[0], rows):
                 part = slice(at, at + rows)
-                z = rule.apply(F.linear(hidden[part].to(dtype), *head).float())
-                z /= temperature[part, None]
-                # not z - logsumexp(z): between large logits that cancels
-                z = torch.log_softmax(z, -1)
-                out[part, 0] = z.gather(1, target[part, None])[:, 0]
-                if with_entropy:
-                    out[part, 1] = -z.exp().mul_(z).sum(-1)
+                logits = F.linear(hidden[part].to(dtype), *weights)
+                kernels.score(logits, target[part], temperature[part], rule, out[part])
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype = rule, rows, dtype
         return out
@@ -152,7 +137,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, temperature, out = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad.float()
+        grad = grad.float().contiguous()
         dhidden = torch.empty_like(hidden) if need_hidden else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
@@ -160,33 +145,27 @@ class _LinearLogprobs(torch.autograd.Function):
         if dweight is not None and ctx.dtype != torch.float32:
             held = min(num_rows, _JOINED * ctx.rows)
             joined = hidden.new_empty(held, weight.shape[0], dtype=ctx.dtype)
+        kernels = _kernels_for(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
-            for at in range(0, hidden.shape[0], ctx.rows):
+            weights = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            for at in range(0, num_rows, ctx.rows):
                 part = slice(at, at + ctx.rows)
                 h = hidden[part].to(ctx.dtype)
-                logits = ctx.rule.apply(F.linear(h, *head).float())
-                z = torch.log_softmax(logits / temperature[part, None], -1)
-                p = torch.exp(z)
-                # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
-                dz = p * -grad[part, :1]
-                if grad.shape[1] == 2:
-                    dz -= p * (z + out[part, 1:]) * grad[part, 1:]
-                dz.scatter_add_(1, target[part, None], grad[part, :1])
-                dz *= ctx.rule.grad(logits) / temperature[part, None]
-                if dbias is not None:
-                    dbias += dz.sum(0)
-                if joined is None:
-                    dx = dz.to(ctx.dtype)
-                else:
+                logits = F.linear(h, *weights)
+                dx = logits
+                if joined is not None:
                     begin = at % len(joined)
-                    dx = joined[begin : begin + len(dz)].copy_(dz)
+                    dx = joined[begin : begin + len(h)]
+                rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
+                kernels.gradient(logits, *rest, dx)
+                if dbias is not None:
+                    dbias += dx.sum(0, dtype=torch.float32)
                 if dhidden is not None:
-                    dhidden[part] = dx @ head[0]
+                    dhidden[part] = dx @ weights[0]
                 if dweight is not None and joined is None:
                     dweight.addmm_(dx.t(), h)
                 elif dweight is not None and joined is not None:
-                    rows, end = begin + len(dz), at + len(dz)
+                    rows, end = begin + len(h), at + len(h)
                     if rows == len(joined) or end == num_rows:
                         dweight += joined[:rows].t() @ hidden[end - rows : end].to(ctx.dtype)
         return (
@@ -195,3 +174,35 @@ class _LinearLogprobs(torch.autograd.Function):
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * 6,
         )
+
+
+def _kernels_for(hidden: torch.Tensor) -> ModuleType:
+    """What scores the logits of a chunk: Triton's kernels on a GPU, else torch's operations.
+
+    In compiled code those are fused by the compiler, and in a subclass they are what it knows.
+    """
+    if not hidden.is_cuda or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
+        return eager
+    return _compiled_for(hidden.device)
+
+
+@cache
+def _compiled_for(device: torch.device) -> ModuleType:
+    """Triton's kernels if they compile here, with a warning if they should and do not."""
+    if torch.version.hip is not None or devices.capability(device) < (8, 0):
+        return eager
+    if find_spec("triton") is None:
+        return eager
+    try:
+        from prefixtree.kernels.triton import head as fused
+
+        one, none = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])
+    except Exception as problem:  # Triton, its compiler and the driver raise what they like
+        warnings.warn(
+            "prefixtree: Triton cannot compile here, so logits are scored by torch's operations, "
+            f"slower and to the same results ({type(problem).__name__}: {problem})",
+            stacklevel=2,
+        )
+        return eager
+    return fused

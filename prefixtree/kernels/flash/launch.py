@@ -6,6 +6,7 @@ Legend: T packed tokens, H query heads, Hk kv heads, D and Dv head dims.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass
 from functools import cache
@@ -110,9 +111,13 @@ def installed() -> str | None:
 def import_problem() -> str | None:
     """Why flash-attn-4, though installed, cannot be imported; None where it can."""
     try:
-        from flash_attn.cute import interface  # noqa: F401
+        # its packages warn of their own deprecations: no reason to lose them where warnings raise
+        with warnings.catch_warnings(action="ignore"):
+            from flash_attn.cute import interface  # noqa: F401
     except Exception as problem:  # its own packages raise what they like
         return f"flash-attn-4 is installed but cannot be imported ({problem!r})"
+    # the CuTe DSL, each time that flash-attn-4 compiles, of arguments that it then takes
+    warnings.filterwarnings("ignore", r"Argument aux_data .* cannot be converted", UserWarning)
     return None
 
 

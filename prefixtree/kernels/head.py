@@ -1,0 +1,72 @@
+"""From a head's output to log-probabilities and entropies, and back, by torch's own operations.
+
+Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """From the head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits, out of place."""
+        x = x * self.scale if self.scale != 1.0 else x
+        return self.softcap * torch.tanh(x / self.softcap) if self.softcap else x
+
+    def grad(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """d logits / d x, from the logits."""
+        if not self.softcap:
+            return self.scale
+        return self.scale * (1 - (logits / self.softcap) ** 2)
+
+
+def score(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    out: torch.Tensor,
+) -> None:
+    """Writes out, float32 [R, C]: log softmax(rule(x) / temperature) at the targets; the entropy.
+
+    Args:
+        x [R, V], overwritten. target: int64 [R]. temperature: float32 [R].
+    """
+    z = rule.apply(x.float())
+    z /= temperature[:, None]
+    # not z - logsumexp(z): between large logits that cancels
+    z = torch.log_softmax(z, -1)
+    out[:, 0] = z.gather(1, target[:, None])[:, 0]
+    if out.shape[1] == 2:
+        out[:, 1] = -z.exp().mul_(z).sum(-1)
+
+
+def gradient(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    into: torch.Tensor,
+) -> None:
+    """Writes the gradient of x into [R, V], which may be x; grad, float32 [R, C], is out's."""
+    logits = rule.apply(x.float())
+    z = torch.log_softmax(logits / temperature[:, None], -1)
+    p = torch.exp(z)
+    # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
+    dz = p * -grad[:, :1]
+    if grad.shape[1] == 2:
+        dz -= p * (z + out[:, 1:]) * grad[:, 1:]
+    dz.scatter_add_(1, target[:, None], grad[:, :1])
+    dz *= rule.grad(logits) / temperature[:, None]
+    into.copy_(dz)
