@@ -337,7 +337,7 @@ def test_a_head_of_a_real_vocabulary(vocabulary: int, rule: dict) -> None:
         gaps = [(a.double() - b).abs().max() for a, b in ((out, want.detach()), (into, dx))]
         error[kernels] = [float(gap) for gap in gaps]
     for ours_error, torch_error in zip(error[fused], error[eager_head], strict=True):
-        assert ours_error <= 2 * torch_error + 1e-5, error
+        assert ours_error <= 4 * torch_error + 1e-5, error
 
 
 def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:

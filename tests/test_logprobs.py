@@ -427,15 +427,19 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", _RULES)
-def test_the_kernels_are_torchs_operations(rule, dtype, columns):
-    """On the same logits, over many steps, the gradient beside them and in their place."""
+def test_the_kernels_are_as_exact_as_torchs_operations(rule, dtype, columns):
+    """As near to float64 on the same logits, the gradient beside them and in their place."""
     rows, vocabulary = 6, 2 * fused._BLOCK + 77
     g = torch.Generator().manual_seed(2)
     x = (torch.randn(rows, vocabulary, generator=g) * 8).to(dtype)
     target = torch.tensor([0, vocabulary - 1, fused._BLOCK, fused._BLOCK - 1, 5, 2 * fused._BLOCK])
     temperature = torch.tensor([1.0, 0.7, 1.0, 3.0, 0.1, 1.0])
     grad = torch.randn(rows, columns, generator=g)
-    found = {}
+    exact = x.double().requires_grad_()
+    logp = (_RULES[rule].apply(exact) / temperature[:, None]).log_softmax(-1)
+    want = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1)
+    (dx,) = torch.autograd.grad((want[:, :columns] * grad).sum(), exact)
+    error = {}
     for kernels, device in ((eager, "cpu"), (fused, DEVICE)):
         given = [y.clone().to(device) for y in (x, target, temperature)]
         out = torch.full((rows, columns), float("nan"), device=device)
@@ -444,10 +448,12 @@ def test_the_kernels_are_torchs_operations(rule, dtype, columns):
         kernels.gradient(*given, _RULES[rule], out, grad.to(device), into)
         kernels.gradient(*given, _RULES[rule], out, grad.to(device), given[0])
         torch.testing.assert_close(given[0], into.to(dtype), rtol=0, atol=0)
-        found[kernels] = [out.cpu(), into.cpu()]
-    for got, want in zip(found[fused], found[eager], strict=True):
-        # `squash` is good to 1e-7, absolute
-        assert_close(got, want.double(), 1e-5 if _RULES[rule].softcap else 2e-6)
+        gaps = [(a.cpu() - b).abs().max() / b.abs().max()
+                for a, b in ((out, want.detach()[:, :columns]), (into, dx))]  # fmt: skip
+        error[kernels] = [float(gap) for gap in gaps]
+    for ours, torchs in zip(error[fused], error[eager], strict=True):
+        # near the softcap both lose 1 - tanh^2 to the rounding of tanh
+        assert ours <= (4 if _RULES[rule].softcap else 2) * torchs + 1e-6, error
 
 
 def test_logits_of_minus_infinity_have_no_part():
