@@ -22,7 +22,8 @@
 #   8. model        4 of 4 layers, 9 of 12: MODEL_ARGS="--layers 12 --cases ..."
 #   9. memory       2 to 4
 #  10. update       2.5
-#  11. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
+#  11. head         1
+#  12. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
@@ -38,7 +39,7 @@
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
 # last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto),
-# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS add to
+# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS, HEAD_ARGS add to
 # a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -181,6 +182,8 @@ model() {
 
 memory() { suite memory 560 ${MEMORY_ARGS:-}; }
 
+head() { suite head 240 ${HEAD_ARGS:-}; }
+
 update() { suite update 420 --rollouts "$rollouts" ${UPDATE_ARGS:-}; }
 
 # a process a GPU, which meet on this machine whatever its name resolves to
@@ -207,7 +210,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|head|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

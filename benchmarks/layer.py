@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from grouper import grouped_attention
 from layers import attention_of, config, flops, over_limit, prompt_batch, response_lengths, sharpen
-from plots import figure, line, name, save, ticks
+from plots import LABELS, figure, line, name, save, ticks
 from replicated import attending, chains, copies, missing, pairs
 from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
@@ -278,30 +278,37 @@ def table(rows: list[Row], sides: Sequence[str]) -> Table:
 
 
 def plot(report: Report, sides: list[str]) -> None:
-    """Speed-ups by micro-batch, a line a prompt; memory of the largest micro-batch by prompt."""
+    """Speed-ups over the peers by micro-batch, a line a prompt; memory of the largest by prompt."""
     rows = [row for row in report.rows if "ms" in row]
     packed = [row for row in rows if row["side"] == "packed"]
     prompts = sorted({row["prompt"] for row in packed})
+    labels = [f"{p / 1024:.3g}K" if p >= 1024 else str(p) for p in prompts]
     others = [s for s in sides if any(s in row.get("speedup", {}) for row in packed)]
-    fig, axes = figure(len(others) + 1, f"a Qwen3-8B layer, {report.where}")
+    # our own backend is the bound's, no peer: shown where nothing else ran
+    others = [s for s in others if s != "own"] or others
+    fig, axes = figure(2, f"a Qwen3-8B layer, {report.where}", len(others) // 2 + 1)
+    for empty in axes[len(others) + 1 :]:
+        empty.set_visible(False)
+    axes = axes[: len(others) + 1]
     for axis, side in zip(axes, others, strict=False):
         for i, prompt in enumerate(prompts):
             some = [r for r in packed if r["prompt"] == prompt and side in r.get("speedup", {})]
             x, y = [r["micro_batch"] for r in some], [r["speedup"][side] for r in some]
             shade = str(0.75 - 0.75 * i / max(1, len(prompts) - 1))
-            line(axis, f"P {prompt:,}", x, y, color=shade)
+            line(axis, f"prompt {labels[i]}", x, y, color=shade)
         axis.axhline(1, color="#bbbbbb", linewidth=1)
         axis.set_xscale("log", base=2)
         ticks(axis, report.values("micro_batch"))
         axis.set_ylim(bottom=0)
-        name(axis, "responses", "speed-up", f"packed over {side}")
+        name(axis, "responses", "speed-up", f"over {LABELS[side]}")
     most = max(row["micro_batch"] for row in rows)
     for side in sides:
         some = [r for r in rows if r["side"] == side and r["micro_batch"] == most]
         peaks = [None if (p := r["peak_with_held_bytes"]) is None else p / GIB for r in some]
         line(axes[-1], side, [r["prompt"] for r in some], peaks)
     axes[-1].set_xscale("log", base=2)
-    ticks(axes[-1], prompts, [f"{p / 1024:.3g}K" if p >= 1024 else str(p) for p in prompts])
+    axes[-1].set_ylim(bottom=0)
+    ticks(axes[-1], prompts, labels)
     name(axes[-1], "prompt tokens", "peak memory, GiB", f"{most} responses")
     save(fig, report.options.plot)
 

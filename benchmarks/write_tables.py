@@ -277,16 +277,18 @@ def layer(data: dict[str, Any]) -> str:
     rows = []
     for (prompt, count), sides in cases.items():
         cells = [f"{prompt:,} x {count}"]
-        for side in ("fa2", "own", "packed"):
+        for side in ("fa2", "fa4", "own", "grouper", "packed"):
             row = sides[side]
             gib = f"{row['peak_with_held_bytes'] / 2**30:.1f}" if "ms" in row else ""
             cells.append(f"{row['ms']:.1f} / {gib}" if "ms" in row else "out of memory")
-        gains = sides["packed"].get("speedup", {})
-        cells.append(f"{gains['fa2']:.2f}x" if "fa2" in gains else "")
-        rows.append([*cells, f"{sides['packed'].get('of_bound', 0):.2f}" if gains else ""])
-    head = ["prompt x responses", "FA2 ms / GiB", "own backend", "packed", "over FA2"]
-    line = _machine(data["environment"])
-    return f"{line}\n\n{_table([*head, 'of the bound'], rows)}"
+        gains, bound = sides["packed"]["speedup"], sides["packed"].get("of_bound")
+        cells += [
+            f"{gains[side]:.2f}x" if side in gains else "" for side in ("fa2", "fa4", "grouper")
+        ]
+        rows.append([*cells, "" if bound is None else f"{bound:.2f}"])
+    head = ["prompt x responses", "FA2 ms / GiB", "flash-attn-4", "own backend", "prefix-grouper"]
+    head += ["packed", "over FA2", "over flash-attn-4", "over prefix-grouper", "of the bound"]
+    return f"{_machine(data['environment'])}\n\n{_table(head, rows)}"
 
 
 def speed() -> str:
@@ -325,9 +327,9 @@ def speed() -> str:
         (x["prompt"], x["micro_batch"], x["side"]): x.get("ms") for x in read("layer")["rows"]
     }
     for prompt, count in ((8192, 8), (8192, 32), (32768, 8)):
-        fa2, packed = (layers[prompt, count, side] for side in ("fa2", "packed"))
+        times = [layers[prompt, count, side] for side in ("fa2", "fa4", "packed")]
         what = f"one Qwen3-8B layer: prompt of {prompt // 1024}K, {count} responses"
-        rows.append(line(what, "ms", fa2, None, packed))
+        rows.append(line(what, "ms", *times))
     head = ["one H200, bf16", "FA2, replicated", "flash-attn-4, replicated", "prefixtree"]
     return _table([*head, "over FA2", "over flash-attn-4"], rows)
 

@@ -367,6 +367,21 @@ def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:
 # ---- compute-sanitizer --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("vocabulary", [5003, 8192])
+def test_sanitize_head(vocabulary: int) -> None:
+    """Chunks that end anywhere, rows of an odd width."""
+    hidden, weight, target, temperature = (
+        torch.randn(37, 64, device="cuda").bfloat16().requires_grad_(),
+        torch.randn(vocabulary, 64, device="cuda").bfloat16().requires_grad_(),
+        torch.randint(vocabulary, (37,), device="cuda"),
+        torch.rand(37, device="cuda") + 0.5,
+    )
+    rest = (target, temperature, LogitRule(softcap=20.0), True, 5)
+    out = logprobs.linear_logprobs(hidden, weight, None, *rest)
+    gradients = torch.autograd.grad(out.sum(), (hidden, weight))
+    assert all(x.isfinite().all() for x in (out, *gradients))
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("subset, deterministic", [(False, False), (True, True)])
 @pytest.mark.parametrize("strided", [False, True])

@@ -21,6 +21,7 @@ from prefixtree.cli.estimate import visible_pairs
 NAMES = (
     "depth",
     "grouper",
+    "head",
     "layer",
     "layers",
     "memory",
@@ -166,6 +167,36 @@ def test_memory(scripts: Any, tmp_path: Path) -> None:
     tokens = {(r["prompt"], r["count"], r["side"]): r["tokens"] for r in data["rows"]}
     assert tokens[41, 8, "packed"] == 41 + 8 * 10 and tokens[41, 8, "fa2"] == 8 * 51
     assert picture.stat().st_size > 10_000
+
+
+def test_head(scripts: Any, tmp_path: Path) -> None:
+    out = tmp_path / "head.json"
+    some = ["--dtype", "float16", "--heads", "Qwen3-0.6B", "Gemma-2-9B, softcap 30"]
+    assert scripts.head.main([*TINY, *some, "--out", str(out)]) == 0
+    rows = result(out)["rows"]
+    assert [row["side"] for row in rows] == ["triton", "torch", "eager"] * 2
+    assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+@pytest.mark.parametrize("wrong", ["score", "gradient"])
+def test_a_head_is_red_where_its_kernels_are_wrong(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    from prefixtree.kernels.triton import head as fused
+
+    right = getattr(fused, wrong)
+
+    def off(*given: Any) -> None:
+        right(*given)
+        # what a kernel writes comes last
+        given[-1].mul_(1.01)
+
+    monkeypatch.setattr(fused, wrong, off)
+    out = tmp_path / "head.json"
+    some = ["--dtype", "float16", "--heads", "Qwen3-0.6B", "--sides", "triton", "torch"]
+    assert scripts.head.main([*TINY, *some, "--out", str(out)]) == 1
+    first, second = result(out)["rows"]
+    assert first["red"] and "ms" not in first and second["red"] == []
 
 
 def test_planning(scripts: Any, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 part = slice(at, at + rows)
                 logits = F.linear(hidden[part].to(dtype), *weights)
                 kernels.score(logits, target[part], temperature[part], rule, out[part])
+                # not beside the next chunk's
+                del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype = rule, rows, dtype
         return out
@@ -168,6 +170,8 @@ class _LinearLogprobs(torch.autograd.Function):
                     rows, end = begin + len(h), at + len(h)
                     if rows == len(joined) or end == num_rows:
                         dweight += joined[:rows].t() @ hidden[end - rows : end].to(ctx.dtype)
+                # not beside the next chunk's
+                del logits, dx
         return (
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),

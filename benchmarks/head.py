@@ -1,0 +1,201 @@
+"""The head alone: log-probabilities of a linear head, forward and backward, in time and memory.
+
+    python benchmarks/head.py --out head.json                        # on a GPU
+    python benchmarks/head.py --device cpu --scale 0.01 --repeats 1  # every code path
+
+What packing cannot shrink: responses are scored once, packed or replicated. Sides: triton and
+torch, `linear_logprobs` with the Triton kernels and with torch's operations on a chunk's logits;
+eager, what a trainer does without either: all logits at once, in float32 from there on. On rows
+picked at random log p and the gradient of the hidden states are held against float64, by eager's
+error on the same rows (2x, and 2 eps of the largest); the weight's gradient, a sum over all rows,
+against eager's. Red has no times; out of memory is a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+from suite import GIB, Report, Row, measure, number, parse, parser, verdict
+
+from prefixtree.kernels import head, logprobs
+from prefixtree.kernels.head import LogitRule
+
+SIDES = ("triton", "torch", "eager")
+# rows scored, vocabulary, hidden size
+SHAPES = {
+    "Qwen3-8B": (8192, 151_936, 4096),
+    "Qwen3-0.6B": (8192, 151_936, 1024),
+    "Llama-3-8B": (8192, 128_256, 4096),
+    "Gemma-2-9B, softcap 30": (8192, 256_000, 3584),
+}
+PICKED = 48
+# ||side - eager|| / ||eager|| of the weight's gradient, both sums of products in half precision
+AGREEMENT = 1e-2
+
+
+@dataclass
+class Case:
+    """Inputs of a head, and the gradient that arrives at its log-probabilities."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    upstream: torch.Tensor
+    rule: LogitRule
+
+    @classmethod
+    def of(cls, shape: str, options: argparse.Namespace) -> Case:
+        rows, vocabulary, size = (max(64, round(n * options.scale)) for n in SHAPES[shape])
+        generator = torch.Generator(options.device).manual_seed(0)
+        where: dict[str, Any] = {"generator": generator, "device": options.device}
+        dtype = getattr(torch, options.dtype)
+        # logits of a standard deviation of 3, so that probabilities differ
+        weight = (torch.randn(vocabulary, size, **where) * 3 / size**0.5).to(dtype)
+        return cls(
+            torch.randn(rows, size, **where).to(dtype).requires_grad_(),
+            weight.requires_grad_(),
+            torch.randint(vocabulary, (rows,), **where),
+            torch.randn(rows, 1, **where) / rows,
+            LogitRule(softcap=30.0 if "softcap" in shape else 0.0),
+        )
+
+    def score(self, side: str) -> torch.Tensor:
+        """Log-probabilities, [rows, 1]."""
+        if side == "eager":
+            return textbook(self.hidden, self.weight, self.target, self.rule, torch.float32)
+        temperature = self.upstream.new_ones(()).expand(len(self.target))
+        rest = (self.target, temperature, self.rule, False)
+        return logprobs.linear_logprobs(self.hidden, self.weight, None, *rest)
+
+    def results(self, side: str) -> list[torch.Tensor]:
+        """log p, and the gradients of the hidden states and the weight."""
+        out = self.score(side)
+        inputs = (self.hidden, self.weight)
+        return [out.detach(), *torch.autograd.grad(out, inputs, self.upstream)]
+
+
+def textbook(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    rule: LogitRule,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Logits in the head's dtype, all of them; everything after in `dtype`. [rows, 1]"""
+    logits = rule.apply(F.linear(hidden, weight).to(dtype))
+    return logits.log_softmax(-1).gather(1, target[:, None])
+
+
+def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
+    """What `linear_logprobs` takes for a side, whatever it would choose."""
+    if side == "triton":
+        from prefixtree.kernels.triton import head as fused
+
+        return lambda hidden: fused
+    return lambda hidden: head
+
+
+def exact(case: Case, rows: torch.Tensor) -> list[torch.Tensor]:
+    """log p of those rows, and the gradient of their hidden states, in float64."""
+    hidden = case.hidden[rows].detach().double().requires_grad_()
+    out = textbook(
+        hidden, case.weight.detach().double(), case.target[rows], case.rule, hidden.dtype
+    )
+    (dhidden,) = torch.autograd.grad(out, hidden, case.upstream[rows].double())
+    return [out.detach(), dhidden]
+
+
+def check(found: list[torch.Tensor], eager: list[torch.Tensor], case: Case, rows: Any) -> Row:
+    """The worst errors over their limits, and what is red."""
+    row: Row = {"red": []}
+    eps = torch.finfo(case.hidden.dtype).eps
+    names = ("log p", "hidden")
+    for key, got, base, want in zip(names, found, eager, exact(case, rows), strict=False):
+        error, plain = ((x[rows].double() - want).abs().max() for x in (got, base))
+        row[f"{key} error"] = float(error / (2 * plain + 2 * eps * want.abs().max()))
+        if not row[f"{key} error"] <= 1:
+            row["red"].append(f"{key} is {row[f'{key} error']:.2f} times its limit from float64")
+    gap = (found[2].float() - eager[2].float()).norm() / eager[2].float().norm()
+    row["weight difference"] = float(gap)
+    if not row["weight difference"] <= AGREEMENT:
+        row["red"].append(f"the weight's gradient differs by {float(gap):.1e}")
+    return row
+
+
+def run_side(side: str, case: Case, eager: list[torch.Tensor], options: argparse.Namespace) -> Row:
+    """Checks, then times, a side of a case."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randperm(len(case.target), generator=generator)[:PICKED].to(options.device)
+    with patch.object(logprobs, "_kernels_for", kernels_of(side)):
+        row = check(case.results(side), eager, case, rows)
+        if row["red"]:
+            return row
+        with torch.no_grad():
+            row["forward_ms"] = measure(lambda: case.score(side), options)["ms"]
+        return row | measure(lambda: case.results(side), options)
+
+
+def table(rows: list[Row]) -> Table:
+    """A line a side of a shape."""
+    out = Table(box=None, pad_edge=False)
+    for column in ("head", "side"):
+        out.add_column(column, no_wrap=True)
+    for column in ("forward ms", "with backward", "GiB", "log p", "dhidden", "dweight"):
+        out.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row["head"], row["side"]]
+        if "ms" not in row:
+            out.add_row(*cells, verdict(row)[:60])
+            continue
+        peak = row["peak_bytes"]
+        out.add_row(
+            *cells,
+            number(row, "forward_ms", ".2f"),
+            number(row, "ms", ".2f"),
+            "" if peak is None else f"{peak / GIB:.2f}",
+            number(row, "log p error", ".2f"),
+            number(row, "hidden error", ".2f"),
+            number(row, "weight difference", ".1e"),
+        )
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    what.add_argument("--heads", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    what.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    options = parse(what, arguments)
+    if options.read is not None:
+        report = Report.read(options)
+        return report.finish(table(report.rows))
+    if torch.device(options.device).type == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        options.skipped = [side for side in options.sides if side == "triton"]
+        options.sides = [side for side in options.sides if side != "triton"]
+    report = Report(options)
+    for shape in options.heads:
+        case = Case.of(shape, options)
+        eager = case.results("eager")
+        for side in options.sides:
+
+            def one(side: str = side, case: Case = case, eager: Any = eager) -> Row:
+                return run_side(side, case, eager, options)
+
+            row = report.attempt({"head": shape, "side": side}, one)
+            print(
+                f"{shape}, {side}: {verdict(row) or format(row['ms'], '.2f') + ' ms'}", flush=True
+            )
+    return report.finish(table(report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
