@@ -46,7 +46,7 @@ def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks for the device, or for its memory."""
-    monkeypatch.setattr(launch, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch.devices, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launch.devices, "processors", lambda device: 132)
     monkeypatch.setattr(
         launch,
