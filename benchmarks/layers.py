@@ -147,6 +147,12 @@ def response_lengths(count: int, scale: float, seed: int = 0) -> list[int]:
     return np.maximum(1, rng.integers(low, high + 1, count) * scale).astype(int).tolist()
 
 
+def compile_layers(model: Any) -> None:
+    """torch.compile of every decoder layer, for any number of tokens."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=True)
+
+
 # ---- FLOPs --------------------------------------------------------------------------------------
 
 
@@ -218,6 +224,8 @@ def check_sides(sides: Sequence[str], options: argparse.Namespace) -> dict[str, 
     del eager
     allowed = _errors(base, exact)
     model = build(options.dtype)
+    if getattr(options, "compile", False):
+        compile_layers(model)
     out = {}
     for side in sides:
         try:

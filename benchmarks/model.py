@@ -39,6 +39,7 @@ from layers import (
     attention_of,
     check_sides,
     checkpointed,
+    compile_layers,
     config,
     flops,
     model_of,
@@ -297,6 +298,8 @@ def run_layers(
                 if model is None:
                     shape = config(layers, options.is_tiny)
                     model = checkpointed(model_of(shape, options.device, options.dtype))
+                    if options.compile:
+                        compile_layers(model)
                 return run_side(side, model, case, known, options)
 
             row = report.attempt({"case": title, "layers": layers, "side": side}, one)
@@ -376,6 +379,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--rollouts", type=Path, help="for the airline case")
     what.add_argument("--tasks", type=int, default=2, help="of the airline case")
     what.add_argument("--peak", type=float, default=989.0, help="TFLOP/s that MFU is of")
+    what.add_argument(
+        "--compile", action="store_true", help="every layer by torch.compile; packed and own alone"
+    )
     what.add_argument("--profile", type=Path, help="top kernels, a text file")
     options = parse(what, arguments)
     if options.read is not None:
@@ -385,6 +391,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
     gone = [side for side in options.sides if missing(side, options.device)]
+    if options.compile:
+        # the others come in place of the attention function, which compiled code has seen already
+        gone += [side for side in options.sides if side not in ("packed", "own", *gone)]
     options.skipped += gone
     options.sides = [side for side in options.sides if side not in gone]
     if options.profile is not None:

@@ -20,6 +20,7 @@ from models import (
 from torch._dynamo.backends.registry import lookup_backend
 
 import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
 
 pytestmark = [
     # dynamo's own look at .grad of its inputs
@@ -75,6 +76,28 @@ def test_compiled_layers(model_type):
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend=backend)
     _ten_runs(model, build(model_type, "eager", **changes), backend, at_most=8)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "gemma2"])
+def test_all_layers_of_a_kind_share_their_graphs(model_type):
+    """A graph a layer would be over dynamo's limit of eight in any model of use: from there on
+    layers run uncompiled, or raise. With and without gradients, as a trainer calls it."""
+    graphs = {}
+    for layers in (2, 12):
+        torch._dynamo.reset()
+        model = build(model_type, num_hidden_layers=layers)
+        backend = Backend("eager")
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend=backend, dynamic=True)
+        for seed in range(2):
+            packed = pt.pack(pt.PrefixForest.from_sequences(ragged_sequences(seed)))
+            with torch.no_grad():
+                sequence_logprobs(model, packed)
+            scores = sequence_logprobs(model, packed)
+            torch.cat(scores.logprobs).sum().backward()
+        graphs[layers] = backend.graphs
+    # of layers with a window and without, each with and without gradients
+    assert graphs[12] == graphs[2] <= 4
 
 
 def test_a_compiled_decoder():

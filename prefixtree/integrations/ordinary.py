@@ -65,7 +65,8 @@ def ordinary_attention(
             f"the attention mask has {attention_mask.shape[-1]} keys, the layer {keys}: "
             f"{_LOST_CACHE}"
         )
-    if getattr(module, "layer_idx", None) == 0 and (length > 1 or attention_mask is None):
+    is_first = not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
+    if is_first and (length > 1 or attention_mask is None):
         _check_positions(kwargs.get("position_ids"), attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or length != keys):
@@ -117,8 +118,6 @@ def _check_positions(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
 ) -> None:
     """Packed positions jump at branches; an ordinary row's only at padding, which nobody sees."""
-    if torch.compiler.is_compiling():
-        return
     if position_ids is None:
         raise UnsupportedError(
             "this model does not show its attention the positions, which tell ordinary batches "

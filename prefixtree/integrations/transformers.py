@@ -105,7 +105,8 @@ def prefixtree_attention(
     if kwargs.get("output_router_logits"):
         raise UnsupportedError(ROUTER_LOGITS)
     check_config(module.config, module.training)
-    if getattr(module, "layer_idx", None) == 0:
+    # not in compiled code, where a layer's number would be a graph a layer
+    if not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0:
         _check_positions(kwargs.get("position_ids"), tree_mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
@@ -127,15 +128,21 @@ def prefixtree_attention(
 def _slides(module: nn.Module) -> bool:
     """Whether the configuration says so; some models put the window into their mask alone."""
     layer_types: Any = getattr(module.config, "layer_types", None)
-    index: Any = getattr(module, "layer_idx", None)
-    return bool(layer_types) and index is not None and layer_types[index] == "sliding_attention"
+    if not layer_types or "sliding_attention" not in layer_types:
+        return False
+    kind: Any = None
+    if torch.compiler.is_compiling():
+        # a layer's number would be a graph a layer: most know their type
+        kind = getattr(module, "layer_type", None)
+    if kind is None:
+        index: Any = getattr(module, "layer_idx", None)
+        kind = None if index is None else layer_types[index]
+    return bool(kind == "sliding_attention")
 
 
 def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
     without a trace; one comparison a forward, where nothing forbids to look at the values."""
-    if torch.compiler.is_compiling():
-        return
     if position_ids is None:
         raise UnsupportedError(
             "this model does not show its attention the positions, so that wrong ones would go "
