@@ -91,7 +91,7 @@ pack() {
   git rev-parse --short HEAD >"$files/commit"
   [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
   # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py they are found
-  python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper
+  python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper liger-kernel
   for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$files/bench"; done
   rm -r "$work"
   if [[ ! -s $files/fa4.tar.xz ]]; then

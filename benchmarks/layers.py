@@ -147,10 +147,21 @@ def response_lengths(count: int, scale: float, seed: int = 0) -> list[int]:
     return np.maximum(1, rng.integers(low, high + 1, count) * scale).astype(int).tolist()
 
 
-def compile_layers(model: Any) -> None:
-    """torch.compile of every decoder layer, for any number of tokens."""
-    for layer in model.model.layers:
-        layer.compile(dynamic=True)
+def faster_layers(model: Any, by: str) -> None:
+    """What trainers do to a model's norms, activations and rotary embeddings before they train it.
+
+    Args:
+        by: transformers (nothing), compile (torch.compile of every decoder layer, for any number
+            of tokens) or liger (the kernels of the package liger-kernel).
+    """
+    if by == "compile":
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    elif by == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+        apply_liger_kernel_to_qwen3(model=model, **losses)
 
 
 # ---- FLOPs --------------------------------------------------------------------------------------
@@ -224,8 +235,7 @@ def check_sides(sides: Sequence[str], options: argparse.Namespace) -> dict[str, 
     del eager
     allowed = _errors(base, exact)
     model = build(options.dtype)
-    if getattr(options, "compile", False):
-        compile_layers(model)
+    faster_layers(model, getattr(options, "layers_by", "transformers"))
     out = {}
     for side in sides:
         try:

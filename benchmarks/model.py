@@ -16,7 +16,9 @@ model first (`layers.check_sides`), and their old log-probabilities against each
 times. The bound is the time of `own` over the ratio of the FLOPs of the two batches; `of_bound` is
 the bound over the packed time. MFU is the useful FLOPs over time and --peak: those of the distinct
 tokens, nothing recomputed; `own_mfu` counts a side's own tokens. Out of memory is a row; where the
-replicated sides are out of memory, the case runs again with the next smaller of --layers.
+replicated sides are out of memory, the case runs again with the next smaller of --layers. What the
+layers do besides attention takes a third of the time as transformers has it; --layers-by compile or
+liger runs all sides as a trainer with torch.compile or Liger Kernel would.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from layers import (
     attention_of,
     check_sides,
     checkpointed,
-    compile_layers,
     config,
+    faster_layers,
     flops,
     model_of,
     prompt_batch,
@@ -298,8 +300,7 @@ def run_layers(
                 if model is None:
                     shape = config(layers, options.is_tiny)
                     model = checkpointed(model_of(shape, options.device, options.dtype))
-                    if options.compile:
-                        compile_layers(model)
+                    faster_layers(model, options.layers_by)
                 return run_side(side, model, case, known, options)
 
             row = report.attempt({"case": title, "layers": layers, "side": side}, one)
@@ -380,7 +381,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--tasks", type=int, default=2, help="of the airline case")
     what.add_argument("--peak", type=float, default=989.0, help="TFLOP/s that MFU is of")
     what.add_argument(
-        "--compile", action="store_true", help="every layer by torch.compile; packed and own alone"
+        "--layers-by",
+        choices=("transformers", "compile", "liger"),
+        default="transformers",
+        help="compile: packed and own alone; liger: needs liger-kernel",
     )
     what.add_argument("--profile", type=Path, help="top kernels, a text file")
     options = parse(what, arguments)
@@ -391,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
     gone = [side for side in options.sides if missing(side, options.device)]
-    if options.compile:
+    if options.layers_by == "compile":
         # the others come in place of the attention function, which compiled code has seen already
         gone += [side for side in options.sides if side not in ("packed", "own", *gone)]
     options.skipped += gone
@@ -399,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.profile is not None:
         options.profile.write_text("")
     checks = check_sides(options.sides, options)
-    report = Report(options, checks=checks, peak_tflops=options.peak)
+    report = Report(options, checks=checks, peak_tflops=options.peak, layers_by=options.layers_by)
     cases = dict(cases_of(options))
     for layers in options.layers:
         again = run_layers(layers, cases, report, checks)

@@ -57,7 +57,7 @@ def parse(arguments: argparse.ArgumentParser, given: Sequence[str] | None) -> ar
 def packages() -> Row:
     """Versions of what the sides are made of."""
     out: Row = {}
-    for name in ("transformers", "flash-attn", "flash-attn-4", "prefix-grouper"):
+    for name in ("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"):
         try:
             out[name] = version(name)
         except PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +157,29 @@ def test_model(scripts: Any, tmp_path: Path) -> None:
     assert "drift" in packed and packed["drift"] < 0.02
     assert top.read_text().count("== ") == 3 * 2 and "Self CPU" in top.read_text()
     assert picture.stat().st_size > 10_000
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_model_of_compiled_layers(scripts: Any, tmp_path: Path) -> None:
+    out = tmp_path / "model.json"
+    some = ["--layers", "1", "--cases", "longreason", "--micro-batches", "32"]
+    assert scripts.model.main([*TINY, *some, "--layers-by", "compile", "--out", str(out)]) == 0
+    data = result(out)
+    assert data["layers_by"] == "compile" and set(data["checks"]) == {"own", "packed"}
+    # peers come in place of the attention function, which compiled code would not see
+    assert {"fa2", "fa4"} <= set(data["environment"]["skipped"])
+    assert [row["red"] for row in data["rows"]] == [[], []]
+
+
+def test_liger_replaces_layers_and_no_loss(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    liger = SimpleNamespace(apply_liger_kernel_to_qwen3=lambda **given: asked.update(given))
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=liger))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    scripts.layers.faster_layers("model", "liger")
+    assert asked.pop("model") == "model" and set(asked.values()) == {False}
+    assert set(asked) == {"cross_entropy", "fused_linear_cross_entropy"}
 
 
 def test_memory(scripts: Any, tmp_path: Path) -> None:
