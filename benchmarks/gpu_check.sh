@@ -7,7 +7,7 @@
 #
 #   bash benchmarks/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
 #
-# Carry .gpu whole: 57 MiB, nearly all of it flash-attn-4. What a call unpacks under /tmp serves later
+# Carry .gpu whole: 56 MiB, nearly all of it flash-attn-4. What a call unpacks under /tmp serves later
 # calls while the machine is warm (30 s after a call: keep them close, or peers and ours no longer
 # share a machine). numba, pytest, rich, typer and hypothesis are on the machine. On the device, in this
 # order, each with timeout_s 600; minutes as measured on an H200:
@@ -47,6 +47,7 @@ files=${GPU_FILES:-.gpu}
 out=${OUT:-$files/out}
 shared=${SHARED:-../shared}
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
+packages=${UNPACKED:-/tmp}/prefixtree-packages
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=$files/data/airline_rollouts.jsonl.gz
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -74,8 +75,8 @@ unpack() {
 # our own code and, where it is packed, flash-attn-4: behind ours, its archive has packages of its own
 ours() {
   export PYTHONPATH=$PWD$outer
-  ! unpack "$files/fa4.tar.xz" "$fa4" ||
-    PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages:$PWD/$files/bench
+  ! unpack "$files/fa4.tar.xz" "$fa4" || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages
+  ! unpack "$files/packages.tar.xz" "$packages" || PYTHONPATH=$PYTHONPATH:$packages
   python3 -c 'from importlib.metadata import version as v
 print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||
     { failed+=("$1 (packages)"); return 1; }
@@ -90,9 +91,10 @@ pack() {
   cp "$shared"/data/airline_rollouts.jsonl.gz "$files/data/"
   git rev-parse --short HEAD >"$files/commit"
   [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
-  # flash-attn-4 needs einops, which its archive leaves to the machine; beside peers.py they are found
+  # flash-attn-4 needs einops, which its archive leaves to the machine
   python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper liger-kernel
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$files/bench"; done
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  tar cJf "$files/packages.tar.xz" -C "$work/site" .
   rm -r "$work"
   if [[ ! -s $files/fa4.tar.xz ]]; then
     "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
@@ -121,7 +123,8 @@ peers() {
   local name=$1 limit=$2 selection=$3 workloads
   shift 3
   if unpack "$files/fa4.tar.xz" "$fa4"; then
-    export PYTHONPATH=$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages$outer
+    unpack "$files/packages.tar.xz" "$packages" || failed+=("$name (no $files/packages.tar.xz)")
+    export PYTHONPATH=$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages:$packages$outer
   else
     export PYTHONPATH=${outer#:}
     failed+=("$name (no flash-attn-4: no $files/fa4.tar.xz)")
