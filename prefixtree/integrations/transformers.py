@@ -125,19 +125,22 @@ def prefixtree_attention(
     return out.unsqueeze(0), None
 
 
+# what attention modules call it that they slide
+_SLIDING = {"layer_type": "sliding_attention", "is_sliding": True, "is_local_attention": True}
+
+
 def _slides(module: nn.Module) -> bool:
     """Whether the configuration says so; some models put the window into their mask alone."""
     layer_types: Any = getattr(module.config, "layer_types", None)
     if not layer_types or "sliding_attention" not in layer_types:
         return False
-    kind: Any = None
     if torch.compiler.is_compiling():
-        # a layer's number would be a graph a layer: most know their type
-        kind = getattr(module, "layer_type", None)
-    if kind is None:
-        index: Any = getattr(module, "layer_idx", None)
-        kind = None if index is None else layer_types[index]
-    return bool(kind == "sliding_attention")
+        # a layer's number would be a graph a layer: most know what they are
+        for name, sliding in _SLIDING.items():
+            if (known := getattr(module, name, None)) is not None:
+                return bool(known == sliding)
+    index: Any = getattr(module, "layer_idx", None)
+    return index is not None and bool(layer_types[index] == "sliding_attention")
 
 
 def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
