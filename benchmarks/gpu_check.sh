@@ -112,7 +112,8 @@ tests() {
   ours tests && cuda tests || return
   # exit code 5, nothing selected, is a failure too
   limited tests_gpu 420 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py ${PYTEST_ARGS:-}
+    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py tests/test_logprobs.py tests/test_liger.py \
+    ${PYTEST_ARGS:-}
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -m "not gpu" -p no:benchmark -p no:cacheprovider \
     tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
