@@ -65,8 +65,7 @@ def ordinary_attention(
             f"the attention mask has {attention_mask.shape[-1]} keys, the layer {keys}: "
             f"{_LOST_CACHE}"
         )
-    is_first = not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
-    if is_first and (length > 1 or attention_mask is None):
+    if shows_positions(module) and (length > 1 or attention_mask is None):
         _check_positions(kwargs.get("position_ids"), attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or length != keys):
@@ -96,6 +95,12 @@ def ordinary_attention(
         module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
     )
     return out, None
+
+
+def shows_positions(module: nn.Module) -> bool:
+    """Whether positions are looked at here: in the first layer, once a forward. Not in compiled
+    code, where nobody may look, and where asking for a layer's number would be a graph a layer."""
+    return not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
 
 
 def ordinary_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:

@@ -23,7 +23,11 @@ from prefixtree.integrations.families import (
     check_config,
     supported_model_types,
 )
-from prefixtree.integrations.ordinary import ordinary_attention, ordinary_mask
+from prefixtree.integrations.ordinary import (
+    ordinary_attention,
+    ordinary_mask,
+    shows_positions,
+)
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask
@@ -105,8 +109,7 @@ def prefixtree_attention(
     if kwargs.get("output_router_logits"):
         raise UnsupportedError(ROUTER_LOGITS)
     check_config(module.config, module.training)
-    # not in compiled code, where a layer's number would be a graph a layer
-    if not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0:
+    if shows_positions(module):
         _check_positions(kwargs.get("position_ids"), tree_mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
