@@ -28,6 +28,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from prefixtree.kernels.triton import head
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
     prepare_kernel,
@@ -36,7 +37,6 @@ from prefixtree.kernels.triton.backward import (
 )
 from prefixtree.kernels.triton.configs import Choice, Config, choose
 from prefixtree.kernels.triton.forward import forward_kernel
-from prefixtree.kernels.triton.head import gradient_kernel, score_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
@@ -77,18 +77,31 @@ def compiled(
     kernel: Any, values: dict[str, Any], config: Config, capability: int, dtype: str
 ) -> Any:
     """The kernel compiled for `sm_<capability>`."""
-    signature: dict[str, str] = {}
-    aligned: dict[tuple[int], Any] = {}
-    for i, name in enumerate(kernel.arg_names):
-        signature[name] = kind = _type(kernel, name, values, dtype)
-        if kind.startswith("*") or name.endswith(("_token", "_head")):
-            aligned[(i,)] = [["tt.divisibility", 16]]
-    names = kernel.arg_names
-    fixed = {(names.index(k),): v for k, v in values.items() if k in names}
+    signature = {name: _type(kernel, name, values, dtype) for name in kernel.arg_names}
+    aligned = [
+        name
+        for name, kind in signature.items()
+        if kind.startswith("*") or name.endswith(("_token", "_head"))
+    ]
     options: dict[str, Any] = {"num_warps": config.warps, "num_stages": config.stages}
     if config.registers:
         options["maxnreg"] = config.registers
-    source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
+    return _built(kernel, signature, values, aligned, capability, options)
+
+
+def _built(
+    kernel: Any,
+    signature: dict[str, str],
+    values: dict[str, Any],
+    aligned: Iterable[str],
+    capability: int,
+    options: dict[str, Any],
+) -> Any:
+    """From types by name, compile-time values, what is a multiple of 16, and launch options."""
+    at = {name: (i,) for i, name in enumerate(kernel.arg_names)}
+    fixed = {at[name]: value for name, value in values.items() if name in at}
+    divisible: dict[Any, Any] = {at[name]: [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs=fixed, attrs=divisible)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -195,26 +208,19 @@ def _helpers(capability: int, dtype: str) -> None:
         for kernel in (prepare_kernel, reduce_kernel):
             # outside a tile, HEADS and ROWS mean what they mean to `launch`
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
-        for kernel in (score_kernel, gradient_kernel):
-            _head(kernel, {"SOFTCAP": on, "ENTROPY": on, "BLOCK": 4096}, capability, dtype)
+        for kernel in (head.score_kernel, head.gradient_kernel):
+            _head(kernel, on, capability, dtype)
 
 
-def _head(kernel: Any, values: dict[str, Any], capability: int, dtype: str) -> Any:
-    """A kernel of the head, as kernels/triton/head.py launches it."""
-    logits, names = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}, kernel.arg_names
-    others = {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
-    fixed = dict.fromkeys(values, "constexpr")
-    signature = {name: (logits | others | fixed).get(name, "*fp32") for name in names}
-    aligned = {
-        (names.index(x),): [["tt.divisibility", 16]]
-        for x in ("X", "INTO", "vocabulary")
-        if x in names
-    }
-    constants = {(names.index(k),): v for k, v in values.items()}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
-    return triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}
-    )
+def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
+    """A kernel of the head, as kernels/triton/head.py launches it, with its features or without."""
+    values = {"SOFTCAP": is_on, "ENTROPY": is_on, "BLOCK": head.BLOCK}
+    types = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}
+    types |= {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(values, "constexpr")
+    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
+    aligned = [name for name in ("X", "INTO", "vocabulary") if name in signature]
+    return _built(kernel, signature, values, aligned, capability, {"num_warps": head.WARPS})
 
 
 CANDIDATES = {

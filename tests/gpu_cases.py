@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from attention_checks import Case
 from strategies import mask_of
 
 from prefixtree import PrefixForest, TreeMask
+from prefixtree.cli.compare import Meter
 
 HALVES = [torch.bfloat16, torch.float16]
 # of tree_attention, and of what is asked of it besides out
@@ -25,3 +28,12 @@ def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
 
 def inputs_of(case: Case) -> list[torch.Tensor]:
     return [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Peak memory of a second run, beyond what was held."""
+    run()
+    with Meter(torch.device("cuda")) as meter:
+        run()
+    assert meter.peak_bytes is not None
+    return meter.peak_bytes

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
-from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of
+from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of, peak_bytes
+from head_checks import exact_columns
 from models import build, ragged_sequences
 from strategies import random_forest
 
@@ -281,12 +282,7 @@ def test_peak_memory_is_what_the_formula_says() -> None:
         out = tree_attention(*inputs, mask)
         return [out, *torch.autograd.grad(out, inputs, case.dout)]
 
-    update()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    update()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(update)
     tables = [t for t in mask.plan._tables.values() if t.slots.is_cuda]
     accumulators = max(len(t.slots) * t.k_spans.shape[1] for t in tables) * kv_heads * 2 * dim * 4
     rows = heads * tokens
@@ -324,17 +320,13 @@ def test_a_head_of_a_real_vocabulary(vocabulary: int, rule: dict) -> None:
     temperature = torch.linspace(0.5, 1.5, 64, device="cuda").index_fill_(0, target[:9] % 64, 1.0)
     grad = torch.randn(64, 2, generator=g, device="cuda")
     assert logprobs._kernels_for(x) is fused
-    exact = x.double().requires_grad_()
-    z = LogitRule(**rule).apply(exact) / temperature[:, None]
-    logp = z.log_softmax(-1)
-    want = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1)
-    (dx,) = torch.autograd.grad((want * grad).sum(), exact)
+    want, dx = exact_columns(x, target, temperature, LogitRule(**rule), grad)
     error = {}
     for kernels in (eager_head, fused):
         out, into = torch.empty_like(grad), torch.empty_like(x)
         kernels.score(x.clone(), target, temperature, LogitRule(**rule), out)
         kernels.gradient(x, target, temperature, LogitRule(**rule), out, grad, into)
-        gaps = [(a.double() - b).abs().max() for a, b in ((out, want.detach()), (into, dx))]
+        gaps = [(a.double() - b).abs().max() for a, b in ((out, want), (into, dx))]
         error[kernels] = [float(gap) for gap in gaps]
     for ours_error, torch_error in zip(error[fused], error[eager_head], strict=True):
         assert ours_error <= 4 * torch_error + 1e-5, error
@@ -352,12 +344,7 @@ def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:
         )
         torch.autograd.grad(out.sum(), (hidden, weight))
 
-    update()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    update()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = peak_bytes(update)
     # the logits of a chunk, the gradients of four; the weight's gradient in float32, a product
     # that joins it and the one returned
     formula = 2 * (1 + 4) * 2**26 + (4 + 2 + 2) * weight.numel()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from head_checks import columns_of, exact_columns
 from triton_tiles import DEVICE, DTYPES
 
 from prefixtree.kernels import head as eager
@@ -67,7 +68,7 @@ def kernels(request, monkeypatch):
     if params is not None and params.params.get("head") == "fused":
         monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
         # several steps over a small vocabulary, the last one not full
-        monkeypatch.setattr(fused, "_BLOCK", 16)
+        monkeypatch.setattr(fused, "BLOCK", 16)
 
 
 def scored(case, head, rule, with_entropy=True, chunk=None):
@@ -104,11 +105,8 @@ def oracle(case, rule, with_entropy=True):
     x = x * rule.scale
     if rule.softcap:
         x = rule.softcap * torch.tanh(x / rule.softcap)
-    logp = (x / case.temperature.double()[:, None]).log_softmax(-1)
-    columns = [logp[torch.arange(len(logp)), case.target]]
-    if with_entropy:
-        columns.append(-(logp.exp() * logp).sum(-1))
-    out = torch.stack(columns, -1)
+    z = x / case.temperature.double()[:, None]
+    out = columns_of(z, case.target)[:, : 2 if with_entropy else 1]
     wanted = Case(hidden, weight, bias, case.target, case.temperature, case.cotangent.double())
     return out, gradients(out, wanted)
 
@@ -259,9 +257,8 @@ def exact_logits(logits: torch.Tensor, temperature: float) -> Case:
 
 def _plain_float32(case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """What an eager trainer does: log_softmax of float32 logits."""
-    logp = (F.linear(case.hidden, case.weight) / case.temperature[:, None]).log_softmax(-1)
-    chosen = logp.gather(1, case.target[:, None])[:, 0]
-    out = torch.stack([chosen, -(logp.exp() * logp).sum(-1)], -1)
+    z = F.linear(case.hidden, case.weight) / case.temperature[:, None]
+    out = columns_of(z, case.target)
     return out, gradients(out, case)
 
 
@@ -279,9 +276,7 @@ def test_large_logits_lose_no_more_than_eager(head, magnitude, temperature):
     eager, eager_grads = _plain_float32(case)
     # the reference starts from the same rounded quotients: no method can know better ones
     z = (case.weight.detach().t() / case.temperature[:, None]).double().requires_grad_()
-    logp = z.log_softmax(-1)
-    chosen = logp.gather(1, case.target[:, None])[:, 0]
-    expected = torch.stack([chosen, -(logp.exp() * logp).sum(-1)], -1)
+    expected = columns_of(z, case.target)
     (dz,) = torch.autograd.grad((expected * case.cotangent.double()).sum(), z)
     dweight = (dz / case.temperature.double()[:, None]).t()
     out, eager, expected = out.detach(), eager.detach(), expected.detach()
@@ -393,16 +388,12 @@ def test_many_chunks_do_not_round_the_weights_gradient_again_and_again():
             case.temperature[part],
             case.cotangent[part],
         )
-        logp = F.linear(piece.hidden, weight).float().log_softmax(-1)
-        chosen = logp.gather(1, piece.target[:, None])[:, 0]
-        out = torch.stack([chosen, -(logp.exp() * logp).sum(-1)], -1)
+        out = columns_of(F.linear(piece.hidden, weight).float(), piece.target)
         naive += gradients(out, piece)[1]
     assert error(ours) < 1e-2
     assert error(ours) < 0.5 * error(naive)
     # not worse than eager's single product by more than rounding
-    logp = F.linear(case.hidden, case.weight).float().log_softmax(-1)
-    chosen = logp.gather(1, case.target[:, None])[:, 0]
-    eager = gradients(torch.stack([chosen, -(logp.exp() * logp).sum(-1)], -1), case)[1]
+    eager = gradients(columns_of(F.linear(case.hidden, case.weight).float(), case.target), case)[1]
     assert error(ours) <= 1.2 * error(eager) + 1e-4
 
 
@@ -429,16 +420,13 @@ def test_autocast_makes_logits_in_its_dtype_and_gradients_in_the_weights():
 @pytest.mark.parametrize("rule", _RULES)
 def test_the_kernels_are_as_exact_as_torchs_operations(rule, dtype, columns):
     """As near to float64 on the same logits, the gradient beside them and in their place."""
-    rows, vocabulary = 6, 2 * fused._BLOCK + 77
+    rows, vocabulary = 6, 2 * fused.BLOCK + 77
     g = torch.Generator().manual_seed(2)
     x = (torch.randn(rows, vocabulary, generator=g) * 8).to(dtype)
-    target = torch.tensor([0, vocabulary - 1, fused._BLOCK, fused._BLOCK - 1, 5, 2 * fused._BLOCK])
+    target = torch.tensor([0, vocabulary - 1, fused.BLOCK, fused.BLOCK - 1, 5, 2 * fused.BLOCK])
     temperature = torch.tensor([1.0, 0.7, 1.0, 3.0, 0.1, 1.0])
     grad = torch.randn(rows, columns, generator=g)
-    exact = x.double().requires_grad_()
-    logp = (_RULES[rule].apply(exact) / temperature[:, None]).log_softmax(-1)
-    want = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1)
-    (dx,) = torch.autograd.grad((want[:, :columns] * grad).sum(), exact)
+    want, dx = exact_columns(x, target, temperature, _RULES[rule], grad)
     error = {}
     for kernels, device in ((eager, "cpu"), (fused, DEVICE)):
         given = [y.clone().to(device) for y in (x, target, temperature)]
@@ -449,7 +437,7 @@ def test_the_kernels_are_as_exact_as_torchs_operations(rule, dtype, columns):
         kernels.gradient(*given, _RULES[rule], out, grad.to(device), given[0])
         torch.testing.assert_close(given[0], into.to(dtype), rtol=0, atol=0)
         gaps = [(a.cpu() - b).abs().max() / b.abs().max()
-                for a, b in ((out, want.detach()[:, :columns]), (into, dx))]  # fmt: skip
+                for a, b in ((out, want), (into, dx))]  # fmt: skip
         error[kernels] = [float(gap) for gap in gaps]
     for ours, torchs in zip(error[fused], error[eager], strict=True):
         # near the softcap both lose 1 - tanh^2 to the rounding of tanh
@@ -463,10 +451,7 @@ def test_logits_of_minus_infinity_have_no_part():
     fused.score(x, target, temperature, LogitRule(), out)
     fused.gradient(x, target, temperature, LogitRule(), out, torch.ones_like(out), into)
     finite = x.double().cpu().clamp(min=-1e3).requires_grad_()
-    logp = finite.log_softmax(-1)
-    want = torch.stack(
-        [logp.gather(1, target.cpu()[:, None])[:, 0], -(logp.exp() * logp).sum(-1)], 1
-    )
+    want = columns_of(finite, target.cpu())
     (gradient,) = torch.autograd.grad(want.sum(), finite)
     assert_close(out.cpu(), want.detach(), 1e-6)
     assert_close(into.cpu(), gradient, 1e-6)

@@ -193,9 +193,8 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
     """Triton's kernels if they compile here, with a warning if they should and do not."""
-    if torch.version.hip is not None or devices.capability(device) < (8, 0):
-        return eager
-    if find_spec("triton") is None:
+    is_served = torch.version.hip is None and devices.capability(device) >= (8, 0)
+    if not is_served or find_spec("triton") is None:
         return eager
     try:
         from prefixtree.kernels.triton import head as fused

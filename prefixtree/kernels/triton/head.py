@@ -9,6 +9,8 @@ Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the e
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from prefixtree.kernels.head import LogitRule
 from prefixtree.kernels.triton.primitives import squash
 
 # columns of a step: 16 a thread
-_BLOCK, _WARPS = 4096, 8
+BLOCK, WARPS = 4096, 8
 # slices of arrays, that begin anywhere: another chunk must not compile anything
 _OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD")
 
@@ -162,21 +164,7 @@ def score(
     out: torch.Tensor,
 ) -> None:
     """As `kernels.head.score`; all contiguous."""
-    rows, vocabulary = logits.shape
-    with devices.current(logits.device):
-        score_kernel[(rows,)](
-            logits,
-            target,
-            temperature,
-            out,
-            vocabulary,
-            rule.scale,
-            rule.softcap,
-            SOFTCAP=rule.softcap > 0,
-            ENTROPY=out.shape[1] == 2,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+    _launch(score_kernel, rule, logits, target, temperature, out)
 
 
 def gradient(
@@ -189,20 +177,21 @@ def gradient(
     into: torch.Tensor,
 ) -> None:
     """As `kernels.head.gradient`; all contiguous."""
+    _launch(gradient_kernel, rule, logits, target, temperature, out, grad, into)
+
+
+def _launch(kernel: Any, rule: LogitRule, *arrays: torch.Tensor) -> None:
+    """A program a row; the kernels begin with the same four arrays."""
+    logits, _, _, out, *_ = arrays
     rows, vocabulary = logits.shape
     with devices.current(logits.device):
-        gradient_kernel[(rows,)](
-            logits,
-            target,
-            temperature,
-            out,
-            grad,
-            into,
+        kernel[(rows,)](
+            *arrays,
             vocabulary,
             rule.scale,
             rule.softcap,
             SOFTCAP=rule.softcap > 0,
             ENTROPY=out.shape[1] == 2,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
