@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -104,6 +105,26 @@ def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
     return lambda hidden: head
 
 
+@dataclass
+class Reference:
+    """What every side of a case is held against.
+
+    Attributes:
+        rows: int64, picked. exact: log p of those rows and the gradient of their hidden states, in
+            float64. eager: its results, of all rows.
+    """
+
+    rows: torch.Tensor
+    exact: list[torch.Tensor]
+    eager: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, case: Case) -> Reference:
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randperm(len(case.target), generator=generator)[:PICKED].to(case.target.device)
+        return cls(rows, exact(case, rows), case.results("eager"))
+
+
 def exact(case: Case, rows: torch.Tensor) -> list[torch.Tensor]:
     """log p of those rows, and the gradient of their hidden states, in float64."""
     hidden = case.hidden[rows].detach().double().requires_grad_()
@@ -114,13 +135,14 @@ def exact(case: Case, rows: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), dhidden]
 
 
-def check(found: list[torch.Tensor], eager: list[torch.Tensor], case: Case, rows: Any) -> Row:
+def check(found: list[torch.Tensor], known: Reference) -> Row:
     """The worst errors over their limits, and what is red."""
     row: Row = {"red": []}
-    eps = torch.finfo(case.hidden.dtype).eps
+    eager = known.eager
+    eps = torch.finfo(eager[1].dtype).eps
     names = ("log p", "hidden")
-    for key, got, base, want in zip(names, found, eager, exact(case, rows), strict=False):
-        error, plain = ((x[rows].double() - want).abs().max() for x in (got, base))
+    for key, got, base, want in zip(names, found, eager, known.exact, strict=False):
+        error, plain = ((x[known.rows].double() - want).abs().max() for x in (got, base))
         row[f"{key} error"] = float(error / (2 * plain + 2 * eps * want.abs().max()))
         if not row[f"{key} error"] <= 1:
             row["red"].append(f"{key} is {row[f'{key} error']:.2f} times its limit from float64")
@@ -131,12 +153,10 @@ def check(found: list[torch.Tensor], eager: list[torch.Tensor], case: Case, rows
     return row
 
 
-def run_side(side: str, case: Case, eager: list[torch.Tensor], options: argparse.Namespace) -> Row:
+def run_side(side: str, case: Case, known: Reference, options: argparse.Namespace) -> Row:
     """Checks, then times, a side of a case."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randperm(len(case.target), generator=generator)[:PICKED].to(options.device)
     with patch.object(logprobs, "_kernels_for", kernels_of(side)):
-        row = check(case.results(side), eager, case, rows)
+        row = check(case.results(side), known)
         if row["red"]:
             return row
         with torch.no_grad():
@@ -184,12 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(options)
     for shape in options.heads:
         case = Case.of(shape, options)
-        eager = case.results("eager")
+        known = Reference.of(case)
         for side in options.sides:
-
-            def one(side: str = side, case: Case = case, eager: Any = eager) -> Row:
-                return run_side(side, case, eager, options)
-
+            one = partial(run_side, side, case, known, options)
             row = report.attempt({"head": shape, "side": side}, one)
             print(
                 f"{shape}, {side}: {verdict(row) or format(row['ms'], '.2f') + ' ms'}", flush=True

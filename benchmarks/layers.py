@@ -216,11 +216,16 @@ def over_limit(found: dict[str, float], allowed: dict[str, float], dtype: str) -
     return {"worst": worst, "error_over_limit": shares[worst], "red": red}
 
 
-def check_sides(sides: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def check_sides(
+    sides: Sequence[str], options: argparse.Namespace, layers_by: str = "transformers"
+) -> dict[str, dict[str, Any]]:
     """Each side on a small batch of ragged responses against float32, before anything is timed.
 
     Two layers of full width with few tokens in the vocabulary: log-probabilities, entropies and
     every parameter's gradient, against eager attention of every sequence alone.
+
+    Args:
+        layers_by: `faster_layers` of the sides; the reference stays as transformers has it.
 
     Returns:
         `over_limit` by side.
@@ -235,7 +240,7 @@ def check_sides(sides: Sequence[str], options: argparse.Namespace) -> dict[str, 
     del eager
     allowed = _errors(base, exact)
     model = build(options.dtype)
-    faster_layers(model, getattr(options, "layers_by", "transformers"))
+    faster_layers(model, layers_by)
     out = {}
     for side in sides:
         try:

@@ -402,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.sides = [side for side in options.sides if side not in gone]
     if options.profile is not None:
         options.profile.write_text("")
-    checks = check_sides(options.sides, options)
+    checks = check_sides(options.sides, options, options.layers_by)
     report = Report(options, checks=checks, peak_tflops=options.peak, layers_by=options.layers_by)
     cases = dict(cases_of(options))
     for layers in options.layers:

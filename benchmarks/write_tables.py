@@ -279,8 +279,10 @@ def layer(data: dict[str, Any]) -> str:
         cells = [f"{prompt:,} x {count}"]
         for side in ("fa2", "fa4", "own", "grouper", "packed"):
             row = sides[side]
-            gib = f"{row['peak_with_held_bytes'] / 2**30:.1f}" if "ms" in row else ""
-            cells.append(f"{row['ms']:.1f} / {gib}" if "ms" in row else "out of memory")
+            if "ms" in row:
+                cells.append(f"{row['ms']:.1f} / {row['peak_with_held_bytes'] / 2**30:.1f}")
+            else:
+                cells.append("out of memory")
         gains, bound = sides["packed"]["speedup"], sides["packed"].get("of_bound")
         cells += [
             f"{gains[side]:.2f}x" if side in gains else "" for side in ("fa2", "fa4", "grouper")
