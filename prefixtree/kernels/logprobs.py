@@ -20,13 +20,13 @@ from prefixtree.kernels import devices
 from prefixtree.kernels import head as eager
 from prefixtree.kernels.head import LogitRule
 
-# logits held at once. On a CPU blocks of 16 MiB, which malloc reuses: larger ones come fresh from
-# the kernel for every operation, measured 4x slower
+# logits held at once, beside float32 copies of them. On a CPU blocks of 16 MiB, which malloc
+# reuses: larger ones come fresh from the kernel for every operation, measured 4x slower
 _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
-# chunks whose rows join one product for the weight's gradient in half precision: adding a product
-# of [V, d] to the float32 sum takes as long as the product itself over the 400 rows of a chunk
+# bytes of logits at once where nothing is held beside them: each chunk's part of the weight's
+# gradient, [V, d], is added to a float32 sum, which takes as long as a product of 400 rows
 # (1.2 ms on an H200 with V 151,936 and d 4,096)
-_JOINED = 4
+_FUSED_BYTES = 1 << 29
 
 
 def linear_logprobs(
@@ -43,13 +43,13 @@ def linear_logprobs(
 
     Logits are made in hidden's dtype (autocast's where it is on), as an eager head makes them, and
     everything after in float32. The backward makes them again, chunk by chunk, and sums the
-    weight's gradient in float32; in half precision it holds the gradients of four chunks of logits.
+    weight's gradient in float32.
 
     Args:
         hidden [E, d], weight [V, d], bias [V] or None.
         target: int64 [E]. temperature: float32 [E].
-        chunk: rows at once; unless said, as many as keep chunk x V near 2^26 (2^22 on
-            a CPU).
+        chunk: rows at once; unless said, as many as keep the logits near 512 MiB with the Triton
+            kernels, and chunk x V near 2^26 (2^22 on a CPU) without.
 
     Returns:
         float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats.
@@ -58,6 +58,8 @@ def linear_logprobs(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     rows = chunk_rows(weight.shape[0], hidden.device, chunk)
+    if chunk is None and _kernels_for(hidden) is not eager:
+        rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
     return _LinearLogprobs.apply(
         hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype
     )
@@ -143,41 +145,53 @@ class _LinearLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if need_hidden else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        num_rows, joined = hidden.shape[0], None
-        if dweight is not None and ctx.dtype != torch.float32:
-            held = min(num_rows, _JOINED * ctx.rows)
-            joined = hidden.new_empty(held, weight.shape[0], dtype=ctx.dtype)
         kernels = _kernels_for(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weights = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
-            for at in range(0, num_rows, ctx.rows):
+            for at in range(0, hidden.shape[0], ctx.rows):
                 part = slice(at, at + ctx.rows)
                 h = hidden[part].to(ctx.dtype)
-                logits = F.linear(h, *weights)
-                dx = logits
-                if joined is not None:
-                    begin = at % len(joined)
-                    dx = joined[begin : begin + len(h)]
+                dx = F.linear(h, *weights)
                 rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
-                kernels.gradient(logits, *rest, dx)
+                # logits until here, and in their place their gradient
+                kernels.gradient(dx, *rest, dx)
                 if dbias is not None:
                     dbias += dx.sum(0, dtype=torch.float32)
                 if dhidden is not None:
                     dhidden[part] = dx @ weights[0]
-                if dweight is not None and joined is None:
-                    dweight.addmm_(dx.t(), h)
-                elif dweight is not None and joined is not None:
-                    rows, end = begin + len(h), at + len(h)
-                    if rows == len(joined) or end == num_rows:
-                        dweight += joined[:rows].t() @ hidden[end - rows : end].to(ctx.dtype)
+                if dweight is not None:
+                    _add_product(dweight, dx.t(), h)
                 # not beside the next chunk's
-                del logits, dx
+                del dx
         return (
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * 6,
         )
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, total in float32: in one call and without rounding a b where torch can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif not torch.compiler.is_compiling() and _adds_in_float32(total.device):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@cache
+def _adds_in_float32(device: torch.device) -> bool:
+    """Whether torch adds products of half precision to a float32 sum here: newer ones, on CUDA."""
+    if device.type != "cuda":
+        return False
+    try:
+        ones, total = torch.ones(8, 8, device=device).bfloat16(), torch.ones(8, 8, device=device)
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return bool((total == 9).all())
 
 
 def _kernels_for(hidden: torch.Tensor) -> ModuleType:
