@@ -23,7 +23,8 @@
 #   9. memory       2 to 4
 #  10. update       2.5
 #  11. head         1
-#  12. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
+#  12. liger        3.5   its layers in the families it serves
+#  13. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
@@ -112,11 +113,17 @@ tests() {
   ours tests && cuda tests || return
   # exit code 5, nothing selected, is a failure too
   limited tests_gpu 420 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py tests/test_logprobs.py tests/test_liger.py \
+    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py tests/test_logprobs.py \
     ${PYTEST_ARGS:-}
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -m "not gpu" -p no:benchmark -p no:cacheprovider \
     tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
+}
+
+liger() {
+  ours liger && cuda liger || return
+  limited liger 300 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
+    tests/test_liger.py
 }
 
 # peers NAME SECONDS SELECTION PEER...: peers.py on the workloads that a slice of NAMES selects
@@ -214,7 +221,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|head|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|head|liger|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -6,6 +6,7 @@ Legend: T packed tokens, R replicated tokens, P prompt tokens, N responses.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -250,6 +251,10 @@ def check_sides(
             out[side] = {"red": [f"{type(problem).__name__}: {problem}"[:300]]}
             continue
         out[side] = over_limit(_errors(run, exact), allowed, options.dtype)
+    # nothing of this model in what is measured after: its memory, the code compiled for its shapes
+    del model
+    gc.collect()
+    torch._dynamo.reset()
     return out
 
 

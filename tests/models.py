@@ -177,7 +177,8 @@ class Objective:
 
     def loss(self, logprobs: Sequence[Any], entropy: Sequence[Any]) -> torch.Tensor:
         """The objective's value."""
-        terms = zip(logprobs, entropy, self.weights, strict=True)
+        weights = (w.to(p.device) for w, p in zip(self.weights, logprobs, strict=True))
+        terms = zip(logprobs, entropy, weights, strict=True)
         return sum((p * w[:, 0]).sum() + (e * w[:, 1]).sum() for p, e, w in terms)
 
 
@@ -221,14 +222,15 @@ class Run:
 def run_replicated(model: Any, objective: Objective) -> Run:
     """Every sequence alone through the model; gradients add up over the sequences."""
     model.zero_grad(set_to_none=True)
+    device = next(model.parameters()).device
     logprobs, entropy = [], []
     for i, tokens in enumerate(objective.sequences):
-        ids = torch.from_numpy(tokens)
+        ids = torch.from_numpy(tokens).to(device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
         log_p = (logits.float() / objective.temperatures[i]).log_softmax(-1)
-        scored = torch.ones(len(tokens) - 1)
+        scored = torch.ones(len(tokens) - 1, device=device)
         if objective.loss_masks is not None:
-            scored = torch.from_numpy(objective.loss_masks[i][1:]).float()
+            scored = torch.from_numpy(objective.loss_masks[i][1:]).to(scored)
         logprobs.append(log_p.gather(1, ids[1:, None])[:, 0] * scored)
         entropy.append(-(log_p.exp() * log_p).sum(-1) * scored)
     objective.loss(logprobs, entropy).backward()

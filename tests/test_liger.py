@@ -3,64 +3,68 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import sys
 from typing import Any
 
 import pytest
 import torch
-from models import build, ragged_sequences
+from models import (
+    build,
+    cases,
+    errors,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+    run_packed,
+    run_replicated,
+)
 
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.families import LIGER_LAYERS
 
 liger = pytest.importorskip("liger_kernel.transformers", reason="needs liger-kernel")
 
-# what it replaces for every model of the process
-REPLACED = {
-    "qwen3": ["apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP"],
-    "llama": ["apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"],
-}
 
-
-def patch(model: Any, model_type: str, monkeypatch: pytest.MonkeyPatch, **layers: bool) -> None:
-    """`apply_liger_kernel_to_...(model=model)`, undone after the test."""
-    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    for name in REPLACED[model_type]:
-        monkeypatch.setattr(modeling, name, getattr(modeling, name))
-    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
-    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=True, **layers)
-
-
-def run(model: Any, packed: pt.PackedForest) -> list[torch.Tensor]:
-    """Log-probabilities and entropies in one, then every gradient."""
-    scores = sequence_logprobs(model, packed, return_entropy=True)
-    out = torch.cat([*scores.logprobs, *scores.entropy])
-    return [out.detach(), *torch.autograd.grad(out.sum(), list(model.parameters()))]
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts back what Liger replaces in transformers' modules, for every model of the process."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            for attribute, value in list(vars(module).items()):
+                monkeypatch.setattr(module, attribute, value)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
-@pytest.mark.parametrize("model_type", list(REPLACED))
-def test_its_forward(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_its_forward(model_type: str) -> None:
     """With its fused loss, which scoring does not ask for; again and again."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        found = run_packed(model, ragged_packed(), ragged_objective())
+        return [*found.logprobs, *found.entropy, *found.gradients.values()]
+
     model = build(model_type)
-    packed = pt.pack(pt.PrefixForest.from_sequences(ragged_sequences(1)))
-    want = run(copy.deepcopy(model), packed)
-    patch(model, model_type, monkeypatch, rope=False, rms_norm=False, swiglu=False)
+    want = run(copy.deepcopy(model))
+    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": True}
+    apply(model=model, rope=False, rms_norm=False, swiglu=False, **losses)
     theirs = model.forward
     assert theirs.__module__.startswith("liger_kernel")
     for _ in range(2):
-        assert all(map(torch.equal, run(model, packed), want))
+        assert all(map(torch.equal, run(model), want))
         assert model.forward == theirs
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model_type", list(REPLACED))
-def test_its_layers(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(model_type).to("cuda")
-    packed = pt.pack(pt.PrefixForest.from_sequences(ragged_sequences(1))).to("cuda")
-    want = run(copy.deepcopy(model), packed)
-    patch(model, model_type, monkeypatch, rope=True, rms_norm=True, swiglu=True)
-    assert "Liger" in repr(model)
-    for got, exact in zip(run(model, packed), want, strict=True):
-        gap = float((got - exact).abs().max() / exact.abs().max())
-        assert gap < 1e-4
+@pytest.mark.parametrize("model_type", cases(LIGER_LAYERS))
+def test_its_layers(model_type: str) -> None:
+    """As verl applies them with `use_liger=True`: packed, and every sequence alone."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    model, alone = (build(model_type, kind).to("cuda") for kind in ("prefixtree", "eager"))
+    for each in (model, alone):
+        _apply_liger_kernel_to_instance(model=each, fused_linear_cross_entropy=False, swiglu=True)
+        assert "Liger" in repr(each)
+    objective = ragged_objective()
+    packed = pack_sequences(objective.sequences).to("cuda")
+    found = errors(run_packed(model, packed, objective), run_replicated(alone, objective))
+    assert found.largest < 1e-4, found

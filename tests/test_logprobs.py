@@ -339,7 +339,7 @@ def test_half_precision_gradients_come_back_in_their_own_dtype(head, dtype):
 @pytest.mark.parametrize("head", ["linear", "fused"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 20, 21, 22, 80])
 def test_every_row_is_in_the_weights_gradient_once(chunk, head):
-    """The rows of several chunks join one product, the last ones fewer: none lost, none twice."""
+    """The last chunk has fewer: none lost, none twice."""
     torch.manual_seed(0)
     rows, vocabulary = 83, 11
     # a column a row: each row's gradient of the weight stands alone

@@ -175,19 +175,20 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a b, total in float32: in one call and without rounding a b where torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif not torch.compiler.is_compiling() and _adds_in_float32(total.device):
+    elif total.device.type == "cpu":
+        # most CPUs have no products of half precision that are faster
+        total.addmm_(a.float(), b.float())
+    elif not torch.compiler.is_compiling() and _adds_in_float32(total.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
 
 @cache
-def _adds_in_float32(device: torch.device) -> bool:
-    """Whether torch adds products of half precision to a float32 sum here: newer ones, on CUDA."""
-    if device.type != "cuda":
-        return False
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds products of half precision to a float32 sum here: newer ones do."""
+    ones, total = torch.ones(8, 8, device=device, dtype=dtype), torch.ones(8, 8, device=device)
     try:
-        ones, total = torch.ones(8, 8, device=device).bfloat16(), torch.ones(8, 8, device=device)
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
     except (TypeError, RuntimeError):
         return False

@@ -25,7 +25,6 @@ COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
     [
         ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
         ("model_options", {"use_fused_kernels": True}, "use_fused_kernels=True"),
-        ("model_options", {"use_liger": True}, "use_liger=True"),
         ("model_options", {"enable_activation_offload": True}, "enable_activation_offload=True"),
         ("model_options", {"mtp": MtpConfig(enable=True)}, "mtp.enable=True"),
         ("engine", {"qat": QATEngineConfig(enable=True)}, "qat.enable=True"),
@@ -48,6 +47,16 @@ def test_models_that_take_images_and_unknown_families(models: Path) -> None:
     del hf_config.vision_config
     hf_config.model_type = "stablelm"
     with pytest.raises(UnsupportedError, match="'stablelm' is not verified"):
+        refusals.check_settings(model_config, engine_config)
+
+
+def test_ligers_layers_where_they_are_verified(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    model_config, engine_config = worker.model_config, worker.engine_config
+    model_config.use_liger = True
+    refusals.check_settings(model_config, engine_config)
+    model_config.hf_config.model_type = "qwen3_moe"
+    with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of qwen3_moe"):
         refusals.check_settings(model_config, engine_config)
 
 

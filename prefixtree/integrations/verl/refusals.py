@@ -13,7 +13,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import check_config
+from prefixtree.integrations.families import LIGER_LAYERS, check_config
 
 
 def check_settings(model_config: Any, engine_config: Any) -> None:
@@ -39,8 +39,9 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
             "set it to False (log-probabilities are computed in chunks here anyway)",
         ),
         (
-            model_config.use_liger,
-            "use_liger=True is not verified on packed forests; set it to False",
+            model_config.use_liger and hf_config.model_type not in LIGER_LAYERS,
+            f"use_liger=True is not verified on packed forests of {hf_config.model_type}, only of "
+            f"{', '.join(LIGER_LAYERS)}; set it to False",
         ),
         (
             model_config.enable_activation_offload,
