@@ -108,7 +108,8 @@ def table(rows: Sequence[Row], sides: Sequence[str], fits: dict[str, Row | None]
         mine = {row["side"]: row for row in rows if (row["prompt"], row["count"]) == key}
         cells = [f"{key[0]:,}", str(key[1])]
         for side in sides:
-            row = mine[side]
+            # absent where the run was cut short
+            row = mine.get(side, {})
             peak = row.get("peak_with_held_bytes")
             cells.append(verdict(row)[:20] if peak is None else f"{peak / GIB:.2f}")
         out.add_row(*cells)

@@ -251,6 +251,33 @@ def model(data: dict[str, Any]) -> str:
     return f"{line}\n\n{_table([*head, 'MFU'], rows)}"
 
 
+def layers_by(data: dict[str, Any]) -> str:
+    """The update with layers made faster by others; a later run of a kind replaces its rows."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for run in data["runs"]:
+        sides = found.setdefault(run["layers_by"], {})
+        sides |= {row["side"]: row for row in run["rows"]}
+    rows = []
+    for kind, sides in found.items():
+        times = [f"{sides[side]['seconds']:.2f}" for side in ("own", "packed")]
+        gain = sides["own"]["seconds"] / sides["packed"]["seconds"]
+        mfu = f"{sides['packed']['mfu']:.1%}"
+        rows.append([kind, *times, f"{gain:.2f}x", mfu])
+    head = ["layers by", "own backend, replicated, s", "packed, s", "packed is", "MFU"]
+    line = _machine(data["runs"][0]["environment"], "transformers", "liger-kernel")
+    return f"{line}\n\n{_table(head, rows)}"
+
+
+def head(data: dict[str, Any]) -> str:
+    """The head alone: time and memory beside all logits at once."""
+    rows = []
+    for row in data["rows"]:
+        cells = [row["head"], row["side"], f"{row['forward_ms']:.1f}", f"{row['ms']:.1f}"]
+        rows.append([*cells, f"{row['peak_bytes'] / 2**30:.1f}"])
+    names = ["head, 8,192 rows", "by", "forward ms", "with backward", "GiB"]
+    return f"{_machine(data['environment'])}\n\n{_table(names, rows)}"
+
+
 def depth(data: dict[str, Any]) -> str:
     """Attention over forests of every depth against the replicated batch."""
     rows = []
@@ -396,7 +423,7 @@ def replaced(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Replaces what stands between the markers of docs/performance.md and README.md."""
     page = PAGE.read_text()
-    on_gpu = (attention, backends, depth, layer, model, update)
+    on_gpu = (attention, backends, depth, layer, model, layers_by, head, update)
     for write in (packing, sdpa_cpu, *on_gpu, compiled, micro_batches, verl_balance):
         name = write.__name__
         folder = "h200/" if write in on_gpu else ""

@@ -53,7 +53,7 @@ def test_models_that_take_images_and_unknown_families(models: Path) -> None:
 def test_ligers_layers_where_they_are_verified(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     model_config, engine_config = worker.model_config, worker.engine_config
-    model_config.use_liger = True
+    object.__setattr__(model_config, "use_liger", True)  # frozen
     refusals.check_settings(model_config, engine_config)
     model_config.hf_config.model_type = "qwen3_moe"
     with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of qwen3_moe"):
