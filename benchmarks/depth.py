@@ -10,32 +10,22 @@ Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. 
     branching  2, 4 or 8 children a node (so 7, 4 or 3 levels above 64 leaves) with nodes of 64 to
                2,048 tokens, in as many trees as give about 524,288 replicated tokens
 
-The packed side is held against float64 first (`checks.py`), the replicated side against the packed
-one; red prints no times. The FLOP bound is the ratio of visible pairs, which are all that attention
-computes; efficiency is the speed-up over it. It passes 1 where our kernels do a pair faster than
-FA2: so the replicated batch also runs through our own backend, and `own_efficiency` is that time
-over the packed one, again over the bound: what the tree costs the kernels.
+Checks, sides and the FLOP bound are those of `against.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-from attention import size
-from checks import NAMES, check
+from against import compare, settle, sided
 from plots import COLOURS, LABELS, figure, line, name, save, ticks
-from replicated import missing, pairs, peer
 from rich.table import Table
-from suite import GIB, Report, Row, measure, number, parse, parser, verdict
+from suite import GIB, Report, Row, number, parse, parser, verdict
 from workloads import forest_of, full
 
-from prefixtree import PrefixForest, tree_attention
-from prefixtree.cli.bench import LIMITS, Replication, Setting
+from prefixtree import PrefixForest
 
 PATH, TOKENS = 4096, 524_288
 # children a node, level by level: always 128 leaves, in an order in which the bound grows
@@ -70,99 +60,6 @@ def branching_forest(branching: int, node: int, scale: float) -> PrefixForest:
     count = count if scale >= 0.5 else min(count, 2)
     tree = full([length] * levels, [branching] * forks)
     return forest_of(tree * count)
-
-
-def run_case(forest: PrefixForest, options: argparse.Namespace, own: dict[Row, Row]) -> Row:
-    """Checks, then times, of one forest; `own` keeps what was measured of equal batches."""
-    heads = (*options.heads, options.head_dim)
-    setting = Setting(options.device, options.dtype, *heads, options.backend)
-    sides = Replication(forest, setting)
-    lengths = forest.sequence_lengths.tolist()
-    bound = sum(n * (n + 1) // 2 for n in lengths) / pairs(forest)
-    row: Row = {
-        "replicated": forest.num_replicated_tokens,
-        "distinct": forest.num_tokens,
-        "sequences": forest.num_sequences,
-        "nodes": forest.num_nodes,
-        "bound": bound,
-        "replicated_by": sides.name,
-    }
-
-    inputs = [x.detach().requires_grad_() for x in sides.inputs]
-    mask = sides.packed.mask
-    out, lse = tree_attention(*inputs, mask, backend=options.backend, return_lse=True)
-    gradients = torch.autograd.grad(out, inputs, sides.dout)
-    got = dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
-    del out, lse, gradients
-    with torch.no_grad():
-        verdicts = check(*sides.inputs, sides.dout, got, forest, options.check_heads)
-    del got
-    row["check"] = {v.name: {"worst": v.worst, "mean": v.mean} for v in verdicts}
-    row["red"] = [v.name for v in verdicts if v.is_red]
-    if row["red"]:
-        return row
-    row["replicated_check"] = {}
-    green = []
-    for side in options.sides:
-        try:
-            sides.pieces = pieces_of(side, sides, options)
-            row["replicated_check"][side] = found = sides.check()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:
-            # a peer that cannot run does not take the others with it
-            row["red"].append(f"{side}: {type(problem).__name__}: {problem}"[:200])
-            continue
-        wrong = [name for name, gap in found.items() if not gap <= LIMITS[options.dtype]]
-        row["red"] += [f"{side} {name}" for name in wrong]
-        green += [] if wrong else [side]
-
-    def packed() -> object:
-        result = tree_attention(*inputs, mask, backend=options.backend)
-        return torch.autograd.grad(result, inputs, sides.dout)
-
-    row["held_bytes"] = size(*inputs, sides.dout)
-    row["times"] = times = {"packed": measure(packed, options)}
-    for side in green:
-        key = (side, *lengths)
-        # the depth sweep replicates to the same batch again and again
-        if key not in own:
-            sides.pieces = pieces_of(side, sides, options)
-            own[key] = replicated_times(sides, options)
-        times[side] = own[key]
-    row["speedup"] = {side: times[side]["ms"] / times["packed"]["ms"] for side in green}
-    row["efficiency"] = {side: row["speedup"][side] / bound for side in green}
-    return row
-
-
-def pieces_of(side: str, sides: Replication, options: argparse.Namespace) -> list[Any]:
-    """`Replication.pieces` with another's attention."""
-    lengths = iter(sides.packed.forest.sequence_lengths.tolist())
-    out = []
-    for rows, _ in sides.pieces:
-        some: list[int] = []
-        while sum(some) < len(rows):
-            some.append(next(lengths))
-        dtype = getattr(torch, options.dtype)
-        out.append((rows, (side, peer(side, some, sides.device, dtype, options.backend))))
-    return out
-
-
-def replicated_times(sides: Replication, options: argparse.Namespace) -> Row:
-    """Of all pieces, summed; the peak is the whole batch's: the pieces' inputs and results."""
-    total: Row = {"ms": 0.0, "peak_bytes": 0, "held_bytes": 0}
-    for rows, (_, attend) in sides.pieces:
-        inputs = [x[rows].requires_grad_() for x in sides.inputs]
-        dout = sides.upstream[rows]
-
-        def run(attend: Any = attend, inputs: Any = inputs, dout: Any = dout) -> object:
-            return torch.autograd.grad(attend(*inputs), inputs, dout)
-
-        piece = measure(run, options)
-        total["ms"] += piece["ms"]
-        total["peak_bytes"] += piece["peak_bytes"] or 0
-        total["held_bytes"] += size(*inputs, dout)
-    return total
 
 
 # ---- output -------------------------------------------------------------------------------------
@@ -238,20 +135,14 @@ def plot(report: Report, sides: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every case was green."""
     what = parser(__doc__)
-    what.add_argument("--heads", nargs=2, type=int, default=(32, 8), metavar=("H", "HK"))
-    what.add_argument("--head-dim", type=int, default=128)
-    what.add_argument("--check-heads", type=int, default=1, help="kv heads held against float64")
-    what.add_argument("--sides", nargs="+", default=["fa2", "fa4", "own"])
+    sided(what, ("fa2", "fa4", "own"))
     what.add_argument("--depths", nargs="*", type=int, default=list(FORKS), choices=list(FORKS))
     what.add_argument("--nodes", nargs="*", type=int, default=list(NODES))
     options = parse(what, arguments)
-    if options.is_tiny:
-        options.heads, options.head_dim = (4, 2), 32
     if options.read is not None:
         return finish(Report.read(options))
-    options.skipped = [s for s in options.sides if missing(s, options.device)]
-    options.sides = [s for s in options.sides if s not in options.skipped]
-    report, own = Report(options, sides=options.sides), {}
+    settle(options)
+    report, known = Report(options, sides=options.sides), {}
     cases = [
         ({"case": f"depth {d}", "sweep": "depth", "depth": d}, depth_forest(d, options.scale))
         for d in options.depths
@@ -262,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case |= {"branching": branching, "node": node, "depth": forks + 1}
             cases.append((case, branching_forest(branching, node, options.scale)))
     for case, forest in cases:
-        row = report.attempt(case, lambda forest=forest: run_case(forest, options, own))
+        row = report.attempt(case, lambda forest=forest: compare(forest, options, known))
         side = options.sides[0]
         if side in row.get("times", {}):
             reached = f"{row['speedup'][side]:.2f}x over {side}, bound {row['bound']:.2f}x"

@@ -24,14 +24,15 @@
 #  10. update       2.5
 #  11. head         1
 #  12. liger        3.5   its layers in the families it serves
-#  13. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
+#  13. peers        6   every workload against replication and FlexAttention; the dense ceilings
+#  14. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
 #
 # `tune` comes before all of them where choices are still open; `attention` is Triton alone (the table
-# beside the peers), `peers_all` times replicated batches on every workload too, which no target asks
-# for. Without flash-attn-4 unpacked its sides are skipped, said so in their JSON.
+# beside the peers of the shared script, peers_a and peers_b). Without flash-attn-4 unpacked its sides
+# are skipped, said so in their JSON.
 # Then here, with the files that came back:
 #
 #   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
@@ -39,9 +40,9 @@
 #
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
-# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto),
-# PYTEST_ARGS and ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS, HEAD_ARGS add to
-# a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
+# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto), PYTEST_ARGS and
+# ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS,
+# HEAD_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -126,8 +127,8 @@ liger() {
     tests/test_liger.py
 }
 
-# peers NAME SECONDS SELECTION PEER...: peers.py on the workloads that a slice of NAMES selects
-peers() {
+# shared_peers NAME SECONDS SELECTION PEER...: the shared peers.py on the workloads that a slice of NAMES selects
+shared_peers() {
   local name=$1 limit=$2 selection=$3 workloads
   shift 3
   if unpack "$files/fa4.tar.xz" "$fa4"; then
@@ -145,15 +146,13 @@ print(*$selection, sep='\n')")
 }
 
 # two halves: peers.py writes its file at the end, and a command cut at 600 s would leave nothing
-peers_a() { peers peers_a 580 'NAMES[:5]' prototype flex fa4tree; }
+peers_a() { shared_peers peers_a 580 'NAMES[:5]' prototype flex fa4tree; }
 
 peers_b() {
   # where nothing is shared the replicated peers are the target
-  peers peers_documents 100 '[n for n in NAMES if n.startswith("documents")]' fa2 fa4
-  peers peers_b 480 'NAMES[5:]' prototype flex fa4tree
+  shared_peers peers_documents 100 '[n for n in NAMES if n.startswith("documents")]' fa2 fa4
+  shared_peers peers_b 480 'NAMES[5:]' prototype flex fa4tree
 }
-
-peers_all() { peers peers_all 580 '[n for n in NAMES if not n.startswith("documents")]' fa2 fa4; }
 
 attention() {
   ours attention || return
@@ -184,6 +183,8 @@ suite() {
 }
 
 depth() { suite depth 560 ${DEPTH_ARGS:-}; }
+
+peers() { suite peers 575 --rollouts "$rollouts" ${PEERS_ARGS:-}; }
 
 layer() { suite layer 575 ${LAYER_ARGS:-}; }
 
@@ -221,7 +222,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|peers_all|tune|sanitize|depth|layer|model|memory|head|liger|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -17,6 +17,7 @@ COLOURS = {
     "fa2": "#d7301f",
     "fa4": "#fdae61",
     "grouper": "#8c6bb1",
+    "flex": "#8c6bb1",
     "bound": "#777777",
 }
 LABELS = {
@@ -25,6 +26,7 @@ LABELS = {
     "fa2": "replicated, FA2",
     "fa4": "replicated, flash-attn-4",
     "grouper": "prefix-grouper",
+    "flex": "FlexAttention over the forest",
     "bound": "FLOP bound",
 }
 

@@ -31,6 +31,8 @@ def missing(name: str, device: str) -> str | None:
     """Why a side cannot run here."""
     if name == "fa4" and (device == "cpu" or not _has("flash_attn.cute")):
         return "flash-attn-4 is not installed, or there is no GPU"
+    if name == "flex" and device == "cpu":
+        return "FlexAttention has no backward on a CPU"
     if name == "grouper" and not _has("prefix_grouper"):
         return "prefix-grouper is not installed"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.cli.estimate import visible_pairs
 
 NAMES = (
+    "against",
     "depth",
     "grouper",
     "head",
@@ -27,6 +29,7 @@ NAMES = (
     "layers",
     "memory",
     "model",
+    "peers",
     "planning",
     "plots",
     "replicated",
@@ -88,6 +91,82 @@ def test_depth(scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert scripts.depth.main(["--read", str(out), "--plot", str(again)]) == 0
     assert again.stat().st_size > 20_000
     assert "5 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_peers(scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    some = ["--workloads", "4K then 4-2-2-1 x 1K", "documents 32 x 4K", "--scale", "0.01"]
+    assert scripts.peers.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    data = result(out)
+    tree, apart, dense, matrices = data["rows"]
+    assert data["environment"]["skipped"] == ["fa4", "flex"]
+    assert tree["replicated"] == 16 * 80 and tree["bound"] > 1.5 and apart["bound"] == 1
+    for row in (tree, apart):
+        assert set(row["times"]) == {"packed", "fa2", "own"} and set(row["speedup"]) == {
+            "fa2",
+            "own",
+        }
+    pairs = 4 * 82 * 83 / 2
+    assert dense["case"] == "dense causal, 4 x 82" and dense["side"] == "own"
+    useful = 4 * 32 * 4 * pairs
+    assert dense["forward_tflops"] == pytest.approx(useful / dense["forward_ms"] / 1e9)
+    assert dense["backward_tflops"] == pytest.approx(2.5 * useful / dense["backward_ms"] / 1e9)
+    assert matrices["forward_tflops"] > 0 and picture.stat().st_size > 10_000
+    assert scripts.peers.main(["--read", str(out)]) == 0
+    assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_dense_attention_is_the_same_by_every_kernel(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's kernels by the one that a CPU has; and one that is not causal is red."""
+    everything = dict.fromkeys(scripts.peers.SDPA, scripts.peers.SDPBackend.MATH)
+    monkeypatch.setattr(scripts.peers, "SDPA", everything)
+    options = SimpleNamespace(
+        device="cpu",
+        dtype="float32",
+        heads=(4, 2),
+        head_dim=32,
+        scale=0.005,
+        backend="auto",
+        repeats=1,
+    )
+    known: dict[str, Any] = {}
+    assert scripts.peers.ceiling("own", known, options)["red"] == []
+    found = scripts.peers.ceiling("cudnn", known, options)
+    assert found["red"] == [] and set(found["check"]) == {"out", "dq", "dk", "dv"}
+    right = scripts.peers.dense
+    monkeypatch.setattr(
+        scripts.peers, "dense", lambda side, count, *rest: right(side, count // 2, 82, options)
+    )
+    found = scripts.peers.ceiling("fa2", known, options)
+    assert "out" in found["red"] and "forward_ms" not in found
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+def test_flex_attention_sees_the_tree(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    mask = pack(scripts.depth.depth_forest(3, 0.01)).mask
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(mask.num_tokens, h, 16, generator=generator) for h in (4, 2, 2))
+    expected = tree_attention(q, k, v, mask)
+    torch.testing.assert_close(scripts.against.flex(mask)(q, k, v), expected)
+
+
+@pytest.mark.parametrize(("attend", "is_right"), [(tree_attention, True), (causal, False)])
+def test_what_runs_over_the_forest_is_checked_as_well(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attend: Any, is_right: bool
+) -> None:
+    monkeypatch.setattr(scripts.against, "missing", lambda side, device: None)
+    monkeypatch.setattr(scripts.against, "flex", lambda mask: partial(attend, mask=mask))
+    some = ["--workloads", "4K then 4-2-2-1 x 1K", "--scale", "0.01", "--ceilings"]
+    out = tmp_path / "peers.json"
+    code = scripts.peers.main([*TINY, *some, "--sides", "own", "flex", "--out", str(out)])
+    (row,) = result(out)["rows"]
+    assert code == (not is_right) and ("flex out" in row["red"]) == (not is_right)
+    sides = {"own", "flex"} if is_right else {"own"}
+    assert set(row["speedup"]) == sides and set(row["times"]) == {"packed", *sides}
+    assert set(row["efficiency"]) == {"own"}
 
 
 def test_depth_bounds_by_hand(scripts: Any) -> None:
@@ -254,7 +333,7 @@ def test_the_script_has_the_steps(tmp_path: Path) -> None:
 def test_depth_is_red_where_the_tree_is_ignored(
     scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(scripts.depth, "tree_attention", causal)
+    monkeypatch.setattr(scripts.against, "tree_attention", causal)
     out = tmp_path / "depth.json"
     assert scripts.depth.main([*TINY, "--depths", "4", "--nodes", "--out", str(out)]) == 1
     row = result(out)["rows"][0]

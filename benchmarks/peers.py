@@ -1,0 +1,221 @@
+"""The ten workloads against all that attends to the same batch today, and the dense ceilings.
+
+    python benchmarks/peers.py --rollouts FILE --out peers.json --plot peers.png   # on a GPU
+    python benchmarks/peers.py --device cpu --scale 0.01 --repeats 1               # every code path
+
+Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Sides: packed, by
+`--backend`; the replicated batch through FA2 ("fa2"), flash-attn-4 ("fa4") and our own backend
+("own"); the forest through FlexAttention ("flex"). Checks and the bound are those of `against.py`.
+
+Ceilings: what kernels reach without any tree, dense causal attention of 4 sequences of 8,192 tokens
+by flash-attn-4, cuDNN, FA2 and our own backend, held against each other before they are timed, and
+a product of bf16 matrices. TF are useful TFLOP/s, forward 4 D H x pairs, backward 2.5 times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from against import compare, settle, sided
+from attention import median_ms, scaled
+from plots import COLOURS, LABELS, figure, name, save
+from replicated import missing, peer
+from rich.table import Table
+from suite import Report, Row, number, parse, parser, verdict
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from workloads import AIRLINE, NAMES, workload
+
+from prefixtree.cli.bench import LIMITS, Attention, differences
+
+SEQUENCES, TOKENS = 4, 8192
+CEILINGS = ("own", "fa4", "cudnn", "fa2")
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+MATRIX = 8192
+
+
+def dense(side: str, count: int, tokens: int, options: argparse.Namespace) -> Attention:
+    """Causal attention of `count` equal sequences, q, k and v [count x tokens, heads, head dim]."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    if side == "own":
+        return peer(side, [tokens] * count, device, dtype, options.backend)
+    if side == "fa4":
+        from flash_attn.cute.interface import flash_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = [x.view(count, tokens, *x.shape[1:]) for x in (q, k, v)]
+        if side == "fa4":
+            out = flash_attn_func(*rows, causal=True)
+            return (out[0] if isinstance(out, tuple) else out).flatten(0, 1)
+        rows = [x.transpose(1, 2) for x in rows]
+        with sdpa_kernel(SDPA[side]):
+            out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def scaled_tokens(options: argparse.Namespace) -> int:
+    """Of a sequence of the ceilings."""
+    return max(16, round(TOKENS * options.scale))
+
+
+def ceiling(side: str, known: dict[str, Any], options: argparse.Namespace) -> Row:
+    """Checks against the first side that ran, then times, dense attention."""
+    count, tokens = SEQUENCES, scaled_tokens(options)
+    heads, kv_heads = options.heads
+    device = torch.device(options.device)
+    generator = torch.Generator(device).manual_seed(0)
+    where: dict[str, Any] = {"generator": generator, "device": device}
+    where["dtype"] = getattr(torch, options.dtype)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    q, k, v, dout = (torch.randn(count * tokens, h, options.head_dim, **where) for h in sizes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    attend = dense(side, count, tokens, options)
+
+    out = attend(*inputs)
+    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+    results = [out.detach(), *backward()]
+    row: Row = {"red": []}
+    if "results" in known:
+        row["check"] = differences(results, known["results"])
+        limit = LIMITS[options.dtype]
+        row["red"] = [key for key, gap in row["check"].items() if not gap <= limit]
+        if row["red"]:
+            return row
+    else:
+        known |= {"results": results, "side": side}
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    timed = partial(median_ms, device=device, repeats=options.repeats, warm_ups=2)
+    row["forward_ms"], _ = timed(forward)
+    row["backward_ms"], _ = timed(backward)
+    useful = 4.0 * options.head_dim * heads * count * tokens * (tokens + 1) / 2
+    row["forward_tflops"] = useful / row["forward_ms"] / 1e9
+    row["backward_tflops"] = 2.5 * useful / row["backward_ms"] / 1e9
+    return row
+
+
+def product(options: argparse.Namespace) -> Row:
+    """A square product of matrices in the dtype."""
+    n = max(16, round(MATRIX * options.scale))
+    generator = torch.Generator(options.device).manual_seed(0)
+    where: dict[str, Any] = {"generator": generator, "device": options.device}
+    a, b = (torch.randn(n, n, **where).to(getattr(torch, options.dtype)) for _ in range(2))
+    run: Callable[[], object] = partial(torch.matmul, a, b)
+    ms, _ = median_ms(run, torch.device(options.device), options.repeats, 2)
+    return {"red": [], "forward_ms": ms, "forward_tflops": 2.0 * n**3 / ms / 1e9}
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def speedups(row: Row, sides: Sequence[str]) -> list[str]:
+    """Cells: each side's milliseconds and what packed is over it."""
+    cells = []
+    for side in sides:
+        known = side in row["speedup"]
+        cells.append(f"{row['times'][side]['ms']:.2f}" if known else "")
+        cells.append(f"{row['speedup'][side]:.2f}" if known else "")
+    return cells
+
+
+def table(rows: Sequence[Row], sides: Sequence[str]) -> Table:
+    """A line a workload; then the ceilings."""
+    out = Table(box=None, pad_edge=False)
+    out.add_column("case", no_wrap=True)
+    for column in ("distinct", "replicated", "bound", "packed ms"):
+        out.add_column(column, justify="right", no_wrap=True)
+    for side in sides:
+        for what in (f"{side} ms", "x"):
+            out.add_column(what, justify="right", no_wrap=True)
+    for row in rows:
+        if "side" in row:
+            cells = [f"{row['case']}, {row['side']}"]
+            rates = [number(row, f"{key}_tflops", ".0f") for key in ("forward", "backward")]
+            out.add_row(*cells, verdict(row)[:60] or f"{' / '.join(filter(None, rates))} TF")
+            continue
+        cells = [row["case"], number(row, "distinct", ",d"), number(row, "replicated", ",d")]
+        if "times" not in row:
+            out.add_row(*cells, verdict(row)[:60])
+            continue
+        cells += [f"{row['bound']:.2f}x", f"{row['times']['packed']['ms']:.2f}"]
+        out.add_row(*cells, *speedups(row, sides), verdict(row)[:40])
+    return out
+
+
+def plot(report: Report, sides: Sequence[str]) -> None:
+    """Speed-up of packed over each side, a group of bars a workload."""
+    rows = [row for row in report.rows if row.get("speedup")]
+    fig, (axis,) = figure(1, f"packed attention over others', {report.where}")
+    fig.set_size_inches(11, 4.4)
+    width = 0.8 / len(sides)
+    for i, side in enumerate(sides):
+        at = [x + (i - (len(sides) - 1) / 2) * width for x in range(len(rows))]
+        y = [row["speedup"].get(side, float("nan")) for row in rows]
+        axis.bar(at, y, width, color=COLOURS[side], label=LABELS[side])
+    for x, row in enumerate(rows):
+        label = LABELS["bound"] if x == 0 else None
+        ends = (x - 0.42, x + 0.42)
+        axis.plot(ends, [row["bound"]] * 2, "--", color="#222222", linewidth=1, label=label)
+    axis.set_xticks(range(len(rows)), [row["case"] for row in rows], fontsize=7, rotation=20)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    name(axis, "", "time over packed, forward + backward")
+    save(fig, report.options.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every case was green."""
+    what = parser(__doc__)
+    sided(what, ("fa2", "fa4", "own", "flex"))
+    add = what.add_argument
+    add("--workloads", nargs="*", choices=NAMES, metavar="NAME", default=list(NAMES))
+    add("--rollouts", type=Path, help=f"the file that {AIRLINE!r} reads")
+    add("--ceilings", nargs="*", choices=CEILINGS, default=list(CEILINGS))
+    options = parse(what, arguments)
+    if options.read is not None:
+        return finish(Report.read(options))
+    settle(options)
+    if options.rollouts is None and AIRLINE in options.workloads:
+        options.workloads.remove(AIRLINE)
+        options.skipped.append(AIRLINE)
+        print(f"{AIRLINE!r} was skipped: give --rollouts")
+    report = Report(options, sides=options.sides)
+    for title in options.workloads:
+        forest = scaled(workload(title, options.rollouts), options.scale, "heaviest")
+        row = report.attempt({"case": title}, partial(compare, forest, options, {}))
+        over = ", ".join(f"{gain:.2f}x {side}" for side, gain in row.get("speedup", {}).items())
+        print(f"{title}: {verdict(row) or over}", flush=True)
+    known: dict[str, Any] = {}
+    is_cpu = torch.device(options.device).type == "cpu"
+    for side in options.ceilings:
+        # torch's FA2 and cuDNN are those of GPUs
+        if not (missing(side, options.device) or (is_cpu and side in SDPA)):
+            case = {"case": f"dense causal, {SEQUENCES} x {scaled_tokens(options):,}", "side": side}
+            report.attempt(case, partial(ceiling, side, known, options))
+    if options.ceilings:
+        case = {"case": "product of two square matrices", "side": options.dtype}
+        report.attempt(case, partial(product, options))
+    return finish(report)
+
+
+def finish(report: Report) -> int:
+    """Draws, prints; the exit code."""
+    sides = report.facts["sides"]
+    if report.options.plot is not None and any(row.get("speedup") for row in report.rows):
+        plot(report, sides)
+    return report.finish(table(report.rows, sides))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
