@@ -24,6 +24,10 @@ from prefixtree.integrations.families import LIGER_LAYERS
 liger = pytest.importorskip("liger_kernel.transformers", reason="needs liger-kernel")
 
 
+# its experts multiply float32 in TF32, which is tl.dot's default
+EXPERTS = ("deepseek_v2", "deepseek_v3", "hunyuan_v1_moe", "mixtral", "qwen3_moe")
+
+
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts back what Liger replaces in transformers' modules, for every model of the process."""
@@ -55,7 +59,7 @@ def test_its_forward(model_type: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model_type", cases(LIGER_LAYERS))
+@pytest.mark.parametrize("model_type", cases(LIGER_LAYERS + EXPERTS))
 def test_its_layers(model_type: str) -> None:
     """As verl applies them with `use_liger=True`: packed, and every sequence alone."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
@@ -67,4 +71,4 @@ def test_its_layers(model_type: str) -> None:
     objective = ragged_objective()
     packed = pack_sequences(objective.sequences).to("cuda")
     found = errors(run_packed(model, packed, objective), run_replicated(alone, objective))
-    assert found.largest < 1e-4, found
+    assert found.largest < (1e-3 if model_type in EXPERTS else 1e-4), found
