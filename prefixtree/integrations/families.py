@@ -103,7 +103,7 @@ _FAMILIES: dict[str, Family] = {
 }
 
 # whose norms, rotary embeddings and MLPs may be Liger Kernel's (tests/test_liger.py, on a GPU).
-# Mixtures of experts are not yet: its experts multiply float32 in TF32, so packed and alone differ
+# Not yet where it replaces experts too: they multiply float32 in TF32, so packed and alone differ
 # by 2e-4 to 4e-4
 LIGER_LAYERS = (
     "exaone4",
