@@ -10,14 +10,14 @@ is what the tree costs the kernels.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from attention import size
-from checks import NAMES, check
-from replicated import missing, pairs, peer
+from attention import results_of, size
+from checks import check
+from replicated import pairs, peer, skip_missing
 from suite import Row, measure
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
@@ -40,8 +40,7 @@ def settle(options: argparse.Namespace) -> None:
     """Small heads for tiny runs; sides that cannot run here are skipped."""
     if options.is_tiny:
         options.heads, options.head_dim = (4, 2), 32
-    options.skipped = [side for side in options.sides if missing(side, options.device)]
-    options.sides = [side for side in options.sides if side not in options.skipped]
+    skip_missing(options)
 
 
 def compare(forest: PrefixForest, options: argparse.Namespace, known: dict[Any, Row]) -> Row:
@@ -62,29 +61,19 @@ def compare(forest: PrefixForest, options: argparse.Namespace, known: dict[Any, 
     if row["red"]:
         return row
     row["held_bytes"] = size(*sides.inputs, sides.dout)
-    row["times"] = times = {"packed": measure(partial(attend_packed, sides, ours(sides)), options)}
+    row["times"] = times = {"packed": measure(sides.attend_packed, options)}
     row["replicated_check"] = {}
     for side in options.sides:
         try:
-            run = flex(sides.packed.mask) if side in PACKED else None
-            if run is None:
-                sides.pieces = pieces_of(side, sides, options)
-                found = sides.check()
+            if side in PACKED:
+                found, time = over_forest(sides, options)
             else:
-                found = differences(attend_packed(sides, run), attend_packed(sides, ours(sides)))
+                found, time = over_copies(side, sides, options, known)
             row["replicated_check"][side] = found
             wrong = [name for name, gap in found.items() if not gap <= LIMITS[options.dtype]]
             row["red"] += [f"{side} {name}" for name in wrong]
-            if wrong:
-                continue
-            if run is not None:
-                times[side] = measure(partial(attend_packed, sides, run), options)
-                continue
-            # the depth sweep replicates to the same batch again and again
-            key = (side, *lengths)
-            if key not in known:
-                known[key] = replicated_times(sides, options)
-            times[side] = known[key]
+            if not wrong:
+                times[side] = time()
         except torch.OutOfMemoryError:
             raise
         except Exception as problem:
@@ -97,28 +86,40 @@ def compare(forest: PrefixForest, options: argparse.Namespace, known: dict[Any, 
     return row
 
 
-def ours(sides: Replication) -> Attention:
-    """`tree_attention` over the forest, by the setting's backend."""
-    return partial(tree_attention, mask=sides.packed.mask, backend=sides.setting.backend)
-
-
-def attend_packed(sides: Replication, attend: Attention) -> list[torch.Tensor]:
-    """out, dq, dk and dv of the packed tokens."""
-    inputs = [x.detach().requires_grad_() for x in sides.inputs]
-    out = attend(*inputs)
-    return [out.detach(), *torch.autograd.grad(out, inputs, sides.dout)]
-
-
 def exactness(sides: Replication, forest: PrefixForest, options: argparse.Namespace) -> Row:
     """The packed side's errors against float64, and what is red."""
-    inputs = [x.detach().requires_grad_() for x in sides.inputs]
-    out, lse = ours(sides)(*inputs, return_lse=True)
-    gradients = torch.autograd.grad(out, inputs, sides.dout)
-    got = dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+    attend = partial(tree_attention, mask=sides.packed.mask, backend=options.backend)
+    got = results_of(attend, [x.detach().requires_grad_() for x in sides.inputs], sides.dout)
     with torch.no_grad():
         verdicts = check(*sides.inputs, sides.dout, got, forest, options.check_heads)
     found = {v.name: {"worst": v.worst, "mean": v.mean} for v in verdicts}
     return {"check": found, "red": [v.name for v in verdicts if v.is_red]}
+
+
+# how far a side is from the packed one, and what times it
+Compared = tuple[dict[str, float], Callable[[], Row]]
+
+
+def over_forest(sides: Replication, options: argparse.Namespace) -> Compared:
+    """Of FlexAttention."""
+    run = partial(sides.attend_packed, flex(sides.packed.mask))
+    return differences(run(), sides.attend_packed()), partial(measure, run, options)
+
+
+def over_copies(
+    side: str, sides: Replication, options: argparse.Namespace, known: dict[Any, Row]
+) -> Compared:
+    """Of the replicated batch by a side's attention."""
+    sides.pieces = pieces_of(side, sides, options)
+
+    def time() -> Row:
+        # the depth sweep replicates to the same batch again and again
+        key = (side, *sides.packed.forest.sequence_lengths.tolist())
+        if key not in known:
+            known[key] = replicated_times(sides, options)
+        return known[key]
+
+    return sides.check(), time
 
 
 def pieces_of(side: str, sides: Replication, options: argparse.Namespace) -> list[Any]:
@@ -151,9 +152,9 @@ def replicated_times(sides: Replication, options: argparse.Namespace) -> Row:
     return total
 
 
-def flex(mask: TreeMask) -> Attention:
-    """FlexAttention over the forest, its block mask made from the tree's rule beforehand."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def block_mask(mask: TreeMask) -> Any:
+    """FlexAttention's block lists of a forest, on its device."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
     end, tokens = mask.subtree_end, mask.num_tokens
 
@@ -162,12 +163,17 @@ def flex(mask: TreeMask) -> Attention:
 
     # in eager it holds tokens x tokens
     make = torch.compile(create_block_mask)
-    block_mask = make(visible, None, None, tokens, tokens, device=str(mask.device))
-    run = torch.compile(flex_attention, dynamic=False)
+    return make(visible, None, None, tokens, tokens, device=str(mask.device))
+
+
+def flex(mask: TreeMask) -> Attention:
+    """FlexAttention over the forest, its block mask made beforehand."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    blocks, run = block_mask(mask), torch.compile(flex_attention, dynamic=False)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        out = run(*rows, block_mask=block_mask, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return run(*rows, block_mask=blocks, enable_gqa=True)[0].transpose(0, 1)
 
     return attend

@@ -148,6 +148,46 @@ def memory_formula(
     }
 
 
+# ---- what an attention gives, and takes ----------------------------------------------------------
+
+
+def results_of(
+    attend: Callable[..., Any], inputs: Sequence[torch.Tensor], dout: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """out, lse and the gradients, by the names of `checks.py`."""
+    out, lse = attend(*inputs, return_lse=True)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    return dict(zip(RESULTS, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+def times_of(
+    attend: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    pairs: int,
+    repeats: int,
+    warm_ups: int,
+) -> Row:
+    """Medians of forward and backward apart, what the host pays, TF of so many visible pairs."""
+    device, (_, heads, head_dim) = dout.device, inputs[0].shape
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return attend(*inputs)
+
+    row: Row = {}
+    timed = partial(median_ms, device=device, repeats=repeats, warm_ups=warm_ups)
+    row["forward_ms"], row["forward_all_ms"] = timed(forward)
+    backward = partial(torch.autograd.grad, attend(*inputs), inputs, dout, retain_graph=True)
+    row["backward_ms"], row["backward_all_ms"] = timed(backward)
+    if device.type == "cuda":
+        row["forward_host_us"], row["backward_host_us"] = host_us(forward), host_us(backward)
+    useful = 4.0 * head_dim * heads * pairs
+    row["forward_tflops"] = useful / row["forward_ms"] / 1e9
+    row["backward_tflops"] = 2.5 * useful / row["backward_ms"] / 1e9
+    return row
+
+
 # ---- one case -----------------------------------------------------------------------------------
 
 
@@ -192,15 +232,14 @@ def measure(
     mask = pack(forest).mask.to(device)
     q, k, v, dout = draw(forest, shape, getattr(torch, options.dtype), device)
     row["flash_work"] = flash_work(mask.plan, 0)
-    attend = partial(tree_attention, backend=backend, deterministic=options.deterministic)
+    attend = partial(
+        tree_attention, mask=mask, backend=backend, deterministic=options.deterministic
+    )
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     start = time.perf_counter()
-    out, lse = attend(*inputs, mask, return_lse=True)
-    gradients = torch.autograd.grad(out, inputs, dout)
-    got = dict(zip(RESULTS, (out.detach(), lse.detach(), *gradients), strict=True))
+    got = results_of(attend, inputs, dout)
     row["first_call_s"] = time.perf_counter() - start
-    del out, lse, gradients
     start = time.perf_counter()
     with torch.no_grad():
         verdicts = check(q, k, v, dout, got, forest, options.check_heads)
@@ -211,30 +250,13 @@ def measure(
     if row["red"]:
         return row
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return attend(*inputs, mask)
-
-    def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(attend(*inputs, mask), inputs, dout)
-
-    timed = partial(median_ms, device=device, repeats=options.repeats, warm_ups=options.warm_ups)
-    row["forward_ms"], row["forward_all_ms"] = timed(forward)
-    out = attend(*inputs, mask)
-    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
-    row["backward_ms"], row["backward_all_ms"] = timed(backward)
-    if device.type == "cuda":
-        row["forward_host_us"], row["backward_host_us"] = host_us(forward), host_us(backward)
-    del out, backward
     # a token sees itself and what is above it
     pairs = int((mask.position_ids.long() + 1).sum())
-    useful = 4.0 * shape.head_dim * shape.heads * pairs
-    row["forward_tflops"] = useful / row["forward_ms"] / 1e9
-    row["backward_tflops"] = 2.5 * useful / row["backward_ms"] / 1e9
+    row |= times_of(attend, inputs, dout, pairs, options.repeats, options.warm_ups)
     formula = memory_formula(q, k, v, dout, mask, options.deterministic)
     row["memory_formula"] = formula
     if device.type == "cuda":
-        row["peak_bytes"] = peak_bytes(both)
+        row["peak_bytes"] = peak_bytes(lambda: torch.autograd.grad(attend(*inputs), inputs, dout))
         row["peak_over_formula"] = row["peak_bytes"] / sum(formula.values())
     return row
 

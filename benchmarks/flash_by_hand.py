@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from against import block_mask
 from attention import Shape, about, draw, median_ms, scaled
+from replicated import out_of
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE, NAMES, workload
+from workloads import AIRLINE, NAMES, skip_airline, workload
 
 from prefixtree import TreeMask, pack, tree_attention
 from prefixtree.kernels.flash import launch
@@ -59,18 +61,13 @@ def by_hand(mask: TreeMask) -> Attend:
     from flash_attn.cute import utils
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    end, tokens = mask.subtree_end, mask.num_tokens
 
     @cute.jit
     def visible(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
         last = utils.scalar_to_ssa(aux_tensors[0][n_idx[0]], cutlass.Int32)
         return (n_idx <= m_idx) & (m_idx < last)
 
-    blocks = create_block_mask(
-        lambda b, h, q, k: (q >= k) & (q < end[k]), None, None, tokens, tokens, _compile=True
-    )
+    blocks = block_mask(mask)
 
     def lists(*names: str) -> Any:
         parts = (getattr(blocks, name).contiguous() for name in names)
@@ -83,11 +80,11 @@ def by_hand(mask: TreeMask) -> Attend:
         out = flash_attn_func(
             *(x[None] for x in (q, k, v)),
             mask_mod=visible,
-            aux_tensors=[end],
+            aux_tensors=[mask.subtree_end],
             block_sparse_tensors=keys,
             block_sparse_tensors_bwd=queries,
         )
-        return (out[0] if isinstance(out, tuple) else out)[0]
+        return out_of(out)[0]
 
     return attend
 
@@ -198,9 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="JSON, written after every workload")
     options = parser.parse_args(arguments)
     options.device, options.skipped = "cuda", []
-    if AIRLINE in options.workloads and options.rollouts is None:
-        options.workloads = [name for name in options.workloads if name != AIRLINE]
-        options.skipped.append(AIRLINE)
+    skip_airline(options)
     return options
 
 
@@ -223,8 +218,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.out is not None:
             result = {"environment": about(options), "rows": rows}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name in options.skipped:
-        print(f"{name!r} was skipped: give --rollouts")
     Console(width=120).print(table(rows))
     return 1 if any("failed" in row for row in rows) else 0
 

@@ -22,7 +22,7 @@ import torch
 from grouper import grouped_attention
 from layers import attention_of, config, flops, over_limit, prompt_batch, response_lengths, sharpen
 from plots import LABELS, figure, line, name, save, ticks
-from replicated import attending, chains, copies, missing, pairs
+from replicated import attending, chains, copies, missing, pairs, skip_missing
 from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 from torch import nn
@@ -322,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         return finish(Report.read(options))
-    options.skipped = [s for s in options.sides if missing(s, options.device)]
-    sides = [s for s in options.sides if s not in options.skipped]
+    skip_missing(options)
+    sides = options.sides
     for side in options.skipped:
         print(f"{side} was skipped: {missing(side, options.device)}")
     checks = check_sides(sides, options)

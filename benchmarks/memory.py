@@ -24,7 +24,7 @@ import torch
 from layers import check_sides, checkpointed, config, model_of, prompt_batch
 from model import Update
 from plots import COLOURS, LABELS, figure, name, save
-from replicated import missing
+from replicated import skip_missing
 from rich.table import Table
 from suite import GIB, Report, Row, parse, parser, verdict
 
@@ -154,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         return finish(Report.read(options))
-    options.skipped = [s for s in options.sides if missing(s, options.device)]
-    sides = [s for s in options.sides if s not in options.skipped]
+    skip_missing(options)
+    sides = options.sides
     checks = check_sides(sides, options)
     report = Report(options, checks=checks, layers=options.layers)
     shape = config(options.layers, options.is_tiny)

@@ -48,9 +48,9 @@ from layers import (
     prompt_batch,
     response_lengths,
 )
-from plots import COLOURS, LABELS, figure, name, save
+from plots import bars, figure, name, save
 from policy import token_losses, turn_samples
-from replicated import attending, chains, missing, pairs
+from replicated import PEERS, attending, chains, pairs, skip_missing
 from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 
@@ -352,22 +352,15 @@ def plot(report: Report) -> None:
     groups = list(dict.fromkeys((row["case"], row["layers"]) for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))
     fig, axes = figure(2, f"a policy update, Qwen3-8B shapes, {report.where}")
-    width = 0.8 / len(sides)
+    measured = {(row["case"], row["layers"], row["side"]): row for row in rows}
     for axis, key, unit in ((axes[0], "tokens_per_s", 1e3), (axes[1], "peak_bytes", GIB)):
-        for i, side in enumerate(sides):
-            x = [n for n, g in enumerate(groups) for r in rows if _is(r, g, side)]
-            y = [(r[key] or 0) / unit for g in groups for r in rows if _is(r, g, side)]
-            at = [v + (i - (len(sides) - 1) / 2) * width for v in x]
-            axis.bar(at, y, width, color=COLOURS[side], label=LABELS[side])
+        found = {s: [measured.get((*group, s), {}).get(key) for group in groups] for s in sides}
+        bars(axis, {s: [None if y is None else y / unit for y in found[s]] for s in sides})
         labels = [f"{case.replace(', ', chr(10))}\n{layers} layers" for case, layers in groups]
         axis.set_xticks(range(len(groups)), labels, fontsize=6)
     name(axes[0], "", "thousand replicated tokens / s")
     name(axes[1], "", "peak memory, GiB", legend=False)
     save(fig, report.options.plot)
-
-
-def _is(row: Row, group: tuple[str, int], side: str) -> bool:
-    return (row["case"], row["layers"]) == group and row["side"] == side
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -394,12 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.cases.remove("airline")
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
-    gone = [side for side in options.sides if missing(side, options.device)]
-    if options.layers_by == "compile":
-        # the others come in place of the attention function, which compiled code has seen already
-        gone += [side for side in options.sides if side not in ("packed", "own", *gone)]
-    options.skipped += gone
-    options.sides = [side for side in options.sides if side not in gone]
+    # peers come in place of the attention function, which compiled code has seen already
+    peers = set(PEERS) - {"own"} if options.layers_by == "compile" else ()
+    skip_missing(options, peers)
     if options.profile is not None:
         options.profile.write_text("")
     checks = check_sides(options.sides, options, options.layers_by)

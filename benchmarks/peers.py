@@ -24,14 +24,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from against import compare, settle, sided
-from attention import median_ms, scaled
-from plots import COLOURS, LABELS, figure, name, save
-from replicated import missing, peer
+from attention import Shape, draw, median_ms, scaled, times_of
+from plots import LABELS, bars, figure, name, save
+from replicated import missing, out_of, pairs, peer
 from rich.table import Table
 from suite import Report, Row, number, parse, parser, verdict
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workloads import AIRLINE, NAMES, workload
+from workloads import AIRLINE, NAMES, skip_airline, workload
 
+from prefixtree import PrefixForest
 from prefixtree.cli.bench import LIMITS, Attention, differences
 
 SEQUENCES, TOKENS = 4, 8192
@@ -48,15 +49,19 @@ def dense(side: str, count: int, tokens: int, options: argparse.Namespace) -> At
     if side == "fa4":
         from flash_attn.cute.interface import flash_attn_func
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = [x.view(count, tokens, *x.shape[1:]) for x in (q, k, v)]
-        if side == "fa4":
-            out = flash_attn_func(*rows, causal=True)
-            return (out[0] if isinstance(out, tuple) else out).flatten(0, 1)
-        rows = [x.transpose(1, 2) for x in rows]
-        with sdpa_kernel(SDPA[side]):
-            out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return out_of(flash_attn_func(q, k, v, causal=True))
+
+    else:
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            rows = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(SDPA[side]):
+                out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2)
+
+    def attend(*inputs: torch.Tensor) -> torch.Tensor:
+        return run(*(x.view(count, tokens, *x.shape[1:]) for x in inputs)).flatten(0, 1)
 
     return attend
 
@@ -69,19 +74,14 @@ def scaled_tokens(options: argparse.Namespace) -> int:
 def ceiling(side: str, known: dict[str, Any], options: argparse.Namespace) -> Row:
     """Checks against the first side that ran, then times, dense attention."""
     count, tokens = SEQUENCES, scaled_tokens(options)
-    heads, kv_heads = options.heads
-    device = torch.device(options.device)
-    generator = torch.Generator(device).manual_seed(0)
-    where: dict[str, Any] = {"generator": generator, "device": device}
-    where["dtype"] = getattr(torch, options.dtype)
-    sizes = (heads, kv_heads, kv_heads, heads)
-    q, k, v, dout = (torch.randn(count * tokens, h, options.head_dim, **where) for h in sizes)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    apart = PrefixForest.from_parents([-1] * count, [tokens] * count, order="input")
+    shape, dtype = Shape(*options.heads, options.head_dim), getattr(torch, options.dtype)
+    *inputs, dout = draw(apart, shape, dtype, torch.device(options.device))
+    inputs = [x.requires_grad_() for x in inputs]
     attend = dense(side, count, tokens, options)
-
     out = attend(*inputs)
-    backward = partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
-    results = [out.detach(), *backward()]
+    results = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    del out
     row: Row = {"red": []}
     if "results" in known:
         row["check"] = differences(results, known["results"])
@@ -91,18 +91,7 @@ def ceiling(side: str, known: dict[str, Any], options: argparse.Namespace) -> Ro
             return row
     else:
         known |= {"results": results, "side": side}
-
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    timed = partial(median_ms, device=device, repeats=options.repeats, warm_ups=2)
-    row["forward_ms"], _ = timed(forward)
-    row["backward_ms"], _ = timed(backward)
-    useful = 4.0 * options.head_dim * heads * count * tokens * (tokens + 1) / 2
-    row["forward_tflops"] = useful / row["forward_ms"] / 1e9
-    row["backward_tflops"] = 2.5 * useful / row["backward_ms"] / 1e9
-    return row
+    return row | times_of(attend, inputs, dout, pairs(apart), options.repeats, 2)
 
 
 def product(options: argparse.Namespace) -> Row:
@@ -158,11 +147,7 @@ def plot(report: Report, sides: Sequence[str]) -> None:
     rows = [row for row in report.rows if row.get("speedup")]
     fig, (axis,) = figure(1, f"packed attention over others', {report.where}")
     fig.set_size_inches(11, 4.4)
-    width = 0.8 / len(sides)
-    for i, side in enumerate(sides):
-        at = [x + (i - (len(sides) - 1) / 2) * width for x in range(len(rows))]
-        y = [row["speedup"].get(side, float("nan")) for row in rows]
-        axis.bar(at, y, width, color=COLOURS[side], label=LABELS[side])
+    bars(axis, {side: [row["speedup"].get(side) for row in rows] for side in sides})
     for x, row in enumerate(rows):
         label = LABELS["bound"] if x == 0 else None
         ends = (x - 0.42, x + 0.42)
@@ -186,10 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.read is not None:
         return finish(Report.read(options))
     settle(options)
-    if options.rollouts is None and AIRLINE in options.workloads:
-        options.workloads.remove(AIRLINE)
-        options.skipped.append(AIRLINE)
-        print(f"{AIRLINE!r} was skipped: give --rollouts")
+    skip_airline(options)
     report = Report(options, sides=options.sides)
     for title in options.workloads:
         forest = scaled(workload(title, options.rollouts), options.scale, "heaviest")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,15 @@ def line(axis: Axes, side: str, x: Sequence[Any], y: Sequence[Any], **more: Any)
     if side == "bound":
         style |= {"linestyle": "--", "marker": ""}
     axis.plot(list(x), values, markersize=4, linewidth=1.6, **(style | more))
+
+
+def bars(axis: Axes, values: Mapping[str, Sequence[Any]]) -> None:
+    """In every group a bar a side; None is a gap."""
+    width = 0.8 / len(values)
+    for i, (side, some) in enumerate(values.items()):
+        at = [n + (i - (len(values) - 1) / 2) * width for n in range(len(some))]
+        heights = [float("nan") if value is None else value for value in some]
+        axis.bar(at, heights, width, color=COLOURS[side], label=LABELS[side])
 
 
 def name(axis: Axes, x: str, y: str, title: str = "", legend: bool = True) -> None:

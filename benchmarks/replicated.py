@@ -10,7 +10,8 @@ which the bound is made), "fa2" (`prefixtree.cli.bench.replicated_attention`), "
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -36,6 +37,13 @@ def missing(name: str, device: str) -> str | None:
     if name == "grouper" and not _has("prefix_grouper"):
         return "prefix-grouper is not installed"
     return None
+
+
+def skip_missing(options: argparse.Namespace, others: Collection[str] = ()) -> None:
+    """Sides that cannot run here, and `others`, go from those asked for to those skipped."""
+    gone = [s for s in options.sides if s in others or missing(s, options.device)]
+    options.skipped += gone
+    options.sides = [side for side in options.sides if side not in gone]
 
 
 def _has(name: str) -> bool:
@@ -83,6 +91,11 @@ def peer(
     return lambda q, k, v: tree_attention(q, k, v, mask, backend=backend)
 
 
+def out_of(result: Any) -> torch.Tensor:
+    """Of flash-attn-4's functions, some versions of which return the lse as well."""
+    return result[0] if isinstance(result, tuple) else result
+
+
 def _fa4(lengths: Sequence[int], device: torch.device) -> Attention:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
@@ -92,8 +105,7 @@ def _fa4(lengths: Sequence[int], device: torch.device) -> Attention:
     more = dict(zip(names, (ends, ends, longest, longest), strict=True))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = flash_attn_varlen_func(q, k, v, **more, causal=True)
-        return out[0] if isinstance(out, tuple) else out
+        return out_of(flash_attn_varlen_func(q, k, v, **more, causal=True))
 
     return run
 

@@ -5,6 +5,7 @@ Nine are synthetic and need nothing; "airline per turn" reads a JSONL file of ro
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 from collections.abc import Callable
@@ -112,3 +113,11 @@ def workload(name: str, rollouts: Path | None = None, order: str = "heaviest") -
     if rollouts is None:
         raise ValueError(f"{AIRLINE!r} reads a file of rollouts: give its path")
     return PrefixForest.from_sequences(airline_sequences(rollouts), order=order)
+
+
+def skip_airline(options: argparse.Namespace) -> None:
+    """Without a file of rollouts the workload that reads it goes to those skipped, said so."""
+    if AIRLINE in options.workloads and options.rollouts is None:
+        options.workloads = [name for name in options.workloads if name != AIRLINE]
+        options.skipped.append(AIRLINE)
+        print(f"{AIRLINE!r} was skipped: give --rollouts")

@@ -157,7 +157,7 @@ def test_flex_attention_sees_the_tree(scripts: Any, monkeypatch: pytest.MonkeyPa
 def test_what_runs_over_the_forest_is_checked_as_well(
     scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attend: Any, is_right: bool
 ) -> None:
-    monkeypatch.setattr(scripts.against, "missing", lambda side, device: None)
+    monkeypatch.setattr(scripts.replicated, "missing", lambda side, device: None)
     monkeypatch.setattr(scripts.against, "flex", lambda mask: partial(attend, mask=mask))
     some = ["--workloads", "4K then 4-2-2-1 x 1K", "--scale", "0.01", "--ceilings"]
     out = tmp_path / "peers.json"

@@ -212,15 +212,21 @@ class Replication:
         ]
         self.name = self.pieces[0][1][0]
 
-    def run_packed(self) -> tuple[list[torch.Tensor], Meter]:
-        """out, dq, dk and dv of the packed tokens, and what they cost."""
-        inputs = [x.detach().requires_grad_() for x in self.inputs]
-        with Meter(self.device) as meter:
-            q, k, v = inputs
+    def attend_packed(self, attend: Attention | None = None) -> list[torch.Tensor]:
+        """out, dq, dk and dv of the packed tokens, by `tree_attention` or another's attention."""
+        q, k, v = inputs = [x.detach().requires_grad_() for x in self.inputs]
+        if attend is None:
             out = tree_attention(q, k, v, self.packed.mask, backend=self.setting.backend)
-            gradients = torch.autograd.grad(out, inputs, self.dout)
+        else:
+            out = attend(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, inputs, self.dout)]
+
+    def run_packed(self) -> tuple[list[torch.Tensor], Meter]:
+        """The same by `tree_attention`, and what it costs."""
+        with Meter(self.device) as meter:
+            found = self.attend_packed()
             self._wait()
-        return [out.detach(), *gradients], meter
+        return found, meter
 
     def run_replicated(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], Meter]]:
         """Piece by piece: the packed token of each row, its out and gradients, and their cost."""
