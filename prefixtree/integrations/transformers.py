@@ -137,11 +137,10 @@ def _slides(module: nn.Module) -> bool:
     layer_types: Any = getattr(module.config, "layer_types", None)
     if not layer_types or "sliding_attention" not in layer_types:
         return False
-    if torch.compiler.is_compiling():
-        # a layer's number would be a graph a layer: most know what they are
-        for name, sliding in _SLIDING.items():
-            if (known := getattr(module, name, None)) is not None:
-                return bool(known == sliding)
+    # most know what they are; in compiled code a layer's number would be a graph a layer
+    for name, sliding in _SLIDING.items():
+        if (known := getattr(module, name, None)) is not None:
+            return bool(known == sliding)
     index: Any = getattr(module, "layer_idx", None)
     return index is not None and bool(layer_types[index] == "sliding_attention")
 
