@@ -161,7 +161,8 @@ def block_mask(mask: TreeMask) -> Any:
     def visible(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (query < end[key])
 
-    # in eager it holds tokens x tokens
+    # in eager it holds tokens x tokens, and past dynamo's limit of shapes it would be eager
+    torch._dynamo.reset()
     make = torch.compile(create_block_mask)
     return make(visible, None, None, tokens, tokens, device=str(mask.device))
 

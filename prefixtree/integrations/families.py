@@ -102,10 +102,11 @@ _FAMILIES: dict[str, Family] = {
     "youtu": Family(),
 }
 
-# whose norms, rotary embeddings and MLPs may be Liger Kernel's (tests/test_liger.py, on a GPU).
-# Not yet where it replaces experts too: they multiply float32 in TF32, so packed and alone differ
-# by 2e-4 to 4e-4
+# whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's (tests/test_liger.py, on a
+# GPU)
 LIGER_LAYERS = (
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "gemma",
     "gemma2",
@@ -115,14 +116,17 @@ LIGER_LAYERS = (
     "gpt_oss",
     "granite",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "llama",
     "ministral",
     "mistral",
+    "mixtral",
     "olmo2",
     "olmo3",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 )
 

@@ -55,8 +55,8 @@ def test_ligers_layers_where_they_are_verified(models: Path) -> None:
     model_config, engine_config = worker.model_config, worker.engine_config
     object.__setattr__(model_config, "use_liger", True)  # frozen
     refusals.check_settings(model_config, engine_config)
-    model_config.hf_config.model_type = "qwen3_moe"
-    with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of qwen3_moe"):
+    model_config.hf_config.model_type = "olmoe"
+    with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of olmoe"):
         refusals.check_settings(model_config, engine_config)
 
 
