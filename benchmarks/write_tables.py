@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from depth import memory
+
 from prefixtree.kernels.choice import MOST_WORK
 
 HERE = Path(__file__).parent
@@ -278,20 +280,44 @@ def head(data: dict[str, Any]) -> str:
     return f"{_machine(data['environment'])}\n\n{_table(names, rows)}"
 
 
+def peers(data: dict[str, Any]) -> str:
+    """Every workload against what attends to the same batch today, and what dense kernels reach."""
+    sides, rows, ceilings = data["sides"], [], []
+    for row in data["rows"]:
+        if "side" in row:
+            rates = [row.get(f"{key}_tflops") for key in ("forward", "backward")]
+            cells = ["" if rate is None else f"{rate:.0f}" for rate in rates]
+            ceilings.append([row["case"], row["side"], *cells])
+            continue
+        times, gains = row["times"], row["speedup"]
+        cells = [row["case"], f"{row['distinct']:,}", f"{row['bound']:.2f}x"]
+        cells.append(f"{times['packed']['ms']:.1f}")
+        for side in sides:
+            gain = f"{times[side]['ms']:.1f}, {gains[side]:.2f}x" if side in gains else ""
+            cells.append(gain)
+        rows.append(cells)
+    names = {"fa2": "FA2, replicated", "fa4": "flash-attn-4, replicated"}
+    names |= {"own": "own backend, replicated", "flex": "FlexAttention, tree"}
+    head = ["workload", "distinct", "FLOPs alone", "packed ms", *(names[side] for side in sides)]
+    table = _table(head, rows)
+    dense = _table(["ceiling", "by", "forward TF", "backward TF"], ceilings)
+    return f"{_machine(data['environment'], 'triton')}; forward + backward\n\n{table}\n\n{dense}"
+
+
 def depth(data: dict[str, Any]) -> str:
     """Attention over forests of every depth against the replicated batch."""
-    rows = []
+    rows, sides = [], ("fa2", "fa4", "own")
     for row in data["rows"]:
         times = row["times"]
         cells = [row["case"], f"{row['replicated']:,}", f"{row['distinct']:,}"]
-        cells += [f"{times[side]['ms']:.1f}" for side in ("fa2", "own", "packed")]
-        cells += [f"{row['speedup']['fa2']:.2f}x", f"{row['speedup']['own']:.2f}x"]
+        cells += [f"{times[side]['ms']:.1f}" for side in (*sides, "packed")]
+        cells += [f"{row['speedup'][side]:.2f}x" for side in sides]
         cells += [f"{row['bound']:.2f}x", f"{row['efficiency']['own']:.2f}"]
-        peak = times["packed"]["peak_with_held_bytes"]
-        other = times["fa2"]["peak_bytes"] + times["fa2"]["held_bytes"]
-        rows.append([*cells, f"{other / 2**30:.1f}", f"{peak / 2**30:.1f}"])
-    head = ["forest", "replicated", "distinct", "FA2 ms", "own backend ms", "packed ms"]
-    head += ["over FA2", "over own", "FLOPs alone", "of the bound", "FA2 GiB", "packed GiB"]
+        peaks = [memory(row, side) for side in ("fa2", "packed")]
+        rows.append([*cells, *(f"{peak:.1f}" for peak in peaks)])
+    head = ["forest", "replicated", "distinct", "FA2 ms", "flash-attn-4 ms", "own backend ms"]
+    head += ["packed ms", "over FA2", "over flash-attn-4", "over own", "FLOPs alone"]
+    head += ["of the bound", "FA2 GiB", "packed GiB"]
     line = _machine(data["environment"])
     return f"{line}; forward + backward\n\n{_table(head, rows)}"
 
@@ -423,7 +449,7 @@ def replaced(page: str, name: str, text: str) -> str:
 def main() -> None:
     """Replaces what stands between the markers of docs/performance.md and README.md."""
     page = PAGE.read_text()
-    on_gpu = (attention, backends, depth, layer, model, layers_by, head, update)
+    on_gpu = (attention, backends, peers, depth, layer, model, layers_by, head, update)
     for write in (packing, sdpa_cpu, *on_gpu, compiled, micro_batches, verl_balance):
         name = write.__name__
         folder = "h200/" if write in on_gpu else ""
