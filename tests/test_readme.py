@@ -21,7 +21,7 @@ def test_the_ten_lines_and_the_loop_run() -> None:
     assert any(g.abs().max() > 0 for g in grads)
     seen = []
     for rank in range(8):
-        names["rank"] = rank
+        names |= {"rank": rank, "world_size": 8}
         exec(loop, names)
         seen += [i for batch in names["plan"][rank] for i in batch.sequence_indices.tolist()]
     assert sorted(seen) == [0, 1, 2, 3]

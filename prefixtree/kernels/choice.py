@@ -20,13 +20,13 @@ BACKENDS = ("auto", "reference", "sdpa", "triton", "flash")
 # (`flash_work`) up to which it is. What is not listed was not measured, and triton keeps it.
 # One H200, bf16 (benchmarks/results/h200/backends.json; tests hold this table to that file):
 # milliseconds of triton over those of flash, forward + backward, by work, at 32 / 8 heads of 128
-#   1.02 prompt 32K x 16 x 2K   1.43    1.23 documents 32 x 4K        1.37
-#   1.06 prompt 8K x 16 x 2K    1.40    1.30 caterpillar 12           1.24
-#   1.08 4K then 4-2-2-1 x 1K   1.40    1.34 caterpillar 24           1.24
-#   1.20 8 x (2K, 8 x 512, ..)  1.33    1.46 prompt 512 x 64 x 1K     1.31
-#   1.22 airline per turn       1.32    2.23 prompt 256 x 1024 x 256  0.93
-# and at works of 1.08, 1.34, 1.46: 32 / 8 x 64 1.17, 1.05, 1.02; 32 / 8 x 256 1.19, 1.14, 1.03;
-# 32 / 32 x 128 1.52, 1.40, 1.59; at 1.34 and 1.46: 32 / 8 x 96 1.43, 1.49; 16 / 8 x 192 2.02, 1.98.
+#   1.02 prompt 32K x 16 x 2K   1.42    1.23 documents 32 x 4K        1.37
+#   1.06 prompt 8K x 16 x 2K    1.42    1.30 caterpillar 12           1.27
+#   1.08 4K then 4-2-2-1 x 1K   1.38    1.34 caterpillar 24           1.24
+#   1.20 8 x (2K, 8 x 512, ..)  1.34    1.46 prompt 512 x 64 x 1K     1.32
+#   1.22 airline per turn       1.32    2.23 prompt 256 x 1024 x 256  0.94
+# and at works of 1.08, 1.34, 1.46: 32 / 8 x 64 1.18, 1.02, 1.02; 32 / 8 x 256 1.20, 1.14, 1.03;
+# 32 / 32 x 128 1.50, 1.43, 1.58; at 1.34 and 1.46: 32 / 8 x 96 1.43, 1.49; 16 / 8 x 192 2.02, 1.98.
 MOST_WORK = {
     (64, 64, True): 1.8,
     (96, 96, True): 1.8,
