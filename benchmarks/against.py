@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from attention import results_of, size
 from checks import check
-from replicated import pairs, peer, skip_missing
+from replicated import PEERS, pairs, peer, skip_missing
 from suite import Row, measure
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
@@ -33,7 +33,7 @@ def sided(what: argparse.ArgumentParser, sides: Sequence[str]) -> None:
     add("--heads", nargs=2, type=int, default=(32, 8), metavar=("H", "HK"))
     add("--head-dim", type=int, default=128)
     add("--check-heads", type=int, default=1, help="kv heads held against float64")
-    add("--sides", nargs="+", default=list(sides))
+    add("--sides", nargs="+", choices=(*PEERS, *PACKED), default=list(sides))
 
 
 def settle(options: argparse.Namespace) -> None:

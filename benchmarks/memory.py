@@ -24,7 +24,7 @@ import torch
 from layers import check_sides, checkpointed, config, model_of, prompt_batch
 from model import Update
 from plots import COLOURS, LABELS, figure, name, save
-from replicated import skip_missing
+from replicated import PEERS, skip_missing
 from rich.table import Table
 from suite import GIB, Report, Row, parse, parser, verdict
 
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was green."""
     what = parser(__doc__)
     what.add_argument("--layers", type=int, default=8)
-    what.add_argument("--sides", nargs="+", default=["packed", "fa2"])
+    what.add_argument("--sides", nargs="+", choices=("packed", *PEERS), default=["packed", "fa2"])
     what.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS))
     what.add_argument("--counts", nargs="+", type=int, default=list(COUNTS))
     what.add_argument("--response", type=int, default=RESPONSE)

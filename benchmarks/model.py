@@ -367,8 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was green."""
     what = parser(__doc__)
     what.add_argument("--layers", nargs="+", type=int, default=[36, 12, 4], help="descending")
-    what.add_argument("--sides", nargs="+", default=["own", "fa2", "fa4", "packed"])
-    what.add_argument("--cases", nargs="+", default=["longreason", "airline", "apart"])
+    sides, cases = ["own", "fa2", "fa4", "packed"], ["longreason", "airline", "apart"]
+    what.add_argument("--sides", nargs="+", choices=sides, default=sides)
+    what.add_argument("--cases", nargs="+", choices=cases, default=[*cases])
     what.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8, 32])
     what.add_argument("--rollouts", type=Path, help="for the airline case")
     what.add_argument("--tasks", type=int, default=2, help="of the airline case")

@@ -86,6 +86,8 @@ def peer(
         return replicated_attention(lengths, device, dtype)[1]
     if name == "fa4":
         return _fa4(lengths, device)
+    if name != "own":
+        raise ValueError(f"side {name!r}: expected one of {', '.join(PEERS)}")
     mask = pack(PrefixForest.from_parents([-1] * len(lengths), lengths, order="input")).mask
     mask = mask.to(device)
     return lambda q, k, v: tree_attention(q, k, v, mask, backend=backend)

@@ -116,6 +116,15 @@ def test_peers(scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("script", ["peers", "depth", "layer", "model", "memory"])
+def test_a_side_that_does_not_exist_is_refused(scripts: Any, script: str) -> None:
+    """Not run as another under its name."""
+    with pytest.raises(SystemExit):
+        getattr(scripts, script).main([*TINY, "--sides", "fa3"])
+    with pytest.raises(ValueError, match="side 'fa3': expected one of fa2, fa4, own"):
+        scripts.replicated.peer("fa3", [4], torch.device("cpu"), torch.float32)
+
+
 def test_dense_attention_is_the_same_by_every_kernel(
     scripts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
