@@ -69,10 +69,10 @@ test-verl: .venvs/verl-$(VERL)/.ready
 	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
 	@touch $@
 
-# the flash backend, compiled for sm_90 without a GPU; one process, as a compiler takes a core
+# the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36
 test-flash: .venvs/fa4-$(FLASH)/.ready
-	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n 0 tests/flash $(ARGS)
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n auto --dist worksteal tests/flash $(ARGS)
 
 # torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
 # ptxas comes with the CuTe DSL, the disassembler is for whoever looks
