@@ -23,8 +23,8 @@
 #   9. memory       2 to 4
 #  10. update       2.5
 #  11. head         1
-#  12. liger        3.5   its layers in the families it serves
-#  13. peers        6   every workload against replication and FlexAttention; the dense ceilings
+#  12. liger        1     its layers in the families it serves
+#  13. peers        4   every workload against replication and FlexAttention; the dense ceilings
 #  14. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
