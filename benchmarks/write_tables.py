@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depth import memory
+from plots import LABELS
 
 from prefixtree.kernels.choice import MOST_WORK
 
@@ -293,12 +294,10 @@ def peers(data: dict[str, Any]) -> str:
         cells = [row["case"], f"{row['distinct']:,}", f"{row['bound']:.2f}x"]
         cells.append(f"{times['packed']['ms']:.1f}")
         for side in sides:
-            gain = f"{times[side]['ms']:.1f}, {gains[side]:.2f}x" if side in gains else ""
-            cells.append(gain)
+            known = side in gains
+            cells.append(f"{times[side]['ms']:.1f}, {gains[side]:.2f}x" if known else "")
         rows.append(cells)
-    names = {"fa2": "FA2, replicated", "fa4": "flash-attn-4, replicated"}
-    names |= {"own": "own backend, replicated", "flex": "FlexAttention, tree"}
-    head = ["workload", "distinct", "FLOPs alone", "packed ms", *(names[side] for side in sides)]
+    head = ["workload", "distinct", "FLOPs alone", "packed ms", *(LABELS[side] for side in sides)]
     table = _table(head, rows)
     dense = _table(["ceiling", "by", "forward TF", "backward TF"], ceilings)
     return f"{_machine(data['environment'], 'triton')}; forward + backward\n\n{table}\n\n{dense}"
@@ -363,9 +362,10 @@ def speed() -> str:
         cells = ["" if x is None else f"{x:.2f}x" if x < 2 else f"{x:.1f}x" for x in gains]
         return [what, *times, *cells]
 
+    whole = read("update")
     names = {
         "8K": "a prompt of 8K with 32 responses",
-        "airline": "agent rollouts (91 samples of 2 tasks)",
+        "airline": f"agent rollouts ({whole['sequences']} samples of {whole['tasks']} tasks)",
         "nothing": "nothing shared",
     }
     rows = []
@@ -378,9 +378,9 @@ def speed() -> str:
                 what += f", micro-batches of {case.split()[-1]}"
             what = f"policy update, Qwen3-8B shape, {layers} layers: {what}"
             rows.append(line(what, "s", fa2, fa4, packed))
-    whole = {row["side"]: row["seconds"] for row in read("update")["rows"]}
-    what = "with AdamW, Qwen3-0.6B shape, all 28 layers: the same agent rollouts"
-    rows.append(line(what, "s", whole["fa2"], None, whole["packed"]))
+    seconds = {row["side"]: row["seconds"] for row in whole["rows"]}
+    what = f"with AdamW, Qwen3-0.6B shape, all {whole['layers']} layers: the same agent rollouts"
+    rows.append(line(what, "s", seconds["fa2"], None, seconds["packed"]))
     layers = {
         (x["prompt"], x["micro_batch"], x["side"]): x.get("ms") for x in read("layer")["rows"]
     }

@@ -121,6 +121,9 @@ def test_a_side_that_does_not_exist_is_refused(scripts: Any, script: str) -> Non
     """Not run as another under its name."""
     with pytest.raises(SystemExit):
         getattr(scripts, script).main([*TINY, "--sides", "fa3"])
+
+
+def test_a_peer_that_does_not_exist_is_refused(scripts: Any) -> None:
     with pytest.raises(ValueError, match="side 'fa3': expected one of fa2, fa4, own"):
         scripts.replicated.peer("fa3", [4], torch.device("cpu"), torch.float32)
 
