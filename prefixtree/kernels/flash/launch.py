@@ -33,12 +33,12 @@ SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Tails of the benchmarks' workloads, in thousandths, and what that order did to the backward's time
 # on an H200 (bf16, 32 / 8 heads, D 128; the forward gained 3 to 6 % on the prompts of short
 # responses and lost 1 to 5 % elsewhere, and keeps its order):
-#   documents 32 x 4K            8   + 4 %    caterpillar 12             139
-#   prompt 32K x 16 x 2K        21            caterpillar 24             163   + 2 %
-#   8 x (2K, 8 x 512, ..)       27            prompt 512 x 64 x 1K       488   -18 %
-#   prompt 8K x 16 x 2K         64            prompt 256 x 1024 x 256  1,179   -36 %
-#   4K then 4-2-2-1 x 1K        83   + 3 %
-#   airline per turn           120   + 5 %
+#   documents 32 x 4K            8   + 3 %    caterpillar 12             139
+#   prompt 32K x 16 x 2K        21            caterpillar 24             163   - 1 %
+#   8 x (2K, 8 x 512, ..)       27            prompt 512 x 64 x 1K       488   -19 %
+#   prompt 8K x 16 x 2K         64            prompt 256 x 1024 x 256  1,179   -35 %
+#   4K then 4-2-2-1 x 1K        83     0 %
+#   airline per turn           120   + 3 %
 HEADS_FIRST_FROM = 0.28
 # key tiles are the second dimension of that grid
 MOST_TILES = 65535
