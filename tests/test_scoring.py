@@ -30,7 +30,7 @@ from models import (
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.integrations import scoring
+from prefixtree.integrations import scoring_head
 from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 
 # ---- what comes back -----------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def scored_rows(monkeypatch) -> list[int]:
         rows.append(len(hidden))
         return original(hidden, *rest)
 
-    original = scoring.linear_logprobs
-    monkeypatch.setattr(scoring, "linear_logprobs", spy)
+    original = scoring_head.linear_logprobs
+    monkeypatch.setattr(scoring_head, "linear_logprobs", spy)
     return rows
 
 

@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import prefixtree as pt
 from prefixtree.integrations.transformers import sequence_logprobs
 
 # ---- memory and work -----------------------------------------------------------------------------
@@ -326,6 +327,24 @@ def test_fully_sharded_data_parallel(head, checkpointing):
         for name, gradient in expected.gradients.items():
             got = run.gradients[name].full_tensor()
             torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("unit", ["head", "root"])
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_a_sharded_unit_that_casts_its_output(unit):
+    """Scores went through bfloat16 in the head's unit and came back as float32: off by 0.014."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    dtypes = {"head": torch.float32, "root": torch.float32, unit: torch.bfloat16}
+    model = build("qwen3")
+    for module, dtype in ((model.lm_head, dtypes["head"]), (model, dtypes["root"])):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=dtype))
+    match = r"cast the log-probabilities to torch\.bfloat16.*output_dtype=torch\.float32"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        sequence_logprobs(model, ragged_packed())
 
 
 # ---- compiled ------------------------------------------------------------------------------------

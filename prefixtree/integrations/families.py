@@ -7,7 +7,7 @@ all parameter gradients (tests/test_families.py). Nothing is inferred from what 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,21 @@ class Family:
 
     Attributes:
         softcap: config attribute holding c in c tanh(logits / c), or None.
-        scale: config attribute logits are multiplied by, or None.
+        scale: attribute logits are multiplied by, of the model (or of the configuration where the
+            model has none), or None.
         divisor: config attribute logits are divided by, or None.
         position_rows: rows of position_ids that the text model takes: the text's own, which its
             attention is shown, and those of a multi-dimensional RoPE.
+        ignores_window: its layers attend to everything whatever sliding_window says.
+        is_tested: False for what a user let through.
     """
 
     softcap: str | None = None
     scale: str | None = None
     divisor: str | None = None
     position_rows: int = 1
+    ignores_window: bool = False
+    is_tested: bool = True
 
 
 _FAMILIES: dict[str, Family] = {
@@ -82,7 +87,7 @@ _FAMILIES: dict[str, Family] = {
     "olmo": Family(),
     "olmo2": Family(),
     "olmo3": Family(),
-    "olmoe": Family(),
+    "olmoe": Family(ignores_window=True),
     "opt": Family(),
     "phi": Family(),
     "phi3": Family(),
@@ -172,6 +177,8 @@ def allow_model_type(
 ) -> None:
     """Lets a model type through that this project has not tested: yours to verify first.
 
+    A type that is on the list already is let through with a class or a forward of your own.
+
     Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
     gradient with per-sequence eager yourself): a model that ignores the mask, keeps a recurrent
     state or looks at the whole batch gives wrong gradients without an error.
@@ -181,7 +188,13 @@ def allow_model_type(
         softcap, scale, divisor: configuration attributes that its forward applies to the logits
             after the head: c tanh(logits / c), a factor, a divisor.
     """
-    _FAMILIES[model_type] = Family(softcap, scale, divisor)
+    _FAMILIES[model_type] = replace(
+        _FAMILIES.get(model_type, Family()),
+        softcap=softcap,
+        scale=scale,
+        divisor=divisor,
+        is_tested=False,
+    )
 
 
 def family_of(config: Any) -> Family:
@@ -198,7 +211,12 @@ def family_of(config: Any) -> Family:
 
 def check_config(config: Any, training: bool) -> None:
     """Refuses what would make a packed run differ from the replicated one, by configuration."""
-    family_of(config)
+    family = family_of(config)
+    if family.ignores_window and getattr(config, "sliding_window", None) is not None:
+        raise UnsupportedError(
+            f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "
+            "other attentions, so that results would differ; set it to None"
+        )
     for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
         raise UnsupportedError(
             f"layers of type {layer_type!r} mix tokens by packed order, not along the tree; only "

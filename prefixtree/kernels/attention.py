@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.calls import note_call
 from prefixtree.kernels.choice import check_name, choose, module_of, passed_over
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
@@ -95,6 +96,8 @@ def tree_attention(
     backend = mask.backend if backend == "auto" else backend
     check_name(backend)
     if backend == "reference":
+        if not torch.compiler.is_compiling():
+            note_call(mask.plan)
         visible = mask.dense(window or None)
         out, lse = dense_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
     else:
@@ -260,6 +263,7 @@ def _forward(
     lse_used: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
+    note_call(plan)
     options = _options(plan, scale, window, softcap, deterministic)
     with _as_given(q):
         module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)

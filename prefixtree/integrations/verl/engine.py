@@ -32,6 +32,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import check_checkpointing, check_modules
+from prefixtree.integrations.model_checks import every_layer_attends
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.verl.batches import (
     scored_tokens,
@@ -234,7 +235,8 @@ class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
         check_modules(self.module)
         if self.module.training:
             check_checkpointing(self.module, self.model_config.hf_config)
-        values = self.module(**packed.model_inputs()).logits  # [1, T, 1]
+        with every_layer_attends(self.module, packed):
+            values = self.module(**packed.model_inputs()).logits  # [1, T, 1]
         if values.shape != (1, packed.num_tokens, 1):
             raise UnsupportedError(
                 f"the critic returned {list(values.shape)}, expected a value a token "

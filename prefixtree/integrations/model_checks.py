@@ -1,0 +1,200 @@
+"""Which module of a model is the language model, and whether all of it runs along the tree.
+
+A model type on the allow-list (`integrations.families`) is not enough: layers may keep a
+configuration of their own, and classes, patches and hooks may treat logits in ways of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import (
+    check_checkpointing,
+    check_config,
+    check_modules,
+    check_tokens,
+    family_of,
+)
+from prefixtree.kernels.calls import counted_calls
+from prefixtree.packing.layout import PackedForest
+
+_NAME = "prefixtree"
+# whose wrappers and hooks hand on what a forward gives, or are verified to (Liger Kernel's)
+_KNOWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "prefixtree")
+
+
+def find_causal_lm(model: nn.Module) -> Any:
+    """The transformers model with a language-model head inside wrappers and adapters.
+
+    Raises:
+        TypeError: not a module. UnsupportedError: there is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch module, got {type(model).__name__}; "
+            'AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree") makes one'
+        )
+    causal_lm = _outermost(model)
+    if causal_lm is None or causal_lm.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"sequence_logprobs needs a transformers model with a language-model head, such as "
+            f"AutoModelForCausalLM gives; {type(model).__name__} has none"
+        )
+    return causal_lm
+
+
+def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
+    """Refuses what would not give the scores of the replicated batch.
+
+    Args:
+        model: what is called. causal_lm: the transformers model inside it.
+
+    Raises:
+        UnsupportedError: with the part of the model and the way to mend it.
+        ValueError: tokens or a device that do not match the model.
+    """
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    check_config(config, causal_lm.training)
+    if text is not config:
+        check_config(text, causal_lm.training)
+    check_modules(model)
+    if causal_lm.training and torch.is_grad_enabled():
+        check_checkpointing(causal_lm, text)
+    if packed.forest.tokens is not None:
+        check_tokens(config, packed.forest.tokens)
+        _check_vocabulary(causal_lm, packed)
+    _check_treatment_of_logits(causal_lm)
+    device = next(causal_lm.parameters()).device
+    # parameters on the CPU may be offloaded ones: then the forward will tell
+    if device.type not in ("cpu", "meta") and device != packed.device:
+        raise ValueError(
+            f"the packed forest is on {packed.device}, the model on {device}: "
+            "call packed = packed.to(model.device)"
+        )
+
+
+@contextmanager
+def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None]:
+    """One forward over a packed forest, in which every attention layer must follow the tree.
+
+    Before it every causal attention module must be set to "prefixtree". After it as many calls
+    must have reached `tree_attention` as there are layers: modules that compute attention on their
+    own ignore the mask without an error.
+
+    Raises:
+        UnsupportedError: a layer that runs another attention.
+    """
+    transformer = _outermost(model)
+    if transformer is None:
+        raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
+    expected = _attention_layers(transformer)
+    mask = packed.mask
+    with counted_calls(mask.plan) as calls:
+        yield
+        count = calls()
+    # compiled code does not count the calls of the dense backend, which is for checks
+    if count == expected or (mask.backend == "reference" and count == 0):
+        return
+    raise UnsupportedError(
+        f"{count} attention calls followed the tree in a forward of {type(transformer).__name__}, "
+        f"which has {expected} attention layers: the others ran another attention (a replaced "
+        "module or a patched forward), whose results are those of another batch. Make them call "
+        'transformers\' attention interface with attn_implementation="prefixtree"'
+    )
+
+
+def _outermost(model: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def _attention_layers(transformer: Any) -> int:
+    """The number of layers that attend, each of which must be set to "prefixtree"."""
+    # a module that stands in two layers runs twice
+    modules = [
+        (name, module)
+        for name, module in transformer.named_modules(remove_duplicate=False)
+        if getattr(module, "is_causal", False) is True and hasattr(module, "config")
+    ]
+    others = {n: i for n, m in modules if (i := m.config._attn_implementation) != _NAME}
+    if others:
+        name, implementation = next(iter(others.items()))
+        fix = 'call model.set_attn_implementation("prefixtree")'
+        text = transformer.config.get_text_config()
+        if text._attn_implementation == _NAME:
+            fix = (
+                "its configuration is a copy, which model.set_attn_implementation does not reach: "
+                'load the model with attn_implementation="prefixtree" before layers are copied, or '
+                "set .config of these modules to the model's own"
+            )
+        raise UnsupportedError(
+            f"{len(others)} of {len(modules)} attention modules run another attention, which "
+            f"ignores the tree ({name}: attn_implementation={implementation!r}); {fix}"
+        )
+    config = transformer.config.get_text_config()
+    if not modules or not family_of(config).is_tested:
+        return len(modules)
+    return max(len(modules), config.num_hidden_layers)
+
+
+# ---- what becomes of logits ------------------------------------------------------------------
+
+
+def _check_treatment_of_logits(causal_lm: Any) -> None:
+    """Scores take the place of logits, so nothing unknown may work on these."""
+    kind, model_type = type(causal_lm).__name__, causal_lm.config.model_type
+    forward = causal_lm.forward
+    if family_of(causal_lm.config).is_tested and (origin := _foreign(forward)) is not None:
+        raise UnsupportedError(
+            f"{kind}.forward is not the one transformers has for model type {model_type!r} but "
+            f"comes from {origin}: what it does to logits would be lost, as scores take their "
+            "place; use transformers' class, or verify yours and call "
+            f"allow_model_type({model_type!r})"
+        )
+    for hook in causal_lm._forward_hooks.values():
+        check_hook(hook, f"{kind}, the language model,")
+
+
+def check_hook(hook: Callable[..., Any], owner: str) -> None:
+    """Refuses a forward hook that would see scores where it expects logits."""
+    if _foreign(hook) is not None:
+        raise UnsupportedError(
+            f"{owner} has a forward hook ({hook!r}): it would see scores, never logits; remove it "
+            "while scoring"
+        )
+
+
+def _foreign(function: Any) -> str | None:
+    """The module of the first function, wrappers taken off one by one, from an unknown package."""
+    while function is not None:
+        inner = getattr(function, "__wrapped__", None)
+        if isinstance(function, functools.partial):
+            inner = function.func
+        function = getattr(function, "__func__", function)
+        # not __module__, which a wrapper takes over from what it wraps
+        names = getattr(function, "__globals__", None)
+        module = type(function).__module__ if names is None else names.get("__name__", "?")
+        if module.partition(".")[0] not in (*_KNOWN_PACKAGES, "functools"):
+            return str(module)
+        function = inner
+    return None
+
+
+def _check_vocabulary(causal_lm: Any, packed: PackedForest) -> None:
+    tokens = packed.forest.tokens
+    vocabulary = causal_lm.config.get_text_config().vocab_size
+    if tokens is None or len(tokens) == 0 or int(tokens.max()) < vocabulary:
+        return
+    raise ValueError(
+        f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocabulary}: the "
+        "sequences were tokenised for another model, or tokens were added without "
+        "model.resize_token_embeddings"
+    )

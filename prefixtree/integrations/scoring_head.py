@@ -1,0 +1,254 @@
+"""While a model is scored, its output embedding scores edges and scores stand in for logits.
+
+Legend: P predictors, U scored units (edge, temperature), d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import family_of
+from prefixtree.integrations.model_checks import check_hook
+from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.logprobs import head_logprobs, linear_logprobs
+from prefixtree.packing.gather import GatherPlan, gather
+
+
+@dataclass(frozen=True)
+class Units:
+    """The distinct (edge, temperature) pairs.
+
+    Attributes:
+        predictors: int64 [P], packed tokens whose hidden states the head needs, ascending.
+        to_predictors: from hidden states [P, d] to one row per unit [U, d].
+        target: int64 [U] token ids. temperature: float32 [U].
+        to_sequences: from scores [U, ...] to [R - S, ...], every sequence but its first token.
+        lengths: n - 1 of each sequence.
+    """
+
+    predictors: torch.Tensor
+    to_predictors: GatherPlan
+    target: torch.Tensor
+    temperature: torch.Tensor
+    to_sequences: GatherPlan
+    lengths: list[int]
+
+
+@dataclass
+class Handed:
+    """The scores that the head gave to the model.
+
+    Attributes:
+        values: float32 [U, columns], and nobody else's.
+        output: [1, U, columns], what the model returns in the place of logits.
+        version: of `output` when it was handed over; None where torch keeps none.
+    """
+
+    values: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    version: int | None = None
+
+    def returned(self, output: Any) -> torch.Tensor:
+        """The scores [U, columns] of what the outermost module returned.
+
+        Raises:
+            UnsupportedError: they are not there, cast, or changed on the way.
+        """
+        scores = getattr(output, "logits", None)
+        if not isinstance(scores, torch.Tensor):
+            raise UnsupportedError(
+                f"the wrapped model returned a {type(output).__name__} without logits; a wrapper's "
+                "forward must return the model's output"
+            )
+        if self.values is None or self.output is None:
+            raise UnsupportedError(
+                "the model did not run in the thread that called sequence_logprobs: call it "
+                "without nn.DataParallel and without threads of a wrapper's own"
+            )
+        _check_dtype(scores, "a wrapper cast")
+        # the same tensor, unwritten: without a look at values, which would wait for a GPU
+        same = self.version is not None and scores.data_ptr() == self.output.data_ptr()
+        if same and scores.shape == self.output.shape and scores._version == self.version:
+            return scores[0]
+        if scores.shape != self.output.shape or not torch.equal(scores[0], self.values):
+            raise UnsupportedError(
+                "a wrapper or a hook changed the model's logits on the way out, which are the "
+                "scores here: what it does to logits cannot be done to log-probabilities; remove "
+                "it while scoring"
+            )
+        return scores[0]
+
+
+def logit_rule(causal_lm: Any) -> LogitRule:
+    """How the model's forward turns its head's output into logits.
+
+    Raises:
+        ValueError: a configured softcap or divisor of 0.
+    """
+    family = family_of(causal_lm.config)
+    config = causal_lm.config.get_text_config()
+
+    def configured(name: str | None) -> float | None:
+        value = None if name is None else getattr(config, name, None)
+        if value is not None and not float(value) > 0:
+            raise ValueError(f"config.{name} divides the logits: it must be above 0, got {value}")
+        return None if value is None else float(value)
+
+    scale = 1.0
+    if family.scale is not None:
+        # models multiply by what they were made with, whatever their configuration says now
+        value = getattr(causal_lm, family.scale, getattr(config, family.scale, None))
+        scale = scale if value is None else float(value)
+    return LogitRule(scale / (configured(family.divisor) or 1.0), configured(family.softcap) or 0.0)
+
+
+@contextmanager
+def scoring_head(
+    causal_lm: Any,
+    units: Units,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk_size: int | None,
+) -> Iterator[Handed]:
+    """While open, the output embedding scores `units` and the model's logits are the scores.
+
+    For the thread that entered: forwards of others run as they would without, and another that
+    wants to score the same model waits.
+    """
+    with _lock_of(causal_lm):
+        head = causal_lm.get_output_embeddings()
+        for hook in head._forward_hooks.values():
+            check_hook(hook, "the output embedding")
+        head_forward, lm_forward = head.forward, causal_lm.forward
+        plain = _is_plain_linear(head) and "forward" not in vars(head)
+        thread = threading.get_ident()
+        handed = Handed()
+        outputs: list[torch.Tensor] = []
+
+        def score(hidden: torch.Tensor) -> torch.Tensor:
+            _check_rows(causal_lm, hidden, len(units.predictors))
+            rows = gather(hidden[0], units.to_predictors)
+            rest = (units.target, units.temperature, rule, with_entropy, chunk_size)
+            if plain:
+                result = linear_logprobs(rows, head.weight, head.bias, *rest)
+            else:
+                _check_rowwise(head, head_forward, hidden[0])
+                vocabulary = causal_lm.config.get_text_config().vocab_size
+                result = head_logprobs(head_forward, vocabulary, rows, *rest)
+            handed.values = result.detach()
+            # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
+            return result[None].clone()
+
+        def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if threading.get_ident() != thread:
+                return head_forward(hidden, *args, **kwargs)
+            return score(hidden)
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            # behind the hooks of a wrapper of the head: what they return is what it can follow
+            if threading.get_ident() == thread:
+                outputs.append(output)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = lm_forward(*args, **kwargs)
+            if threading.get_ident() != thread:
+                return output
+            if len(outputs) != 1 or not hasattr(output, "logits"):
+                raise UnsupportedError(
+                    f"{type(causal_lm).__name__} called its output embedding {len(outputs)} times "
+                    f"in one forward and returned a {type(output).__name__}; expected once, and an "
+                    "output with logits (config.return_dict)"
+                )
+            # not what the family's own treatment of logits made of the scores
+            output.logits = handed.output = outputs.pop()
+            _check_dtype(output.logits, "a wrapper of the output embedding cast")
+            handed.version = None if output.logits.is_inference() else output.logits._version
+            return output
+
+        handle = head.register_forward_hook(keep)
+        # they are other functions in every call, which torch.compile(model) would trace anew each
+        # time; the model's own forward, called inside, is compiled
+        outer = torch.compiler.disable(forward, recursive=False)
+        inner = torch.compiler.disable(own_score)
+        with _own_forward(head, inner), _own_forward(causal_lm, outer):
+            try:
+                yield handed
+            finally:
+                handle.remove()
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def _lock_of(causal_lm: nn.Module) -> threading.RLock:
+    with _locks_lock:
+        return _locks.setdefault(causal_lm, threading.RLock())
+
+
+@contextmanager
+def _own_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives one module another forward; what wrapped it before (accelerate's autocast) returns."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:
+    if hidden.ndim != 3 or hidden.shape[:2] != (1, expected):
+        raise UnsupportedError(
+            f"{type(causal_lm).__name__} handed its output embedding hidden states of shape "
+            f"{list(hidden.shape)} where logits_to_keep asked for {expected} tokens of one row: "
+            "its forward does not honour logits_to_keep; use a class whose forward does "
+            "(AutoModelForCausalLM)"
+        )
+
+
+def _check_rowwise(
+    head: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> None:
+    """Refuses a head whose output for a token depends on the tokens beside it: in a packed forest
+    these are others. Hidden states [P, d]; nothing is learnt from it without one."""
+    if len(hidden) == 0:
+        return
+    with torch.no_grad():
+        row = hidden[:1]
+        among_others = forward(torch.cat([row, -row, row.flip(-1), row]))[[0, -1]]
+        alone = forward(row)
+    tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
+    # NaN is for whoever looks at the scores
+    if bool(((among_others - alone).abs() > tolerance).any()):
+        raise UnsupportedError(
+            f"the output embedding ({type(head).__name__}) gives a token other logits when other "
+            "tokens stand beside it: a packed forest has no such neighbours; use a head that "
+            "treats every token alone"
+        )
+
+
+def _check_dtype(scores: torch.Tensor, who: str) -> None:
+    if scores.dtype != torch.float32:
+        raise UnsupportedError(
+            f"{who} the log-probabilities to {scores.dtype}; keep outputs in float32 "
+            "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
+            "embedding's unit as of the root's)"
+        )
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    # sharding wrappers change the class by a subclass of the same forward
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward

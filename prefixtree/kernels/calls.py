@@ -1,0 +1,40 @@
+"""Counts the calls of `tree_attention` over one mask, compiled ones included.
+
+A model that runs another attention in some of its layers ignores the mask there without an error;
+the number of calls is the one thing that shows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prefixtree.packing.mask import MaskPlan
+
+
+class _Watch(threading.local):
+    plan: MaskPlan | None = None
+    calls: int = 0
+
+
+# a forward runs in one thread, and other threads may run other models meanwhile
+_watch = _Watch()
+
+
+@contextmanager
+def counted_calls(plan: MaskPlan) -> Iterator[Callable[[], int]]:
+    """Gives a function that returns the number of forward calls over `plan` so far, in the thread
+    that entered."""
+    before = _watch.plan, _watch.calls
+    _watch.plan, _watch.calls = plan, 0
+    try:
+        yield lambda: _watch.calls
+    finally:
+        _watch.plan, _watch.calls = before
+
+
+def note_call(plan: MaskPlan) -> None:
+    """Called by `tree_attention` where it computes, once per forward call."""
+    if _watch.plan is plan:
+        _watch.calls += 1
