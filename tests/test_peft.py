@@ -22,13 +22,16 @@ from models import (
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.integrations.adapters import LORA_VARIANTS, METHODS, check_adapters
 from prefixtree.integrations.transformers import sequence_logprobs
 
 peft = pytest.importorskip("peft")
 
 pytestmark = [
     # PEFT asks transformers under the old name of the property
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # what it says of compilers that are missing, dense kernels, adapters beside others
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
@@ -85,6 +88,89 @@ def test_one_adapter(model_type, config):
     assert run.gradients.keys() == trained and all(g.any() for g in run.gradients.values())
     reference = run_replicated(_adapted(model_type, "eager", **config), _objective())
     assert_same(run, reference)
+
+
+# the methods besides LoRA that are let through, at sizes that fit the tiny model
+_LAYERS = {"target_modules": _TARGETS}
+_OTHER_METHODS: dict[str, dict[str, Any]] = {
+    "ADALORA": {**_LAYERS, "init_r": 4, "total_step": 10},
+    "BOFT": _LAYERS,
+    "C3A": {**_LAYERS, "block_size": 8},
+    "DELORA": {**_LAYERS, "r": 4},
+    "FOURIERFT": {**_LAYERS, "n_frequency": 50},
+    "GRALORA": {**_LAYERS, "r": 4},
+    "HRA": {**_LAYERS, "r": 4},
+    "IA3": {**_LAYERS, "feedforward_modules": ["up_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "post_attention_layernorm", "norm"]},
+    "LOHA": {**_LAYERS, "r": 4},
+    "LOKR": {**_LAYERS, "r": 4},
+    "MISS": {**_LAYERS, "r": 4},
+    "OFT": {**_LAYERS, "oft_block_size": 8},
+    "RANDLORA": {**_LAYERS, "r": 4},
+    "ROAD": {**_LAYERS, "group_size": 8},
+    "SHIRA": {**_LAYERS, "r": 4},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [*range(3, 40)]},
+    "VBLORA": {**_LAYERS, "r": 4, "vector_length": 8, "num_vectors": 16},
+    "VERA": {**_LAYERS, "r": 4},
+    "WAVEFT": {**_LAYERS, "n_frequency": 50},
+}
+
+
+def _config(method: str, **changes: Any) -> Any:
+    configs = {getattr(k, "value", k): v for k, v in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    return configs[method](**{**_OTHER_METHODS.get(method, _LAYERS), **changes})
+
+
+def _with_method(config: Any, implementation: str = "prefixtree") -> Any:
+    """A tiny model with an adapter of any method, all that it trains moved from its start."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build("qwen3", implementation, tie_word_embeddings=False), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.train()
+
+
+def test_every_method_that_is_let_through_is_compared():
+    assert {"LORA", *_OTHER_METHODS} == set(METHODS)
+
+
+@pytest.mark.parametrize("method", _OTHER_METHODS)
+def test_other_methods(method):
+    run = run_packed(_with_method(_config(method)), _pack(_objective().sequences), _objective())
+    # of VB-LoRA's vectors those count that are among the largest
+    assert run.gradients and all(g.any() for g in run.gradients.values())
+    assert_same(run, run_replicated(_with_method(_config(method), "eager"), _objective()))
+
+
+def _blocks() -> Any:
+    columns = [name for name in _TARGETS if name != "o_proj"]
+    return peft.tuners.lora.config.BdLoraConfig(
+        target_modules_bd_a=["o_proj"], target_modules_bd_b=columns, nblocks=2
+    )
+
+
+_VARIANTS: dict[str, Any] = {
+    "BdLora": lambda: {"use_bdlora": _blocks()},
+    "Dora": lambda: {"use_dora": True},
+    "Kasa": lambda: {"kasa_config": peft.tuners.lora.config.KasaConfig()},
+    "MiCA": lambda: {"init_lora_weights": "mica"},
+}
+
+
+@pytest.mark.parametrize("variant", LORA_VARIANTS)
+def test_variants_of_lora(variant):
+    def make(implementation: str) -> Any:
+        config = peft.LoraConfig(r=4, **_LAYERS, **_VARIANTS[variant]())
+        return _with_method(config, implementation)
+
+    model = make("prefixtree")
+    layers = [m for m in model.modules() if getattr(m, "lora_variant", None)]
+    assert layers and type(layers[0].lora_variant["default"]).__name__.startswith(variant)
+    run = run_packed(model, _pack(_objective().sequences), _objective())
+    assert_same(run, run_replicated(make("eager"), _objective()))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -251,19 +337,132 @@ def test_active_dropout_of_an_adapter():
     assert_same(run_packed(model.eval(), packed, _objective()), expected, 1e-7)
 
 
+def _refusal(model: Any) -> str:
+    with pytest.raises(pt.UnsupportedError) as refused:
+        sequence_logprobs(model, _pack(_objective().sequences))
+    return str(refused.value)
+
+
+def _activated() -> Any:
+    """aLoRA whose invocation tokens are in the root that most sequences share."""
+    tokens = [int(token) for token in _objective().sequences[0][3:5]]
+    return peft.LoraConfig(
+        r=4, lora_alpha=16, task_type="CAUSAL_LM", alora_invocation_tokens=tokens, **_LAYERS
+    )
+
+
+def test_activated_lora():
+    """It searches the row for its invocation tokens and adapts what comes behind the last ones: a
+    packed row holds many sequences. Alone, log p would differ by up to 1.3."""
+    assert "'default' is the LoRA variant alora_invocation_tokens" in _refusal(
+        _with_method(_activated())
+    )
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "setting"),
     [
-        (peft.PromptTuningConfig, "position_ids are not the tokens' depths"),
-        (peft.PrefixTuningConfig, "takes no key-value cache|has no key-value cache"),
+        (lambda: {"monteclora_config": peft.tuners.lora.config.MontecloraConfig()}, "monteclora"),
+        (lambda: {"velora_config": peft.tuners.lora.config.VeloraConfig()}, "velora"),
+    ],
+    ids=["noise", "averages of the batch"],
+)
+def test_other_variants_of_lora(config, setting):
+    model = _with_method(peft.LoraConfig(r=4, **_LAYERS, **config()))
+    assert f"'default' is the LoRA variant {setting}_config" in _refusal(model)
+
+
+@pytest.mark.parametrize("method", ["LILY", "PVERA"])
+def test_methods_that_look_along_the_row_or_draw_noise(method):
+    assert f"PEFT method {method} of adapter 'default'" in _refusal(_with_method(_config(method)))
+
+
+def test_a_method_that_replaces_attention():
+    config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("llama"), config).train()
+    assert "PEFT method ADAPTION_PROMPT" in _refusal(model)
+
+
+@pytest.mark.parametrize("method", sorted({kind.value for kind in peft.PeftType} - {*METHODS}))
+def test_every_other_method(method):
+    """By name, so that a method of a later PEFT is refused until a test compares it."""
+    model = _adapted("qwen3")
+    model.peft_config["default"].peft_type = peft.PeftType(method)
+    with pytest.raises(pt.UnsupportedError, match=f"PEFT method {method} .* use LoRA, or one of"):
+        check_adapters(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [
+        ("LOHA", "rank_dropout"),
+        ("LOHA", "module_dropout"),
+        ("LOKR", "rank_dropout"),
+        ("LOKR", "module_dropout"),
+        ("OFT", "module_dropout"),
+        ("BOFT", "boft_dropout"),
     ],
 )
-# PEFT says which inputs it drops
-@pytest.mark.filterwarnings("ignore:.*are not supported for parameter efficient tuning")
-def test_virtual_tokens(config, message):
-    """They would have to stand before every tree; PEFT drops the positions, or gives a cache."""
+def test_dropout_without_a_layer(method, setting):
+    model = _with_method(_config(method, **{setting: 0.25}))
+    assert f"adapter 'default' has {setting}=0.25" in _refusal(model)
+    packed = _pack(_objective().sequences)
+    expected = sequence_logprobs(_with_method(_config(method)).eval(), packed).logprobs
+    torch.testing.assert_close(sequence_logprobs(model.eval(), packed).logprobs, expected)
+
+
+def test_what_does_not_take_part_is_not_refused():
+    """An adapter that is not active, or switched off; where it is switched on it is refused."""
+    model = _with_method(peft.LoraConfig(r=4, **_LAYERS))
+    model.add_adapter("activated", _activated())
+    run = run_packed(model, _pack(_objective().sequences), _objective())
+    assert_same(
+        run, run_replicated(_with_method(peft.LoraConfig(r=4, **_LAYERS), "eager"), _objective())
+    )
+    model.set_adapter("activated")
+    assert "adapter 'activated'" in _refusal(model)
+    with model.disable_adapter():
+        off = sequence_logprobs(model, _pack([[5, 6, 7, 8]])).logprobs
+    base = sequence_logprobs(build("qwen3", tie_word_embeddings=False), _pack([[5, 6, 7, 8]]))
+    torch.testing.assert_close(off, base.logprobs)
+    # layer by layer, around the outermost model
+    model.base_model.set_adapter("default")
+    check_adapters(model)
+    model.base_model.set_adapter("activated")
+    assert "adapter 'activated'" in _refusal(model)
+
+
+def test_adapters_without_a_peft_model():
+    """transformers' own way to add them, and a model inside another module."""
+    model = build("qwen3", tie_word_embeddings=False)
+    model.add_adapter(peft.LoraConfig(r=4, **_LAYERS), "plain")
+    model.add_adapter(_config("LILY", r=4), "mixing")
+    model.set_adapter("plain")
+    check_adapters(nn.Sequential(model))
+    model.set_adapter("mixing")
+    for outer in (model, nn.Sequential(model)):
+        with pytest.raises(pt.UnsupportedError, match="PEFT method LILY of adapter 'mixing'"):
+            check_adapters(outer)
+    model.disable_adapters()
+    check_adapters(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        (peft.PromptTuningConfig, "PROMPT_TUNING"),
+        (peft.PromptEncoderConfig, "P_TUNING"),
+        (peft.PrefixTuningConfig, "PREFIX_TUNING"),
+    ],
+)
+def test_virtual_tokens(config, method):
+    """They would have to stand before every tree."""
     base = build("qwen3")
     model = peft.get_peft_model(base, config(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    packed = _pack(_objective().sequences)
+    expected = sequence_logprobs(build("qwen3"), packed).logprobs
     for enabled in (True, False):
-        with torch.set_grad_enabled(enabled), pytest.raises(ValueError, match=message):
-            sequence_logprobs(model, _pack(_objective().sequences))
+        with torch.set_grad_enabled(enabled):
+            assert f"PEFT method {method} of adapter 'default'" in _refusal(model)
+            with model.disable_adapter():
+                torch.testing.assert_close(sequence_logprobs(model, packed).logprobs, expected)

@@ -19,6 +19,7 @@ from models import (
 )
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 import prefixtree as pt
 from prefixtree.integrations import families
@@ -224,6 +225,35 @@ class _Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base_layer(x) + self.lora_B(self.lora_A(self.lora_dropout["default"](x)))
+
+
+def test_noise_on_embeddings(packed):
+    """NEFTune, as transformers' trainer switches it on and off."""
+    model = build("qwen3")
+    expected = sequence_logprobs(model, packed).logprobs
+    handle = activate_neftune(model, 5.0)
+    with pytest.raises(
+        pt.UnsupportedError, match=r"NEFTune is active on model\.embed_tokens .*_alpha=5\.0"
+    ):
+        sequence_logprobs(model, packed)
+    torch.testing.assert_close(sequence_logprobs(model.eval(), packed).logprobs, expected)
+    deactivate_neftune(model.train(), handle)
+    torch.testing.assert_close(sequence_logprobs(model, packed).logprobs, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hf_quantizer", object(), "quantised weights are not verified"),
+        ("_use_kernels", True, "use_kernels replaces layers"),
+    ],
+)
+def test_weights_and_layers(name, value, message, packed):
+    model = build("qwen3")
+    setattr(model, name, value)
+    for outer in (model, nn.parallel.DataParallel(model)):
+        with pytest.raises(pt.UnsupportedError, match=message):
+            sequence_logprobs(outer, packed)
 
 
 def test_dropout_of_an_adapter(packed):

@@ -254,8 +254,19 @@ def check_tokens(config: Any, tokens: np.ndarray) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuses active dropout anywhere in the model, a LoRA adapter's included."""
+    """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
+    included; quantised weights and layers replaced by kernels of the hub."""
     for name, module in model.named_modules():
+        if vars(module).get("hf_quantizer") is not None:
+            raise UnsupportedError("quantised weights are not verified: load the model unquantised")
+        if vars(module).get("_use_kernels"):
+            raise UnsupportedError("use_kernels replaces layers of the model: load it without")
+        if module.training and (alpha := vars(module).get("neftune_noise_alpha")):
+            raise UnsupportedError(
+                f"NEFTune is active on {name} (neftune_noise_alpha={alpha}): a shared token would "
+                "draw one noise where the replicated batch draws several; leave "
+                "neftune_noise_alpha at None or call model.eval()"
+            )
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         if is_dropout and module.training and module.p > 0:
             raise UnsupportedError(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import (
     check_checkpointing,
     check_config,
@@ -65,6 +66,7 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
     if text is not config:
         check_config(text, causal_lm.training)
     check_modules(model)
+    check_adapters(model)
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)
     if packed.forest.tokens is not None:

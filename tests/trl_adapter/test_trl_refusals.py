@@ -157,12 +157,9 @@ def test_adapters(folder: Path) -> None:
     activated = peft.LoraConfig(
         r=4, target_modules=targets, task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]
     )
-    refused(folder, "'default' sets alora_invocation_tokens", **with_adapter(activated))
-    fields = peft.LoraConfig.__dataclass_fields__
-    for variant in refusals._LORA_VARIANTS:
-        assert variant in fields or peft.__version__ < "0.21", variant
-    ia3 = peft.IA3Config(target_modules=targets, feedforward_modules=[])
-    refused(folder, "PEFT method IA3 of adapter 'default'", **with_adapter(ia3))
+    refused(folder, "'default' is the LoRA variant alora_invocation_tokens", **with_adapter(activated))
+    lily = peft.LilyConfig(target_modules=targets)
+    refused(folder, "PEFT method LILY of adapter 'default'", **with_adapter(lily))
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     refused(folder, "PEFT method PROMPT_TUNING", **with_adapter(prompt))
 

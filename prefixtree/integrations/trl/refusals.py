@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import check_config
+from prefixtree.integrations.adapters import check_adapters
+from prefixtree.integrations.families import check_config, check_modules
 
 AUX_LOSS = (
     "the load-balancing loss of experts would count a shared token once where the replicated batch "
@@ -38,18 +39,6 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
 )
-
-# settings of a LoraConfig under which an adapter is more than a product of two matrices
-_LORA_VARIANTS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
-
 
 def check_arguments(args: Any) -> None:
     """Refuses arguments (a `GRPOConfig` or `AsyncGRPOConfig`) that are not verified."""
@@ -84,7 +73,7 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         UnsupportedError: a model type outside the allow-list, layers, RoPE, dropout (active or
-            about to be), quantised weights, a PEFT method other than LoRA.
+            about to be), and what `check_modules` and `check_adapters` refuse.
     """
     causal_lm = causal_lm_of(model)
     for config in (causal_lm.config, causal_lm.config.get_text_config()):
@@ -96,19 +85,5 @@ def check_model(model: nn.Module) -> None:
                 "the replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter, "
                 "or disable_dropout=True in the trainer's arguments)"
             )
-    if getattr(causal_lm, "hf_quantizer", None) is not None:
-        raise UnsupportedError("quantised weights are not verified: load the model unquantised")
-    if getattr(causal_lm, "use_kernels", False):
-        raise UnsupportedError("use_kernels replaces layers of the model: load it without")
-    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-        if kind != "LORA":
-            raise UnsupportedError(
-                f"PEFT method {kind} of adapter {name!r} is not verified: use LoRA"
-            )
-        for variant in _LORA_VARIANTS:
-            if getattr(adapter, variant, None):
-                raise UnsupportedError(
-                    f"adapter {name!r} sets {variant}: only LoRA, rsLoRA and DoRA are verified "
-                    "(others look along the row, which holds many sequences, or draw noise)"
-                )
+    check_modules(model)
+    check_adapters(model)
