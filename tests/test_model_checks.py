@@ -323,6 +323,26 @@ def test_a_wrapper_that_copies_logits():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_forward_kept_from_before(model_type):
+    """As PEFT keeps one for prompts that are switched off: the family's treatment of logits would
+    be done to scores."""
+    model = build(model_type)
+    expected = sequence_logprobs(model, ragged_packed()).logprobs
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.forward = model, model.forward
+
+    if model_type == "gemma2":
+        with pytest.raises(pt.UnsupportedError, match="changed the model's logits"):
+            sequence_logprobs(Kept(), ragged_packed())
+    else:
+        got = sequence_logprobs(Kept(), ragged_packed()).logprobs
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 class _Neighbours(nn.Module):
     """A head that adds a part of the token before."""
 

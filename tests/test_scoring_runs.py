@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import operations
 from models import (
     HIDDEN,
     VOCABULARY,
@@ -230,17 +231,21 @@ def test_a_module_around_the_model(wrap, model_type):
     assert same_bits(got, expected)
 
 
-def test_a_forward_that_was_wrapped_on_the_instance():
+def test_a_forward_that_was_wrapped_on_the_instance(monkeypatch):
     """As accelerate's `prepare` does for mixed precision: it must be called, and stay."""
     model = build("qwen3")
     expected = run_packed(model, ragged_packed(), ragged_objective())
-    calls, inner = [], model.forward
+    calls, convert = [], operations.convert_to_fp32
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs.keys())
-        return inner(*args, **kwargs)
+    def counted(output: Any) -> Any:
+        calls.append(output)
+        return convert(output)
 
-    model.forward = forward
+    monkeypatch.setattr(operations, "convert_to_fp32", counted)
+    wrapped = operations.convert_outputs_to_fp32(
+        torch.autocast("cpu", enabled=False)(model.forward)
+    )
+    model.forward = forward = wrapped
     assert same_bits(run_packed(model, ragged_packed(), ragged_objective()), expected)
     assert len(calls) == 1 and model.forward is forward
 

@@ -51,11 +51,20 @@ class Handed:
         values: float32 [U, columns], and nobody else's.
         output: [1, U, columns], what the model returns in the place of logits.
         version: of `output` when it was handed over; None where torch keeps none.
+        times: how often the head was called.
     """
 
     values: torch.Tensor | None = None
     output: torch.Tensor | None = None
     version: int | None = None
+    times: int = 0
+
+    def keep(self, output: torch.Tensor) -> None:
+        """Takes what left the output embedding, behind the hooks of a wrapper of its own: what
+        they return is what it can follow."""
+        _check_dtype(output, "a wrapper of the output embedding cast")
+        self.output, self.times = output, self.times + 1
+        self.version = None if output.is_inference() else output._version
 
     def returned(self, output: Any) -> torch.Tensor:
         """The scores [U, columns] of what the outermost module returned.
@@ -71,8 +80,9 @@ class Handed:
             )
         if self.values is None or self.output is None:
             raise UnsupportedError(
-                "the model did not run in the thread that called sequence_logprobs: call it "
-                "without nn.DataParallel and without threads of a wrapper's own"
+                "the model did not call its output embedding in the thread that called "
+                "sequence_logprobs: call it without nn.DataParallel and without threads of a "
+                "wrapper's own"
             )
         _check_dtype(scores, "a wrapper cast")
         # the same tensor, unwritten: without a look at values, which would wait for a GPU
@@ -132,7 +142,6 @@ def scoring_head(
         plain = _is_plain_linear(head) and "forward" not in vars(head)
         thread = threading.get_ident()
         handed = Handed()
-        outputs: list[torch.Tensor] = []
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
             _check_rows(causal_lm, hidden, len(units.predictors))
@@ -154,24 +163,21 @@ def scoring_head(
             return score(hidden)
 
         def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # behind the hooks of a wrapper of the head: what they return is what it can follow
             if threading.get_ident() == thread:
-                outputs.append(output)
+                handed.keep(output)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = lm_forward(*args, **kwargs)
             if threading.get_ident() != thread:
                 return output
-            if len(outputs) != 1 or not hasattr(output, "logits"):
+            if handed.times != 1 or not hasattr(output, "logits"):
                 raise UnsupportedError(
-                    f"{type(causal_lm).__name__} called its output embedding {len(outputs)} times "
+                    f"{type(causal_lm).__name__} called its output embedding {handed.times} times "
                     f"in one forward and returned a {type(output).__name__}; expected once, and an "
                     "output with logits (config.return_dict)"
                 )
             # not what the family's own treatment of logits made of the scores
-            output.logits = handed.output = outputs.pop()
-            _check_dtype(output.logits, "a wrapper of the output embedding cast")
-            handed.version = None if output.logits.is_inference() else output.logits._version
+            output.logits = handed.output
             return output
 
         handle = head.register_forward_hook(keep)

@@ -157,7 +157,9 @@ def test_adapters(folder: Path) -> None:
     activated = peft.LoraConfig(
         r=4, target_modules=targets, task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]
     )
-    refused(folder, "'default' is the LoRA variant alora_invocation_tokens", **with_adapter(activated))
+    refused(
+        folder, "'default' is the LoRA variant alora_invocation_tokens", **with_adapter(activated)
+    )
     lily = peft.LilyConfig(target_modules=targets)
     refused(folder, "PEFT method LILY of adapter 'default'", **with_adapter(lily))
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)

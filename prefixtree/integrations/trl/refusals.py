@@ -40,6 +40,7 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
 )
 
+
 def check_arguments(args: Any) -> None:
     """Refuses arguments (a `GRPOConfig` or `AsyncGRPOConfig`) that are not verified."""
     for name, fine, why in _ARGUMENTS:
