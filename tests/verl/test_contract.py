@@ -21,12 +21,13 @@ import pytest
 import torch
 import verl
 from transformers import Qwen3Config
-from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo import padding_utils, ray_trainer
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils import fsdp_utils, model, seqlen_balancing
 from verl.utils import tensordict_utils as tu
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.metric import Metric
+from verl.workers import engine_workers
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine import utils as engine_utils
@@ -333,6 +334,23 @@ def test_engines_have_the_attributes_that_are_read() -> None:
         "self.engine_config",
     ):
         assert name in source, f"verl {verl.__version__}: FSDPEngine has no {name}"
+
+
+@pytest.mark.parametrize(
+    ("where", "loss"),
+    [(engine_workers, "ppo_loss"), (engine_workers, "distillation_ppo_loss")]
+    + [(trainer_base, "value_loss"), (ray_trainer, "value_loss")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_losses_come_with_their_configuration(where: Any, loss: str) -> None:
+    """As a keyword of a partial, where what depends on micro-batches is looked for."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(where)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("partial")
+    ]
+    made = [call for call in calls if call.args and ast.unparse(call.args[0]) == loss]
+    assert made and all("config" in [k.arg for k in call.keywords] for call in made)
 
 
 def test_workload_is_a_polynomial_without_a_constant() -> None:

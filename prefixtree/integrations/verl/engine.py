@@ -43,7 +43,7 @@ from prefixtree.integrations.verl.batches import (
     to_jagged,
 )
 from prefixtree.integrations.verl.metrics import Work, work_metrics
-from prefixtree.integrations.verl.refusals import check_batch, check_settings
+from prefixtree.integrations.verl.refusals import check_batch, check_loss, check_settings
 from prefixtree.packing.layout import PackedForest, pack
 
 _NAME = "prefixtree"
@@ -95,11 +95,14 @@ class _PackedEngine(FSDPEngineWithLMHead):
         """All micro-batches of a batch, gradients accumulated; results in the order of the batch.
 
         Raises:
-            UnsupportedError, ValueError: see `check_batch` and `split`.
+            UnsupportedError, ValueError: see `check_batch`, `check_loss` and `split`.
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
         check_batch(data)
+        if not forward_only:
+            dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
+            check_loss(loss_function, dynamic)
         group = self.get_data_parallel_group()
         # the denominators of verl's losses: tokens of the whole mini-batch, over all ranks
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())

@@ -15,6 +15,16 @@ from verl.utils.model import extract_multi_modal_inputs
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import LIGER_LAYERS, check_config
 
+_PREFIX = 'attn_implementation="prefixtree": '
+
+# policy losses that look at the other samples of a micro-batch, and what they do
+_CUT_MODES = {
+    "clip_cov": "chooses the tokens that are left out within a micro-batch",
+    "kl_cov": "chooses the tokens that are penalised within a micro-batch",
+    "geo_mean": "is a mean over a micro-batch, summed over however many there are",
+}
+_CUT = "depends on how verl cuts a mini-batch into micro-batches, which packing changes"
+
 
 def check_settings(model_config: Any, engine_config: Any) -> None:
     """Refuses configurations, as an engine is made.
@@ -64,7 +74,7 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
         ),
     ):
         if refused:
-            raise UnsupportedError(f'attn_implementation="prefixtree": {why}')
+            raise UnsupportedError(f"{_PREFIX}{why}")
     check_config(hf_config, training=not engine_config.forward_only)
 
 
@@ -109,8 +119,51 @@ def check_batch(data: TensorDict) -> None:
         ),
     ):
         if refused:
-            raise UnsupportedError(f'attn_implementation="prefixtree": {why}')
+            raise UnsupportedError(f"{_PREFIX}{why}")
     _check_positions(data["input_ids"], data["position_ids"])
+
+
+def check_loss(loss_function: Any, dynamic: bool) -> None:
+    """Refuses losses of verl whose gradients depend on the cut into micro-batches.
+
+    Args:
+        loss_function: as an engine is given it, a partial of verl's with config=. Of others nothing
+            is known.
+        dynamic: micro-batches differ in size (use_dynamic_bsz=True).
+
+    Raises:
+        UnsupportedError: with the setting to change.
+    """
+    config = getattr(loss_function, "keywords", {}).get("config")
+    aggregation = getattr(config, "loss_agg_mode", None)
+    if aggregation == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+        raise UnsupportedError(
+            f"{_PREFIX}loss_agg_mode={aggregation} {_CUT}: it divides by the longest response of a "
+            "micro-batch; set loss_scale_factor (data.max_response_length, for example)"
+        )
+    policy = getattr(config, "policy_loss", None)
+    if policy is None:
+        return
+    mode = policy.get("loss_mode", "vanilla")
+    # a mean over micro-batches of one size is the same mean however they are filled
+    if mode in _CUT_MODES and (dynamic or mode != "geo_mean"):
+        instead = "set use_dynamic_bsz=False, or " if mode == "geo_mean" else "take "
+        raise UnsupportedError(
+            f"{_PREFIX}policy_loss.loss_mode={mode} {_CUT}: it {_CUT_MODES[mode]}; {instead}"
+            "another loss_mode"
+        )
+    correction = policy.get("rollout_correction", None) if mode == "bypass_mode" else None
+    if correction is not None and all(
+        (
+            correction.get("loss_type", "ppo_clip") == "reinforce",
+            correction.get("rollout_is", None) is not None,
+            correction.get("rollout_is_batch_normalize", False),
+        )
+    ):
+        raise UnsupportedError(
+            f"{_PREFIX}rollout_correction.rollout_is_batch_normalize=True with bypass_mode {_CUT}: "
+            "weights are divided by their mean over a micro-batch; set it to False"
+        )
 
 
 def _check_positions(input_ids: Any, position_ids: Any) -> None:
@@ -123,6 +176,6 @@ def _check_positions(input_ids: Any, position_ids: Any) -> None:
     positions = position_ids.values()
     if positions.shape != indices.shape or not torch.equal(positions, indices.to(positions)):
         raise UnsupportedError(
-            'attn_implementation="prefixtree": position_ids must count 0, 1, 2, ... along every '
+            f"{_PREFIX}position_ids must count 0, 1, 2, ... along every "
             "sequence (multi-dimensional and shifted positions are not supported)"
         )
