@@ -399,7 +399,8 @@ def _require_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise UnsupportedError(
-            "pictures need matplotlib, which is not installed: pip install prefixtree[plot]"
+            "pictures need matplotlib, which is not installed: "
+            "pip install 'prefixtree-attention[plot]'"
         ) from None
 
 

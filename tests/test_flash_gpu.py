@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("flash_attn") is None
         or importlib.util.find_spec("flash_attn.cute") is None,
-        reason="needs flash-attn-4 (pip install 'prefixtree[fa4]')",
+        reason="needs flash-attn-4 (pip install 'prefixtree-attention[fa4]')",
     ),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,

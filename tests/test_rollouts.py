@@ -417,7 +417,7 @@ def test_a_damaged_parquet_file(write_parquet):
 def test_parquet_without_pyarrow_names_the_extra(monkeypatch, write_parquet):
     path = write_parquet(token_ids=[[1, 2]])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"needs pyarrow; pip install 'prefixtree\[parquet\]'"):
+    with pytest.raises(InputError, match=r"pip install 'prefixtree-attention\[parquet\]'"):
         read_rollouts(path)
 
 

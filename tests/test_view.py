@@ -395,7 +395,7 @@ def test_pyplot_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (plot_forest, plot_mask):
-        with pytest.raises(UnsupportedError, match=r"pip install prefixtree\[plot\]"):
+        with pytest.raises(UnsupportedError, match=r"pip install 'prefixtree-attention\[plot\]'"):
             draw(five_nodes())
 
 
@@ -445,7 +445,7 @@ def test_report_draws_what_it_reports(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     bare = run("report", rollouts, "--plot", out)
     assert bare.exit_code == 2
-    assert "pip install prefixtree[plot]" in bare.stderr
+    assert "pip install 'prefixtree-attention[plot]'" in bare.stderr
 
 
 # ---- docs/how-it-works.md -----------------------------------------------------------------------

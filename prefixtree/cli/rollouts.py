@@ -301,7 +301,7 @@ def _parquet_rows(source: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, 
         yield from parquet.read_rows(file, _FIELDS)
     except ImportError:
         raise InputError(
-            f"{source}: parquet needs pyarrow; pip install 'prefixtree[parquet]'"
+            f"{source}: parquet needs pyarrow; pip install 'prefixtree-attention[parquet]'"
         ) from None
     except ValueError as problem:
         raise InputError(f"{source}: {problem}") from None

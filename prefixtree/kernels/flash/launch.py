@@ -59,7 +59,7 @@ def refusal(
     found = installed()
     if found != VERSION:
         return (
-            f"it needs flash-attn-4 {VERSION} (pip install 'prefixtree[fa4]'), and "
+            f"it needs flash-attn-4 {VERSION} (pip install 'prefixtree-attention[fa4]'), and "
             f"{'it is not installed' if found is None else f'{found} is installed'}"
         )
     if not q.is_cuda or torch.version.hip is not None:
