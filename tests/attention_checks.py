@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
+from prefixtree.kernels import attention
 
 # nodes with fewer tokens are judged together: the worst of three numbers says little
 POOLED = 16
@@ -97,6 +101,59 @@ def run(case: Case, attend: Attention, dtype: torch.dtype | None = None) -> Resu
     got = {"out": out.detach(), "lse": lse.detach().t()}
     got |= {f"d{n}": g for n, g in zip(names, gradients, strict=True)}
     return {name: value.cpu() for name, value in got.items()}
+
+
+class AsPromised(TorchDispatchMode):
+    """Holds every call of the operator and of its backward to what their fakes say of it.
+
+    Compiled code is generated for the sizes, strides and dtypes of the fakes: inductor refuses
+    results of other strides, or reads the wrong numbers where its checks are off.
+    """
+
+    OPERATORS = (attention._tree_attention, attention._tree_attention_backward)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        got = function(*args, **(kwargs or {}))
+        if function in self.OPERATORS:
+            self.calls += 1
+            with FakeTensorMode():
+                want = function(*tree_map_only(torch.Tensor, _like, args))
+            assert len(tree_leaves(got)) == len(tree_leaves(want))
+            for number, (a, b) in enumerate(zip(tree_leaves(got), tree_leaves(want), strict=True)):
+                found, promised = ((x.shape, x.stride(), x.dtype, x.device) for x in (a, b))
+                assert found == promised, f"{function}, result {number}: {found}, not {promised}"
+        return got
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def assert_as_promised(case: Case, mask: TreeMask, **fixed: object) -> None:
+    """Forward and backward give what the fakes say, in whatever strides the inputs come."""
+
+    def laid_out(x: torch.Tensor | None, order: tuple[int, ...]) -> torch.Tensor | None:
+        if x is None or x.ndim != len(order):
+            return x
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return x.permute(order).contiguous().permute(back)
+
+    for order in ((0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)):
+        names = ("q", "k", "v", "sinks")
+        q, k, v, sinks = (laid_out(getattr(case, name), order) for name in names)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+        dout = laid_out(case.dout, order)
+        with AsPromised() as promised:
+            out, lse = ours(mask, **fixed)(*inputs, *[None] * (4 - len(inputs)), **case.options)
+            outputs, grads = [out], [dout]
+            if case.dlse is not None:
+                outputs, grads = [out, lse], [dout, laid_out(case.dlse, (1, 0))]
+            torch.autograd.grad(outputs, inputs, grads)
+        assert promised.calls == 2
 
 
 def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Attention:

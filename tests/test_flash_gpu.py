@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_numerics, eager, ours, run
+from attention_checks import Case, assert_as_promised, assert_numerics, eager, ours, run
 from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of
 from strategies import random_forest
 
@@ -211,6 +211,13 @@ def test_auto_goes_by_the_work() -> None:
         assert f"would run {backend!r}" in explain(mask, case.q, case.k, case.v)
         got, want = (tree_attention(*inputs_of(case), mask, backend=b) for b in ("auto", backend))
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
+def test_results_are_laid_out_as_compiled_code_is_told(extras: dict) -> None:
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, **extras).to("cuda")
+    assert_as_promised(case, mask, backend="flash")
 
 
 def test_forward_repeats_and_gradients_nearly() -> None:

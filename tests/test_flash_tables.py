@@ -16,7 +16,7 @@ import flash_emulator
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, eager, ours, run
+from attention_checks import Case, assert_as_promised, eager, ours, run
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import forests, mask_of, random_forest
@@ -374,6 +374,15 @@ def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float) -> No
     assert torch.isfinite(got["lse"]).all()
     for name in ("out", "dq", "dk", "dv", "dsinks"):
         torch.testing.assert_close(got[name].double(), want[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
+def test_results_are_laid_out_as_compiled_code_is_told(
+    emulated: ModuleType, extras: dict
+) -> None:
+    mask = mask_of(PrefixForest.from_parents([-1, 0], [140, 60]))
+    case = Case.random(mask, (2, 1), (8, 8), torch.bfloat16, **extras)
+    assert_as_promised(case, mask, backend="flash")
 
 
 def test_no_tokens(emulated: ModuleType) -> None:

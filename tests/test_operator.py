@@ -13,15 +13,19 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
+from attention_checks import Case, assert_as_promised
 from strategies import mask_of, random_forest
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import prefixtree as pt
 from prefixtree import ForestError, TreeMask, tree_attention
 from prefixtree.kernels import attention, sdpa
+from prefixtree.kernels.flash.lists import Tiles, lists_of
 from prefixtree.packing import mask as mask_module
+from prefixtree.packing.gather import GatherPlan
 
 
 def _mask(seed: int) -> TreeMask:
@@ -44,6 +48,17 @@ def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, subse
     sink = torch.randn(4, requires_grad=True) if sinks else None
     arguments = (*_inputs(mask), sink, mask.handle, 0.3, window, softcap, False, "sdpa", lse_used)
     torch.library.opcheck(attention._tree_attention, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}])
+@pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
+def test_results_are_laid_out_as_compiled_code_is_told(
+    dtype: torch.dtype, options: dict, extras: dict
+) -> None:
+    for mask in (_mask(0), _mask(0).for_queries([(1, 5), (8, 20)])):
+        case = Case.random(mask, (4, 2), (8, 8), dtype, **extras, **options)
+        assert_as_promised(case, mask, backend="sdpa")
 
 
 def test_gradcheck() -> None:
@@ -222,6 +237,53 @@ def test_without_gradients(without: Callable[[], AbstractContextManager[None]]) 
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
     assert not out.requires_grad and not lse.requires_grad
     assert out.is_inference() == (without is torch.inference_mode)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda mask: TreeMask(mask.subtree_end),
+        lambda mask: mask.for_queries([(0, 3), (5, 9)]),
+        lambda mask: pickle.loads(pickle.dumps(mask)),
+    ],
+    ids=["new", "for_queries", "pickle"],
+)
+def test_a_mask_from_inference_mode_trains_later(made: Callable[[TreeMask], TreeMask]) -> None:
+    want_mask = made(_mask(4))
+    with torch.inference_mode():
+        mask = made(_mask(4))
+        inputs = _inputs(mask)
+        tree_attention(*inputs, mask)
+    inputs = _inputs(mask)
+    got, want = (
+        torch.autograd.grad(tree_attention(*inputs, m).sum(), inputs) for m in (mask, want_mask)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@torch.inference_mode()
+def test_nothing_kept_is_of_inference_mode() -> None:
+    """Also what no backward saves today. Another device, though one that computes nothing."""
+    packed = pt.pack(random_forest(np.random.default_rng(1), 10, 20)).to("meta")
+    mask = packed.mask.for_queries([(0, 3), (5, 9)])
+    tables = mask.tables(pt.TileShape(16, 16))
+    lists = lists_of(packed.mask.plan, Tiles(128, 128, 128), 5, torch.device("cpu"))
+    plan = GatherPlan(np.array([0, 1, 1, -1]), 2, packed.device)
+    kept = [
+        *vars(packed).values(),
+        *vars(mask).values(),
+        *vars(tables).values(),
+        *vars(lists).values(),
+        *(lists.forward or ()),
+        *(lists.backward or ()),
+        *packed.edges(),
+        plan.rows,
+        *plan.copies,
+    ]
+    tensors = [x for x in kept if isinstance(x, torch.Tensor)]
+    assert len(tensors) > 30
+    assert not any(x.is_inference() for x in tensors)
 
 
 def test_lse_is_differentiable_only_where_it_is_used() -> None:

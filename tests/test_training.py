@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -26,6 +27,7 @@ from models import (
     ragged_sequences,
     run_packed,
     run_replicated,
+    same_bits,
 )
 from packaging import version
 from transformers import AutoModelForCausalLM
@@ -83,6 +85,30 @@ def test_other_ways_to_generate(model_type, options):
     got = _generate(model, **options)
     model.set_attn_implementation("sdpa")
     _same_generation(got, _generate(model, **options))
+
+
+_IN_INFERENCE_MODE = {
+    "pack": lambda packed, model: pack_sequences(ragged_sequences()),
+    "micro-batch": lambda packed, model: pt.plan_micro_batches(packed.forest, 999)[0][0].packed,
+    "options": lambda packed, model: packed.with_options(deterministic=True),
+    "copy": lambda packed, model: copy.deepcopy(packed),
+    "pickle": lambda packed, model: pickle.loads(pickle.dumps(packed)),
+    "pickled micro-batch": lambda packed, model: pickle.loads(
+        pickle.dumps(pt.plan_micro_batches(packed.forest, 999)[0][0])
+    ).packed,
+    "scores": lambda packed, model: sequence_logprobs(model, packed) and packed,
+}
+
+
+@pytest.mark.parametrize("step", _IN_INFERENCE_MODE)
+def test_a_forest_from_inference_mode_trains_later(step):
+    """As where a reference model scores a batch before the update."""
+    model, objective = build("gpt_oss"), ragged_objective()
+    want = run_packed(model, pack_sequences(objective.sequences), objective)
+    before = pack_sequences(objective.sequences)
+    with torch.inference_mode():
+        packed = _IN_INFERENCE_MODE[step](before, model)
+    assert same_bits(run_packed(model, packed, objective), want)
 
 
 def test_generating_between_updates_changes_nothing():

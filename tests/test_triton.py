@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_numerics, ours, run
+from attention_checks import Case, assert_as_promised, assert_numerics, ours, run
 from conftest import Poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -368,6 +368,16 @@ def test_opcheck(sinks: bool, dlse: bool, monkeypatch: pytest.MonkeyPatch) -> No
     sink = torch.randn(4, device=DEVICE, requires_grad=True) if sinks else None
     arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", dlse)
     torch.library.opcheck(attention._tree_attention, arguments)
+
+
+@pytest.mark.parametrize("feature", ["plain", "all"])
+def test_results_are_laid_out_as_compiled_code_is_told(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, "descriptors")
+    mask = mask_for(PrefixForest.from_parents([-1, 0, 0], [9, 12, 5]))
+    case = Case.random(mask, (4, 2), (8, 8), DTYPES[0], **FEATURES[feature]).to(DEVICE)
+    assert_as_promised(case, mask)
 
 
 def test_compiles_whole_and_once_for_all_forests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def backward(
     plan: MaskPlan,
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, dsinks; probabilities are computed anew from lse."""
+    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. Probabilities are computed anew."""
     queries, keys, values, dout = (_widen(x) for x in (q, k, v, dout))
     flash = dlse is None and _flash_serves(queries, values, options)
     if out.dtype != dout.dtype:
@@ -93,7 +93,8 @@ def backward(
         # rounding of a half-precision out would be most of what is left
         out, _ = _wide_forward(queries, keys, values, sinks, plan, options)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+    # contiguous whatever the inputs' strides, as compiled code was told
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (queries, keys, values))
     if flash:
         for row, length, runs in _blocks(plan):
             rows = slice(row, row + length)
