@@ -15,7 +15,14 @@ import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
 from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of, peak_bytes
 from head_checks import exact_columns
-from models import build, ragged_sequences
+from models import (
+    assert_same,
+    build,
+    pack_sequences,
+    ragged_objective,
+    ragged_sequences,
+    run_packed,
+)
 from strategies import random_forest
 
 import prefixtree as pt
@@ -156,6 +163,18 @@ def test_offsets_beyond_int32() -> None:
         wanted = [want, *torch.autograd.grad(want, part, dout[rows])]
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a[rows], b, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forest_moved_in_inference_mode_trains_later(dtype: torch.dtype) -> None:
+    objective, model = ragged_objective(), build("gpt_oss").to("cuda", dtype)
+    with torch.inference_mode():
+        packed = pack_sequences(objective.sequences).to("cuda")
+        sequence_logprobs(model, packed)
+    want = run_packed(model, pack_sequences(objective.sequences).to("cuda"), objective)
+    got = run_packed(model, packed, objective)
+    # dk and dv are added up in any order
+    assert_same(got, want, 1e-4 if dtype == torch.float32 else 5e-2)
 
 
 def test_another_stream_and_lifetimes() -> None:

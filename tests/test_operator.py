@@ -270,20 +270,15 @@ def test_nothing_kept_is_of_inference_mode() -> None:
     tables = mask.tables(pt.TileShape(16, 16))
     lists = lists_of(packed.mask.plan, Tiles(128, 128, 128), 5, torch.device("cpu"))
     plan = GatherPlan(np.array([0, 1, 1, -1]), 2, packed.device)
-    kept = [
-        *vars(packed).values(),
-        *vars(mask).values(),
-        *vars(tables).values(),
-        *vars(lists).values(),
-        *(lists.forward or ()),
-        *(lists.backward or ()),
-        *packed.edges(),
-        plan.rows,
-        *plan.copies,
-    ]
-    tensors = [x for x in kept if isinstance(x, torch.Tensor)]
+    kept = {
+        name: x
+        for holder in (packed, mask, tables, lists, lists.forward, lists.backward, plan)
+        for name, x in vars(holder).items()
+    }
+    kept |= {"rows": plan.rows, **dict(enumerate((*packed.edges(), *plan.copies)))}
+    tensors = {name: x for name, x in kept.items() if isinstance(x, torch.Tensor)}
     assert len(tensors) > 30
-    assert not any(x.is_inference() for x in tensors)
+    assert not [name for name, x in tensors.items() if x.is_inference()]
 
 
 def test_lse_is_differentiable_only_where_it_is_used() -> None:

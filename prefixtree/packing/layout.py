@@ -15,7 +15,7 @@ import torch
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherPlan, gather
-from prefixtree.packing.mask import TreeMask, move
+from prefixtree.packing.mask import TreeMask, lasting, move
 
 
 class Edges(NamedTuple):
@@ -41,6 +41,7 @@ class PackedForest:
         mask: the TreeMask.
     """
 
+    @lasting
     def __init__(self, forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> None:
         self.forest = forest
         self.mask = mask
@@ -219,11 +220,11 @@ class PackedForest:
         return torch.cat([packed, padding])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedForest:
-        return PackedForest(self.forest, self._buffer.clone(), self.mask)
+        return _rebuild(self.forest, self._buffer, self.mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process gets it on the CPU, like its mask
-        return PackedForest, (self.forest, self._buffer.cpu(), self.mask)
+        return _rebuild, (self.forest, self._buffer.cpu(), self.mask)
 
     def __repr__(self) -> str:
         return f"PackedForest({self.forest!r}, {self.num_padding} padding, {self.device})"
@@ -314,6 +315,13 @@ class PackedForest:
             )
 
 
+@lasting
+def _rebuild(forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> PackedForest:
+    # a copy: what is unpickled in inference mode is of it
+    return PackedForest(forest, buffer.clone(), mask)
+
+
+@lasting
 def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedForest:
     """Lays a forest out in preorder, each distinct token once, on the CPU (`.to(device)` moves).
 

@@ -131,6 +131,12 @@ class MaskStats:
     pieces: int
 
 
+# Decorates what makes tensors that outlive the call: those made in inference mode could not be saved
+# for a backward later, nor could views of them.
+lasting = torch.inference_mode(False)
+
+
+@lasting
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """To `device`; from pageable host memory to CUDA through a pinned copy, without waiting."""
     device = torch.device(device)
@@ -139,6 +145,7 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
+@lasting
 def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
     """`move` for several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.
 
@@ -241,6 +248,7 @@ class MaskPlan:
             self._tables[key] = self._tables[host].to(device)
         return self._tables[key]
 
+    @lasting
     def _build(self, shape: TileShape, window: int) -> BlockTables:
         from prefixtree.packing import pieces as cuts
         from prefixtree.packing import tables as loops
@@ -302,6 +310,7 @@ _numbers = itertools.count(1)
 _buffers: weakref.WeakValueDictionary[int, _PlanBuffer] = weakref.WeakValueDictionary()
 
 
+@lasting
 def _make_handle(plan: MaskPlan) -> torch.Tensor:
     number = next(_numbers)
     buffer = _PlanBuffer(number.to_bytes(8, "little"))

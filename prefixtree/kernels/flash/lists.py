@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.mask import BlockTables, MaskPlan, TileShape, move_all
+from prefixtree.packing.mask import BlockTables, MaskPlan, TileShape, lasting, move_all
 
 # places in an index array are sent as int32
 MOST_ENTRIES = 2**31 - 1
@@ -92,6 +92,7 @@ def lists_of(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) ->
     return made[key]
 
 
+@lasting
 def _build(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
     host = torch.device("cpu")
     tables = plan.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
