@@ -407,6 +407,15 @@ def test_strides_are_free() -> None:
                 assert_close(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_results_are_contiguous(backend: str, dtype: torch.dtype) -> None:
+    mask = mask_of(CATERPILLAR)
+    case = Case.random(mask, dtype=dtype)
+    out, lse = ours(mask, backend=backend)(case.q, case.k, case.v, None)
+    assert out.is_contiguous() and lse.is_contiguous()
+
+
 def _arguments(**changes: object) -> dict[str, object]:
     mask = mask_of(CATERPILLAR)
     count = mask.num_tokens

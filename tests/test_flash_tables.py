@@ -377,9 +377,7 @@ def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float) -> No
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
-def test_results_are_laid_out_as_compiled_code_is_told(
-    emulated: ModuleType, extras: dict
-) -> None:
+def test_results_are_laid_out_as_compiled_code_is_told(emulated: ModuleType, extras: dict) -> None:
     mask = mask_of(PrefixForest.from_parents([-1, 0], [140, 60]))
     case = Case.random(mask, (2, 1), (8, 8), torch.bfloat16, **extras)
     assert_as_promised(case, mask, backend="flash")

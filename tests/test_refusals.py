@@ -503,7 +503,17 @@ def test_temperatures_of_another_shape(temperature, packed):
         sequence_logprobs(build("qwen3"), packed, temperature=temperature)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-60])
+@pytest.mark.parametrize(
+    "temperature", [True, "warm", "0.5", [True] * 12, ["a"] * 12, 1j, [[1.0], 1.0]]
+)
+def test_temperatures_that_are_no_numbers(temperature, packed):
+    match = "temperature must be a number or one number per sequence, got"
+    with pytest.raises(TypeError, match=match):
+        sequence_logprobs(build("qwen3"), packed, temperature=temperature)
+
+
+# logits of 1e3 by 1e-36 are beyond float32
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e-40, 1e-36])
 def test_temperatures_that_cannot_divide(value, packed):
     for temperature in (value, [1.0] * 11 + [value]):
         with pytest.raises(ValueError, match="temperatures must be finite and above 0"):
@@ -528,9 +538,9 @@ def test_loss_masks_of_another_shape(kind, packed):
         sequence_logprobs(model, packed, loss_mask=[])
 
 
-@pytest.mark.parametrize("chunk_size", [0, -1])
+@pytest.mark.parametrize("chunk_size", [0, -1, True, "a", 2.5, [3]])
 def test_chunks_of_no_rows(chunk_size, packed):
-    with pytest.raises(ValueError, match="chunk_size must be"):
+    with pytest.raises(ValueError, match="chunk_size must be None or an integer >= 1, got"):
         sequence_logprobs(build("qwen3"), packed, chunk_size=chunk_size)
 
 

@@ -15,6 +15,7 @@ from models import (
     Objective,
     assert_same,
     build,
+    cases,
     errors,
     gradients,
     make_objective,
@@ -289,9 +290,11 @@ def test_without_sharing_it_is_document_packing():
     assert_same(run_packed(model, packed, objective), run_eager(model, objective))
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", *cases(["afmoe"])])
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_the_masks_options_reach_every_layer(backend):
-    model = build("gemma2")
+def test_the_masks_options_reach_every_layer(backend, model_type):
+    """Afmoe takes a view of what attention returns."""
+    model = build(model_type)
     packed = ragged_packed().with_options(backend=backend, deterministic=True)
     assert_same(run_packed(model, packed, ragged_objective()), run_eager(model))
 

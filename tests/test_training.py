@@ -93,9 +93,9 @@ _IN_INFERENCE_MODE = {
     "options": lambda packed, model: packed.with_options(deterministic=True),
     "copy": lambda packed, model: copy.deepcopy(packed),
     "pickle": lambda packed, model: pickle.loads(pickle.dumps(packed)),
-    "pickled micro-batch": lambda packed, model: pickle.loads(
-        pickle.dumps(pt.plan_micro_batches(packed.forest, 999)[0][0])
-    ).packed,
+    "pickled micro-batch": lambda packed, model: (
+        pickle.loads(pickle.dumps(pt.plan_micro_batches(packed.forest, 999)[0][0])).packed
+    ),
     "scores": lambda packed, model: sequence_logprobs(model, packed) and packed,
 }
 

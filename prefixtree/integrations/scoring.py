@@ -13,6 +13,7 @@ predictors.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ from prefixtree.integrations.scoring_head import Units, logit_rule, scoring_head
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import move
+
+# logits up to 3e8 divided by it are finite in float32
+_LEAST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,26 @@ def _make_units(
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.tolist()
-    values = np.asarray(temperature, np.float32).astype(np.float64)
+    values = _as_numbers(temperature)
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
             f"temperature must be one number or one a sequence ({count}), got shape "
             f"{list(values.shape)}"
         )
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise ValueError(f"temperatures must be finite and above 0, got {temperature}")
+    if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
+        raise ValueError(
+            f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
+            f"divided by them overflow float32), got {temperature}"
+        )
     return np.broadcast_to(values, count)
+
+
+def _as_numbers(temperature: Any) -> np.ndarray:
+    """float64, rounded to the float32 that logits are divided by."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.tolist()
+    with suppress(TypeError, ValueError):
+        # numpy takes truth values and the digits of a string for numbers
+        if np.asarray(temperature).dtype.kind not in "bcSU":
+            return np.asarray(temperature, np.float32).astype(np.float64)
+    raise TypeError(f"temperature must be a number or one number per sequence, got {temperature!r}")

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -67,10 +68,11 @@ def linear_logprobs(
 
 def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
     """Rows scored at once."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk_size must be None or >= 1, got {chunk}")
     if chunk is not None:
-        return chunk
+        is_integer = isinstance(chunk, (int, np.integer)) and not isinstance(chunk, bool)
+        if not is_integer or chunk < 1:
+            raise ValueError(f"chunk_size must be None or an integer >= 1, got {chunk!r}")
+        return int(chunk)
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
 
 

@@ -28,8 +28,8 @@ def dense_attention(
         sinks: [H], one more logit a head that takes probability and has no value (gpt-oss).
 
     Returns:
-        out [Tq, H, Dv] in q's dtype and lse [H, Tq] over the keys, without the sink; computed in
-        float32, float64 for float64 inputs.
+        out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys, without the sink;
+        computed in float32, float64 for float64 inputs.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
@@ -42,4 +42,5 @@ def dense_attention(
     lse = torch.logsumexp(scores, -1)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.to(dtype)[:, None])
     out = torch.einsum("hqk,khd->qhd", torch.exp(scores - total[..., None]), value)
-    return out.to(q.dtype), lse
+    # models take views of it
+    return out.to(q.dtype).contiguous(), lse

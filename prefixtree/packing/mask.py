@@ -131,8 +131,8 @@ class MaskStats:
     pieces: int
 
 
-# Decorates what makes tensors that outlive the call: those made in inference mode could not be saved
-# for a backward later, nor could views of them.
+# Decorates what makes tensors that outlive the call: those made in inference mode could not be
+# saved for a backward later, nor could views of them.
 lasting = torch.inference_mode(False)
 
 

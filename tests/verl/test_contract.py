@@ -338,8 +338,12 @@ def test_engines_have_the_attributes_that_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("where", "loss"),
-    [(engine_workers, "ppo_loss"), (engine_workers, "distillation_ppo_loss")]
-    + [(trainer_base, "value_loss"), (ray_trainer, "value_loss")],
+    [
+        (engine_workers, "ppo_loss"),
+        (engine_workers, "distillation_ppo_loss"),
+        (trainer_base, "value_loss"),
+        (ray_trainer, "value_loss"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_losses_come_with_their_configuration(where: Any, loss: str) -> None:
