@@ -113,12 +113,16 @@ def flash_attn_fwd(
     mask_mod: Any,
     aux_scalars: tuple[torch.Tensor, ...],
     block_sparse_tensors: BlockSparseTensorsTorch,
+    pack_gqa: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
     return_lse: bool,
 ) -> None:
     assert return_lse
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    # packed, tile i of a kv head has its list in row i / group: the same tiles for every head. A
+    # group that does not divide the rows is copied without the copy engine: right, and slow
+    assert not pack_gqa or (group > 1 and block_sparse_tensors.block_size[0] % group == 0)
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))

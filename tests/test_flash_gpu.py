@@ -82,6 +82,33 @@ def test_numerics_of_features_where_tiles_differ(dims: tuple[int, int]) -> None:
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
 
 
+# those that divide the 128 rows of a tile and those that do not
+@pytest.mark.parametrize("group", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("dims", [dims for dims in launch.SERVED if dims[0] == dims[1]], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_numerics_of_groups(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, dims: tuple[int, int], group: int
+) -> None:
+    """By the rule one of the two runs."""
+    monkeypatch.setattr(launch, "packs_heads", lambda group: packed)
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, (2 * group, 2), dims, torch.bfloat16).to("cuda")
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("heads, dims", [((6, 1), (256, 256)), ((14, 2), (128, 128))])
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_numerics_of_features_of_groups(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    """Packed, neighbouring rows have sinks of their own and belong to one token."""
+    monkeypatch.setattr(launch, "packs_heads", lambda group: packed)
+    mask = cuda_mask(FOREST)
+    options = {"window": 200, "softcap": 9.0, "sinks": True, "dlse": True}
+    case = Case.random(mask, heads, dims, torch.bfloat16, **options).to("cuda")
+    assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
 def test_numerics_of_ragged_forests(

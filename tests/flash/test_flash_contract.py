@@ -13,6 +13,7 @@ from flash_attn.cute import block_sparsity, interface
 from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
 from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.tile_scheduler import SingleTileScheduler
 from flash_attn.cute.utils import hash_callable
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,8 +31,8 @@ def test_the_version() -> None:
         (
             "_flash_attn_fwd",
             ["q", "k", "v"],
-            "softmax_scale learnable_sink score_mod mask_mod aux_scalars block_sparse_tensors out "
-            "lse return_lse",
+            "softmax_scale learnable_sink score_mod mask_mod aux_scalars block_sparse_tensors "
+            "pack_gqa out lse return_lse",
         ),
         (
             "_flash_attn_bwd",
@@ -63,10 +64,21 @@ def test_tiles_are_the_ones_it_takes(d: int, d_v: int) -> None:
     ours = launch.tiles_for(d, d_v)
     forward = interface._tile_size_fwd_sm90(d, d_v, False, False, sparse_block_size_q=128)
     backward = interface._tile_size_bwd_sm90(d, d_v, False, False, sparse_block_size_q=128)
-    assert ours.queries == forward.m_block_size == 128
+    assert ours.queries == forward.m_block_size == launch.TILE_ROWS
     assert ours.forward_keys == forward.n_block_size
     assert ours.backward_keys == backward.n_block_size
     assert ours.queries % backward.m_block_size == 0
+
+
+def test_what_packing_heads_rests_on() -> None:
+    """When a group that does not divide the rows is loaded by TMA, `launch.packs_heads` can go."""
+    forward = inspect.getsource(FlashAttentionForwardSm90.__call__)
+    assert "self.pack_gqa and self.tile_m % self.qhead_per_kvhead != 0" in forward
+    assert "self.num_mma_regs, self.num_producer_regs = 224, 40" in forward
+    # which the backward does not know
+    assert "    pack_gqa = False\n" in inspect.getsource(interface._flash_attn_bwd)
+    for group in range(1, 17):
+        assert launch.packs_heads(group) == (group in (2, 4, 8, 16))
 
 
 def widths(d: int) -> set[int]:

@@ -40,6 +40,8 @@ SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 #   4K then 4-2-2-1 x 1K        83     0 %
 #   airline per turn           120   + 3 %
 HEADS_FIRST_FROM = 0.28
+# rows of a query tile of the forward, whatever the head dim: lists are over as many queries
+TILE_ROWS = 128
 # key tiles are the second dimension of that grid
 MOST_TILES = 65535
 # The CuTe DSL compiles in one thread at a time; in two, as autograd has one a device, it raises or
@@ -125,10 +127,22 @@ def import_problem() -> str | None:
 def tiles_for(d: int, d_v: int) -> Tiles:
     """The tiles that flash-attn-4 takes on Hopper, given lists over 128 queries."""
     if d <= 128:
-        return Tiles(128, 128, 128)
+        return Tiles(TILE_ROWS, 128, 128)
     if d <= 192:
-        return Tiles(128, 128 if d_v <= 128 else 112, 96)
-    return Tiles(128, 80, 64)
+        return Tiles(TILE_ROWS, 128 if d_v <= 128 else 112, 96)
+    return Tiles(TILE_ROWS, 80, 64)
+
+
+def packs_heads(group: int) -> bool:
+    """Whether a tile of the forward holds the query heads of a kv head side by side: 128 / group
+    tokens of each, in place of 128 tokens of one. The tiles visited are as many; the backward of
+    flash-attn-4 always takes a head a tile.
+
+    A group that does not divide 128 cannot be loaded by the copy engine then: four warps copy q row
+    by row, out goes back the same way, and their registers come from those of the products, which
+    at head dim 256 spill 4 KB a thread (none otherwise).
+    """
+    return group > 1 and TILE_ROWS % group == 0
 
 
 def forward(
@@ -157,6 +171,7 @@ def forward(
             learnable_sink=None if sinks is None else sinks.float(),
             score_mod=_score_functions(options)[0],
             block_sparse_tensors=given.forward,
+            pack_gqa=packs_heads(q.shape[1] // k.shape[1]),
             out=out.unsqueeze(0),
             lse=lse.unsqueeze(0),
             return_lse=True,
