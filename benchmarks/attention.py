@@ -2,12 +2,14 @@
 
     python benchmarks/attention.py --backend triton --rollouts ROLLOUTS.jsonl.gz --out OUT.json
     python benchmarks/attention.py --device cpu --scale 0.01 --backend sdpa     # every code path
+    python benchmarks/attention.py --backend triton flash --tasks 3 --shapes qwen3.5-27b phi-3-mini
 
 The ten workloads of `workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head dims
-64 and 256 and as many kv heads as query heads on three of them. A case is checked first, every row
-of some heads (`checks.py`); red prints no time and makes the exit code 1, and so does a case that
-fails in another way. Times are medians by CUDA events after warm-ups, without building the tables.
-TF are useful TFLOP/s, of visible pairs only: forward 4 D H x pairs, backward 2.5 times that.
+64 and 256 and as many kv heads as query heads on three of them. With `--shapes`, the head shapes of
+models (`shapes.py`) on four workloads instead. A case is checked first, every row of some heads
+(`checks.py`); red prints no time and makes the exit code 1, and so does a case that fails in
+another way. Times are medians by CUDA events after warm-ups, without building tables. TF are useful
+TFLOP/s, of visible pairs only: forward 2 (D + Dv) H x pairs, backward (6 D + 4 Dv) H x pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +33,7 @@ from checks import check
 from environment import environment
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES, Shape
 from workloads import AIRLINE, NAMES, workload
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
@@ -39,21 +42,11 @@ from prefixtree.kernels.choice import flash_work
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")
 QUICK = ("prompt 512 x 64 x 1K", "caterpillar 24", "documents 32 x 4K")
+# where the head shapes of models are measured: `choice.MOST_WORK` is held to these
+SHAPED = (AIRLINE, "caterpillar 24", "prompt 512 x 64 x 1K", "documents 32 x 4K")
 Row = dict[str, Any]
 # cycles, about 2 ms
 _HEAD_START = 4_000_000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is measured on a workload besides its forest."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads} D{self.head_dim}"
 
 
 # ---- timing -------------------------------------------------------------------------------------
@@ -169,7 +162,7 @@ def times_of(
     warm_ups: int,
 ) -> Row:
     """Medians of forward and backward apart, what the host pays, TF of so many visible pairs."""
-    device, (_, heads, head_dim) = dout.device, inputs[0].shape
+    device, (_, heads, d), d_v = dout.device, inputs[0].shape, inputs[2].shape[2]
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
@@ -182,9 +175,8 @@ def times_of(
     row["backward_ms"], row["backward_all_ms"] = timed(backward)
     if device.type == "cuda":
         row["forward_host_us"], row["backward_host_us"] = host_us(forward), host_us(backward)
-    useful = 4.0 * head_dim * heads * pairs
-    row["forward_tflops"] = useful / row["forward_ms"] / 1e9
-    row["backward_tflops"] = 2.5 * useful / row["backward_ms"] / 1e9
+    row["forward_tflops"] = 2.0 * (d + d_v) * heads * pairs / row["forward_ms"] / 1e9
+    row["backward_tflops"] = (6.0 * d + 4.0 * d_v) * heads * pairs / row["backward_ms"] / 1e9
     return row
 
 
@@ -206,12 +198,10 @@ def draw(
 ) -> list[torch.Tensor]:
     """q, k, v and dout, of the same numbers in every run on one kind of device."""
     generator = torch.Generator(device).manual_seed(0)
-    dims = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    h, hk, d, d_v = shape.heads, shape.kv_heads, shape.head_dim, shape.dim_of_v
     return [
-        torch.randn(
-            forest.num_tokens, h, shape.head_dim, generator=generator, device=device, dtype=dtype
-        )
-        for h in dims
+        torch.randn(forest.num_tokens, *size, generator=generator, device=device, dtype=dtype)
+        for size in ((h, d), (hk, d), (hk, d_v), (h, d_v))
     ]
 
 
@@ -240,6 +230,8 @@ def measure(
     start = time.perf_counter()
     got = results_of(attend, inputs, dout)
     row["first_call_s"] = time.perf_counter() - start
+    if options.only_compile:
+        return row | {"red": []}
     start = time.perf_counter()
     with torch.no_grad():
         verdicts = check(q, k, v, dout, got, forest, options.check_heads)
@@ -280,7 +272,10 @@ def guarded(
 
 
 def shapes_of(name: str, options: argparse.Namespace) -> list[Shape]:
-    """The main shape, and on three workloads half and twice its head dim and MHA."""
+    """Those asked for by name; else the main shape, and on three workloads half and twice its head
+    dim and MHA."""
+    if options.shapes:
+        return [SHAPES[shape] for shape in options.shapes]
     main = Shape(*options.heads, options.head_dim)
     if name not in VARIED or not options.variants:
         return [main]
@@ -288,15 +283,21 @@ def shapes_of(name: str, options: argparse.Namespace) -> list[Shape]:
     return [main, Shape(h, hk, d // 2), Shape(h, hk, 2 * d), Shape(h, h, d)]
 
 
+def shape_of(row: Row) -> Shape:
+    """Of a row; those of earlier files have one head dim."""
+    return Shape(row["heads"], row["kv_heads"], row["head_dim"], row.get("v_head_dim"))
+
+
 def headline(row: Row) -> str:
     """One line for a finished case."""
-    what = f"{row['workload']}, {row['heads']}/{row['kv_heads']} D{row['head_dim']}"
-    what = f"{what}, {row['backend']}"
+    what = f"{row['workload']}, {shape_of(row)}, {row['backend']}"
     if "failed" in row:
         return f"FAILED {what}: {row['failed'][:300]}"
     if row["red"]:
         worst = {n: round(max(c["worst"], c["mean"]), 2) for n, c in row["check"].items()}
         return f"RED {what}: error over its limit {worst}"
+    if "forward_ms" not in row:
+        return f"compiled {what}: {row['first_call_s']:.1f} s"
     return (
         f"{what}: forward {row['forward_ms']:.2f} backward {row['backward_ms']:.2f} "
         f"both {row['forward_ms'] + row['backward_ms']:.2f} ms"
@@ -320,12 +321,15 @@ def table(rows: Sequence[Row]) -> Table:
         out.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         cells = [row["workload"], f"{row['tokens']:,}"]
-        cells += [str(Shape(row["heads"], row["kv_heads"], row["head_dim"])), row["backend"]]
+        cells += [str(shape_of(row)), row["backend"]]
         if "failed" in row:
             out.add_row(*cells, "failed")
             continue
         if row["red"]:
             out.add_row(*cells, "RED", " ".join(row["red"]))
+            continue
+        if "forward_ms" not in row:
+            out.add_row(*cells, "compiled")
             continue
         forward, backward = row["forward_ms"], row["backward_ms"]
         cells += [f"{forward:.2f}", f"{backward:.2f}", f"{forward + backward:.2f}"]
@@ -345,10 +349,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backend", nargs="+", default=["auto"], help="of tree_attention; several are compared")
     add("--workloads", nargs="+", choices=NAMES, metavar="NAME", help="all unless said")
     add("--rollouts", type=Path, help=f"the file that {AIRLINE!r} reads")
+    add("--tasks", type=int, default=8, help=f"of {AIRLINE!r}: the first so many groups")
     add("--order", choices=("heaviest", "input"), default="heaviest", help="of siblings")
     add("--heads", nargs=2, type=int, default=(32, 8), metavar=("H", "HK"))
     add("--head-dim", type=int, default=128)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--shapes", nargs="+", choices=["all", *SHAPES], metavar="SHAPE", help="of models, or all")
     add("--variants", action=argparse.BooleanOptionalAction, default=True, help="D / 2, 2 D, MHA")
     add("--deterministic", action="store_true")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -356,6 +362,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--check-heads", type=int, default=2, help="kv heads held against float64")
     add("--repeats", type=int, default=7)
     add("--warm-ups", type=int, default=3)
+    add(
+        "--only-compile",
+        action="store_true",
+        help="run every case once, unchecked, for the caches that compilers keep on disk",
+    )
     add("--quick", action="store_true", help="three workloads without variants, 3 repeats")
     add("--commit", help="in place of what git says, on a machine with a copy")
     add("--out", type=Path, help="JSON")
@@ -363,9 +374,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         options.variants, options.repeats = False, min(3, options.repeats)
         options.workloads = options.workloads or list(QUICK)
+    if options.shapes and "all" in options.shapes:
+        options.shapes = list(SHAPES)
     options.skipped = []
     if options.workloads is None:
-        options.workloads = list(NAMES)
+        options.workloads = list(SHAPED if options.shapes else NAMES)
         if options.rollouts is None:
             options.workloads.remove(AIRLINE)
             options.skipped.append(AIRLINE)
@@ -394,9 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_float32_matmul_precision("highest")
     rows: list[Row] = []
     for name in options.workloads:
-        forest = scaled(
-            workload(name, options.rollouts, options.order), options.scale, options.order
-        )
+        forest = workload(name, options.rollouts, options.order, options.tasks)
+        forest = scaled(forest, options.scale, options.order)
         for shape in shapes_of(name, options):
             for backend in options.backend:
                 rows.append(guarded(name, forest, shape, backend, options))

@@ -26,6 +26,9 @@
 #  12. liger        1     its layers in the families it serves
 #  13. peers        4   every workload against replication and FlexAttention; the dense ceilings
 #  14. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
+#  15. pack_gqa     flash's forward with the heads of a group in a tile and apart
+#  16. shapes_a     the head shapes of models with triton and with flash: head dim 128, and two more
+#  17. shapes_b     the others
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
@@ -42,7 +45,7 @@
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
 # last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto), PYTEST_ARGS and
 # ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS,
-# HEAD_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
+# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -169,6 +172,53 @@ backends() {
   limited host 60 python3 benchmarks/host.py --out "$out/host.json"
 }
 
+# flash-attn-4 keeps what it compiles on disk if told to; Triton does so by itself
+keep=(env FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="${UNPACKED:-/tmp}/prefixtree-cute")
+
+# compiled_first NAME SECONDS COMMAND...: the command once a line of arguments on stdin, several at a time, so that the
+# run that is timed finds its kernels on disk
+compiled_first() {
+  local name=$1 limit=$2 start=$SECONDS
+  shift 2
+  # one that fails costs the time to compile later, and fails there
+  OMP_NUM_THREADS=1 timeout --kill-after=10 "$limit" xargs -P "${PROCESSES:-12}" -L 1 "$@" --only-compile \
+    >"$out/$name.compiled.log" 2>&1 || echo "not everything was compiled: see $name.compiled.log"
+  echo "== $name: compiled in $((SECONDS - start)) s"
+}
+
+# flash-attn-4's forward with the heads of a group packed in a tile and apart, every head dim and group
+pack_gqa() {
+  ours pack_gqa || return
+  local run=("${keep[@]}" python3 benchmarks/pack_gqa.py --rollouts "$rollouts")
+  for dim in 256 192 128 64 96; do
+    printf -- "--dims $dim --groups %s\n" 6 3 5 7 4 2 8
+  done | compiled_first pack_gqa 100 "${run[@]}" --tasks 1 ${PACK_GQA_ARGS:-}
+  limited pack_gqa 200 "${run[@]}" --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/pack_gqa.json" ${PACK_GQA_ARGS:-}
+}
+
+# head_shapes NAME SHAPE...: triton and flash with the heads of models
+head_shapes() {
+  local name=$1
+  shift
+  ours "$name" || return
+  local run=("${keep[@]}" python3 benchmarks/attention.py --backend ${BACKEND:-triton flash} --rollouts "$rollouts")
+  # forests of long and of short nodes, for which triton has other kernels
+  printf -- '--shapes %s\n' "$@" |
+    compiled_first "$name" 130 "${run[@]}" --tasks 1 --workloads "airline per turn" "prompt 512 x 64 x 1K" ${SHAPES_ARGS:-}
+  limited "$name" 420 "${run[@]}" --tasks 3 --shapes "$@" --commit "$(cat "$files/commit" 2>/dev/null)" \
+    --out "$out/$name.json" ${SHAPES_ARGS:-}
+}
+
+shapes_a() {
+  head_shapes shapes_a qwen3.5-27b phi-3-mini qwen3-8b qwen3-30b-a3b qwen3-235b-a22b qwen3-32b qwen2.5-7b qwen3-14b \
+    llama-3.2-3b qwen2.5-1.5b qwen3-1.7b santacoder llama-2-7b
+}
+
+shapes_b() {
+  head_shapes shapes_b deepseek-v2-lite gemma-7b qwen1.5-0.5b 16-16-192 qwen2.5-0.5b gpt-oss-20b llama-3.2-1b \
+    smollm2-135m 32-8-96 16-8-192 qwen3-next-80b-a3b qwen3.5-9b gemma-2-9b
+}
+
 tune() {
   ours tune || return
   limited tune 570 python3 benchmarks/tune.py --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
@@ -223,7 +273,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes_a|shapes_b)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

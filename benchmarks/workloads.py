@@ -99,7 +99,9 @@ def airline_sequences(rollouts: Path, tasks: int = 8) -> list[np.ndarray]:
     return sequences
 
 
-def workload(name: str, rollouts: Path | None = None, order: str = "heaviest") -> PrefixForest:
+def workload(
+    name: str, rollouts: Path | None = None, order: str = "heaviest", tasks: int = 8
+) -> PrefixForest:
     """A forest by name.
 
     Args:
@@ -107,12 +109,13 @@ def workload(name: str, rollouts: Path | None = None, order: str = "heaviest") -
         rollouts: the JSONL.gz file that "airline per turn" reads (`group`, `token_ids`,
             `turn_ends` a line).
         order: of siblings, as in `PrefixForest`.
+        tasks: of "airline per turn", the first so many groups; the benchmark is all 8.
     """
     if name != AIRLINE:
         return forest_of(TREES[name](), order)
     if rollouts is None:
         raise ValueError(f"{AIRLINE!r} reads a file of rollouts: give its path")
-    return PrefixForest.from_sequences(airline_sequences(rollouts), order=order)
+    return PrefixForest.from_sequences(airline_sequences(rollouts, tasks), order=order)
 
 
 def skip_airline(options: argparse.Namespace) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 from depth import memory
 from plots import LABELS
+from shapes import SHAPES, Shape
 
-from prefixtree.kernels.choice import MOST_WORK
+from prefixtree.kernels.choice import most_work
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 README = HERE.parent / "README.md"
+RESULTS = HERE / "results" / "h200"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -155,9 +157,66 @@ def attention(data: dict[str, Any]) -> str:
 
 def automatic(row: dict[str, Any]) -> str:
     """What `backend="auto"` takes for the case of a row of attention.py, by the rule of now."""
-    dim, is_grouped = row["head_dim"], row["heads"] > row["kv_heads"]
-    most = MOST_WORK.get((dim, dim, is_grouped), 0.0)
-    return "flash" if row["flash_work"] <= most else "triton"
+    most = most_work(row["heads"], row["kv_heads"], *head_dims(row))
+    return "flash" if row["flash_work"] <= (most or 0.0) else "triton"
+
+
+def head_dims(row: dict[str, Any]) -> tuple[int, int]:
+    """Of q and of v; rows of earlier files have one for both."""
+    return row["head_dim"], row.get("v_head_dim") or row["head_dim"]
+
+
+def head_shapes(rows: list[dict[str, Any]]) -> str:
+    """The two backends with the heads of models; what `auto` takes is in bold."""
+    known = {shape: name for name, shape in SHAPES.items()}
+    shapes: dict[Shape, dict[str, dict[str, dict[str, Any]]]] = {}
+    for row in rows:
+        shape = Shape(row["heads"], row["kv_heads"], row["head_dim"], row.get("v_head_dim"))
+        shapes.setdefault(shape, {}).setdefault(row["workload"], {})[row["backend"]] = row
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    lines = []
+    for shape, cases in sorted(
+        shapes.items(), key=lambda item: list(SHAPES.values()).index(item[0])
+    ):
+        dims = "/".join(map(str, dict.fromkeys((shape.head_dim, shape.dim_of_v))))
+        cells = [known[shape], f"{shape.heads} / {shape.kv_heads} x {dims}"]
+        worst = 0.0
+        for workload in workloads:
+            sides = cases[workload]
+            times = {name: row["forward_ms"] + row["backward_ms"] for name, row in sides.items()}
+            taken = automatic(sides["triton"])
+            worst = max(worst, times[taken] / min(times.values()))
+            parts = [
+                f"{sides[name]['forward_ms']:.1f} + {sides[name]['backward_ms']:.1f}"
+                for name in ("triton", "flash")
+            ]
+            parts = [
+                f"**{part}**" if name == taken else part
+                for name, part in zip(("triton", "flash"), parts, strict=True)
+            ]
+            cells.append("; ".join(parts))
+        lines.append([*cells, f"{worst:.2f}"])
+    tokens = {row["workload"]: row["tokens"] for row in rows}
+    head = ["heads of", "q / kv x D", *(f"{name} ({tokens[name]:,})" for name in workloads)]
+    return _table([*head, "auto / best, at most"], lines)
+
+
+def pack_gqa(data: dict[str, Any]) -> str:
+    """The forward of flash with the heads of a group in one tile, and a head a tile."""
+    cells: dict[int, dict[int, str]] = {}
+    for row in data["rows"]:
+        times = {name: f"{row[f'{name}_ms']:.2f}" for name in ("packed", "apart")}
+        times[row["rule"]] = f"**{times[row['rule']]}**"
+        cells.setdefault(row["head_dim"], {})[row["group"]] = (
+            f"{times['packed']} / {times['apart']}"
+        )
+    groups = sorted({row["group"] for row in data["rows"]})
+    lines = [[str(dim), *(cells[dim].get(group, "") for group in groups)] for dim in sorted(cells)]
+    first = data["rows"][0]
+    about = f"{first['workload']}, {first['tokens']:,} tokens, {first['kv_heads']} kv heads"
+    head = ["D", *(f"group of {group}" for group in groups)]
+    line = _machine(data["environment"], "triton")
+    return f"{line}; {about}; forward ms, packed / apart\n\n{_table(head, lines)}"
 
 
 def backends(data: dict[str, Any]) -> str:
@@ -458,6 +517,13 @@ def main() -> None:
         folder = "h200/" if write in on_gpu else ""
         data = json.loads((HERE / "results" / f"{folder}{name}.json").read_text())
         page = replaced(page, name, write(data))
+    shaped = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("shapes_*.json"))]
+    if shaped:
+        line = _machine(shaped[0]["environment"], "triton")
+        text = head_shapes([row for data in shaped for row in data["rows"]])
+        page = replaced(page, "head_shapes", f"{line}; ms, triton; flash\n\n{text}")
+    if (file := RESULTS / "pack_gqa.json").exists():
+        page = replaced(page, "pack_gqa", pack_gqa(json.loads(file.read_text())))
     PAGE.write_text(page)
     README.write_text(replaced(README.read_text(), "speed", speed()))
 

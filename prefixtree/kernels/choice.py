@@ -42,6 +42,16 @@ _TILE = 128
 _STARTING = 2.7
 
 
+def most_work(heads: int, kv_heads: int, d: int, d_v: int) -> float | None:
+    """The work up to which flash was measured to be the faster one; None where it was not measured.
+
+    Args:
+        heads, kv_heads: query heads and kv heads.
+        d, d_v: head dims of q and k, and of v.
+    """
+    return MOST_WORK.get((d, d_v, heads > kv_heads))
+
+
 @dataclass(frozen=True)
 class Choice:
     """A backend, and what `explain` says of it."""
@@ -136,7 +146,7 @@ def _compared(
 ) -> tuple[bool, str]:
     """Whether flash, which serves the call, is expected to be faster than triton, and why."""
     heads, kv_heads, dims = q.shape[1], k.shape[1], (q.shape[2], v.shape[2])
-    most = MOST_WORK.get((*dims, heads > kv_heads))
+    most = most_work(heads, kv_heads, *dims)
     if most is None:
         return False, (
             f"backend 'flash' would too, but was not measured against it for head dims {dims[0]} "
