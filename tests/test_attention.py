@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 from strategies import ancestors_or_self, forests, mask_of, query_ranges, random_forest
 
 import prefixtree as pt
-from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
-from prefixtree.kernels import sdpa
+from prefixtree import (
+    ForestError,
+    PrefixForest,
+    TreeMask,
+    UnsupportedError,
+    explain,
+    tree_attention,
+)
+from prefixtree.kernels import attention, sdpa
 
 CATERPILLAR = PrefixForest.from_parents(
     [-1, 0, 0, 2, 2, 4, 4, 6, -1, 8, 8], [40, 33, 20, 3, 17, 50, 1, 30, 5, 21, 18]
@@ -425,7 +432,10 @@ def _arguments(**changes: object) -> dict[str, object]:
 
 N = mask_of(CATERPILLAR).num_tokens
 BAD = [
-    ({"mask": torch.ones(3)}, TypeError, "mask must be a TreeMask .* got Tensor"),
+    ({"mask": torch.ones(3)}, TypeError, "mask must be a TreeMask, got Tensor; pack makes one"),
+    ({"mask": [[1, 2, 3], [1, 2]]}, TypeError, r"got list; pack makes one: .*from_sequences"),
+    ({"mask": CATERPILLAR}, TypeError, r"got PrefixForest; pack makes one: .*pack\(.*\.mask"),
+    ({"mask": pt.pack(CATERPILLAR)}, TypeError, r"got PackedForest; .*packed\.mask"),
     ({"q": torch.randn(1, N, 4, 8)}, ValueError, "q must be .* got 4 dimensions"),
     ({"q": torch.randn(N - 1, 4, 8)}, ValueError, f"q has {N - 1} rows, the mask has {N} queries"),
     ({"k": torch.randn(N - 1, 2, 8)}, ValueError, f"have {N - 1} and {N} rows, .* {N} tokens"),
@@ -463,6 +473,37 @@ def test_options_travel_on_the_mask() -> None:
     with pytest.raises(UnsupportedError, match="flashy"):
         tree_attention(**(arguments | {"mask": wrong}))
     tree_attention(**(arguments | {"mask": wrong, "backend": "sdpa"}))
+
+
+def test_a_calls_options_override_the_masks() -> None:
+    """The defaults of a mask too: "auto" and False can be asked for."""
+    arguments = _arguments()
+    mask = arguments["mask"].with_options(backend="reference", deterministic=True)
+    asked: list[tuple[object, object]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            attention, "_differentiable", lambda *a: asked.append(a[8:10]) or (a[0], a[0])
+        )
+        for given in (
+            {"backend": "auto", "deterministic": False},
+            {"backend": "auto"},
+            {"deterministic": False, "backend": "sdpa"},
+        ):
+            tree_attention(**(arguments | {"mask": mask} | given))
+    assert asked == [(False, "auto"), (True, "auto"), (False, "sdpa")]
+    assert "'reference'" in explain(mask) and "'reference'" in explain(mask, backend=None)
+    assert "'sdpa': q is on cpu" in explain(mask, backend="auto")
+
+
+@pytest.mark.parametrize(
+    "mask", [[[1, 2, 3], [1, 2]], CATERPILLAR, pt.pack(CATERPILLAR)], ids=["list", "forest", "pack"]
+)
+def test_a_mask_is_asked_for_by_name(mask: object) -> None:
+    with pytest.raises(TypeError, match=r"mask must be a TreeMask, got .*packed\.mask"):
+        explain(mask)
+    if not isinstance(mask, pt.PackedForest):
+        with pytest.raises(ForestError, match=r"subtree_end must be 1-D .*from_sequences.*\.mask"):
+            TreeMask(mask)
 
 
 def test_deterministic_is_bitwise_repeatable() -> None:

@@ -179,7 +179,7 @@ def test_backends_agree_and_the_keyword_reaches_them(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dualkv, "tree_attention", attend)
     dense = call(inputs, lengths, backend="reference", deterministic=True)
     torch.testing.assert_close(dense, call(inputs, lengths), rtol=1e-12, atol=1e-12)
-    assert seen == [("reference", True), ("auto", False)]
+    assert seen == [("reference", True), (None, None)]
     with pytest.raises(UnsupportedError, match="backend 'none'"):
         call(inputs, lengths, backend="none")
 

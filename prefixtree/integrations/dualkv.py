@@ -43,8 +43,8 @@ def flash_attn_dualkv_varlen_func(
     causal: bool = True,
     *,
     plan: TreeMask | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
+    backend: str | None = None,
+    deterministic: bool | None = None,
 ) -> torch.Tensor:
     """Every decoded token attends to the whole context and, causally, to its own response.
 
@@ -73,8 +73,7 @@ def flash_attn_dualkv_varlen_func(
         plan: what `dualkv_plan` returned for these lengths (or any mask whose queries are all the
             tokens behind the context). `cu_seqlens` are then compared with it only if they are on
             the CPU, and not in compiled code; the maxima are not looked at.
-        backend: as in `tree_attention`.
-        deterministic: bitwise repeatable gradients.
+        backend, deterministic: as in `tree_attention`; default: the plan's own options.
 
     Returns:
         out [Tq, H, Dv] in q's dtype.

@@ -30,7 +30,7 @@ from prefixtree.integrations.ordinary import (
 )
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.packing.mask import TreeMask
+from prefixtree.packing.mask import TreeMask, check_mask
 
 __all__ = [
     "SequenceScores",
@@ -85,10 +85,7 @@ def prefixtree_attention(
             s_aux,
             **kwargs,
         )
-    if not isinstance(tree_mask, TreeMask):
-        raise TypeError(
-            f"tree_mask must be a TreeMask (packed.mask), got {type(tree_mask).__name__}"
-        )
+    check_mask(tree_mask, "tree_mask")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "

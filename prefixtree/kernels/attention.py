@@ -17,7 +17,7 @@ from prefixtree.kernels.calls import note_call
 from prefixtree.kernels.choice import check_name, choose, module_of, passed_over
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
-from prefixtree.packing.mask import MaskPlan, TreeMask, check_window, plan_of
+from prefixtree.packing.mask import MaskPlan, TreeMask, check_mask, check_window, plan_of
 
 
 @overload
@@ -30,8 +30,8 @@ def tree_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: torch.Tensor | None = ...,
-    deterministic: bool = ...,
-    backend: str = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
     return_lse: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
@@ -44,8 +44,8 @@ def tree_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: torch.Tensor | None = ...,
-    deterministic: bool = ...,
-    backend: str = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
     *,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -58,8 +58,8 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
+    deterministic: bool | None = None,
+    backend: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of every packed token over its path in the forest: itself and its ancestors.
@@ -76,11 +76,12 @@ def tree_attention(
         window: a token sees keys less than `window` above it in depth, itself counted.
         softcap: c in c tanh(scale q k^T / c), before the mask.
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
-        deterministic: bitwise repeatable gradients; the mask's own option unless True.
+        deterministic: whether gradients are bitwise repeatable; default: the mask's own option
+            (False unless `with_options` changed it).
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
             on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the faster of triton
-            and flash by what was measured, sdpa where neither serves (`explain` says which). The
-            mask's own option unless another than "auto".
+            and flash by what was measured, sdpa where neither serves (`explain` says which).
+            Default: the mask's own option ("auto" unless `with_options` changed it).
         return_lse: return lse as well.
 
     Returns:
@@ -92,8 +93,7 @@ def tree_attention(
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
-    deterministic = deterministic or mask.deterministic
-    backend = mask.backend if backend == "auto" else backend
+    backend, deterministic = _of_mask(mask, backend, deterministic)
     check_name(backend)
     if backend == "reference":
         if not torch.compiler.is_compiling():
@@ -119,18 +119,22 @@ def explain(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
+    deterministic: bool | None = None,
+    backend: str | None = None,
 ) -> str:
     """Which backend `tree_attention` would run for these arguments and why, in a sentence.
 
     Args:
+        mask: the packed forest's TreeMask.
         q, k, v: as for `tree_attention`; all of them or none, which stands for half precision
             (float32 on a CPU) with head dims of 128 on the mask's device.
+        scale, window, softcap, sinks, deterministic, backend: as for `tree_attention`; its defaults
+            too, so that the mask's own options count.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, as in `tree_attention`.
     """
+    check_mask(mask)
     if q is None or k is None or v is None:
         if not (q is None and k is None and v is None):
             raise ValueError("explain takes q, k and v together, or none of them")
@@ -139,8 +143,7 @@ def explain(
         q = row.expand(mask.num_queries, 1, 128)
         k = v = row.expand(mask.num_tokens, 1, 128)
     scale, reach, cap = _check(q, k, v, mask, scale, window, softcap, sinks)
-    backend = mask.backend if backend == "auto" else backend
-    deterministic = deterministic or mask.deterministic
+    backend, deterministic = _of_mask(mask, backend, deterministic)
     reach = _options(mask.plan, scale, reach, cap, deterministic).window
     arguments = (q, k, v, scale, mask.plan, deterministic, reach)
     try:
@@ -151,6 +154,14 @@ def explain(
     if backend == "auto" and chosen.backend == "triton":
         reason += f" ({passed_over(*arguments)})"
     return f"tree_attention would run {chosen.backend!r}: {reason}."
+
+
+def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
+    """The two options of a call: the mask's own where none is given."""
+    return (
+        mask.backend if backend is None else backend,
+        mask.deterministic if deterministic is None else deterministic,
+    )
 
 
 def _backend(
@@ -178,8 +189,7 @@ def _check(
     sinks: torch.Tensor | None,
 ) -> tuple[float, int, float]:
     """Raises on what does not fit; -> scale, window and softcap as numbers (0 for none)."""
-    if not isinstance(mask, TreeMask):
-        raise TypeError(f"mask must be a TreeMask (packed.mask), got {type(mask).__name__}")
+    check_mask(mask)
     dtype, device = q.dtype, mask.device
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:

@@ -341,16 +341,20 @@ class TreeMask:
         position_ids: int32 [T], depth of each token on its path: what windows are measured in.
         query_tokens: None where q holds every packed token, else int32 [Tq], the packed index of
             each row of q.
-        backend, deterministic: what `tree_attention` uses unless told otherwise.
+        backend, deterministic: what `tree_attention` uses where its own arguments are None.
         handle: int64 [1] on the CPU; stands for the mask in the registered operator.
     """
 
     def __init__(self, subtree_end: Any) -> None:
         array = subtree_end.cpu().numpy() if hasattr(subtree_end, "cpu") else subtree_end
-        array = np.asarray(array)
+        try:
+            array = np.asarray(array)
+        except ValueError:  # sequences of several lengths
+            array = np.asarray(array, object)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise ForestError(
-                f"subtree_end must be 1-D integers, got shape {list(array.shape)} of {array.dtype}"
+                f"subtree_end must be 1-D integers, got shape {list(array.shape)} of {array.dtype};"
+                " pack(PrefixForest.from_sequences(sequences)).mask is the mask of sequences"
             )
         for bad in np.flatnonzero(array > len(array))[:1]:
             raise ForestError(
@@ -494,6 +498,15 @@ def _rebuild(
     """Unpickles a mask, on the CPU: another process has caches and devices of its own."""
     mask = TreeMask.__new__(TreeMask)
     return mask._init(MaskPlan(subtree_end, runs), torch.device("cpu"), backend, deterministic)
+
+
+def check_mask(mask: Any, name: str = "mask") -> None:
+    """Raises a TypeError that says how to make one, unless it is a TreeMask."""
+    if not isinstance(mask, TreeMask):
+        raise TypeError(
+            f"{name} must be a TreeMask, got {type(mask).__name__}; pack makes one: "
+            "packed = pack(PrefixForest.from_sequences(sequences)), and then packed.mask"
+        )
 
 
 def check_window(window: int | None) -> int:
