@@ -180,9 +180,9 @@ def scoring_head(
             output.logits = handed.output
             return output
 
-        handle = head.register_forward_hook(keep)
         # they are other functions in every call, which torch.compile(model) would trace anew each
         # time; the model's own forward, called inside, is compiled
+        handle = head.register_forward_hook(torch.compiler.disable(keep))
         outer = torch.compiler.disable(forward, recursive=False)
         inner = torch.compiler.disable(own_score)
         with _own_forward(head, inner), _own_forward(causal_lm, outer):
