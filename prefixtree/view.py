@@ -57,7 +57,7 @@ def plot_forest(forest: PrefixForest) -> Figure:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    _require_matplotlib()
+    require_matplotlib()
     if not isinstance(forest, PrefixForest):
         raise TypeError(
             f"plot_forest expects a PrefixForest, got {type(forest).__name__}; a PackedForest has "
@@ -128,7 +128,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
         UnsupportedError: matplotlib is not installed.
         ForestError: a mask without a query.
     """
-    _require_matplotlib()
+    require_matplotlib()
     if not isinstance(mask, TreeMask):
         raise TypeError(
             f"plot_mask expects a TreeMask, got {type(mask).__name__}; a PackedForest has one as "
@@ -394,7 +394,8 @@ def _draw_tile_borders(ax: Axes, tables: BlockTables) -> None:
 # ---- both ----------------------------------------------------------------------------------------
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
+    """Raises `UnsupportedError`, with what to install, where matplotlib is missing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,17 @@ def short_demo(monkeypatch):
 
     monkeypatch.setattr(demo, "BRANCHING", (2, 2))
     monkeypatch.setattr(demo, "BATCHES", 1)
+    monkeypatch.setattr(demo, "ALONE", 2)
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    from prefixtree.cli import demo
+
+    def started(*_):
+        raise AssertionError("a model was made before the paths were checked")
+
+    monkeypatch.setattr(demo, "_model", started)
 
 
 # ---- the depot ----------------------------------------------------------------------------------
@@ -33,7 +46,7 @@ def test_the_depot_hands_out_the_parcel():
     assert "robot at row 2 column 2 . battery 5 ." in state.prompt
     state, reply = state.call("where is it ? scan please north")
     assert reply == "the parcel lies to the north . robot at row 2 column 2 . battery 4 . <end>"
-    state, reply = state.call("i go north")
+    state, reply = state.call("i move north")
     assert reply == "it moved . robot at row 1 column 2 . battery 3 . <end>"
     assert state.reward == pytest.approx(0.4 + 0.1)
     state, reply = state.call("take")
@@ -106,6 +119,19 @@ def test_rollouts_branch_and_are_scored_turn_by_turn():
     assert forest.replication_ratio > 5
 
 
+def test_a_pad_that_the_model_said_is_read_like_any_other_word():
+    from prefixtree.cli import demo
+
+    class Model:
+        def generate(self, input_ids, attention_mask, **_):
+            self.seen = attention_mask.tolist()
+            return torch.cat([input_ids, torch.full((2, 1), depot.END_TOKEN)], 1)
+
+    model = Model()
+    demo._generate(model, [[5, depot.PAD_TOKEN, 6], [7]], 1)
+    assert model.seen == [[1, 1, 1], [0, 0, 1]]
+
+
 def test_the_loss_is_grpos_clipped_one():
     from prefixtree.cli.demo import Batch
 
@@ -133,6 +159,9 @@ def test_demo(short_demo, tmp_path):
         assert update["loss"]["packed"] == pytest.approx(update["loss"]["replicated"], abs=1e-6)
         assert set(update["differences"]) == {"loss", "logprobs", "gradients"}
         assert max(update["differences"].values()) < 5e-5
+        norms = update["gradient_norm"]
+        assert norms["packed"] == pytest.approx(norms["replicated"], rel=1e-5)
+        assert norms["packed"] > 0
     # the second update of a batch is off-policy: its loss is no mean of advantages any more
     first, second = (u["loss"]["packed"] for u in facts["updates"])
     assert abs(second - first) > 1e-4
@@ -149,10 +178,6 @@ def test_demo_draws_its_pictures(short_demo, tmp_path):
     assert facts["pictures"] == [str(folder / "forest.png"), str(folder / "mask.png")]
     for name in ("forest.png", "mask.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "file").write_text("")
-    result = run("demo", "--pictures", tmp_path / "file")
-    assert result.exit_code == 2
-    assert "cannot be written" in result.stderr
 
 
 def test_demo_is_the_same_every_time(short_demo):
@@ -160,12 +185,67 @@ def test_demo_is_the_same_every_time(short_demo):
     assert losses[0] == losses[1]
 
 
-def test_demo_prints_the_tree_and_the_verdict(short_demo):
-    result = run("demo")
+def test_demo_says_what_was_learnt(short_demo):
+    facts = run_json("demo")
+    learnt = facts["learnt"]
+    # a batch both ways, one packed alone, and one that is only played
+    assert len(learnt["mean_rewards"]) == len(learnt["parcels_taken"]) == 3
+    assert learnt["rollouts_per_batch"] == facts["rollouts"] == 16
+    assert learnt["mean_rewards"][0] == facts["updates"][0]["mean_reward"]
+    best = learnt["best"]
+    state = depot.Depot(best["task"] - 1)
+    assert best["customer"] in state.prompt
+    for turn in best["turns"]:
+        state, reply = state.call(turn["agent"])
+        assert reply == f"{turn['depot']} {depot.END}"
+    assert (state.reward, state.taken) == (best["reward"], best["taken"])
+
+
+def test_the_rollout_in_words_is_one_that_took_its_parcel():
+    from prefixtree.cli import demo
+
+    def play(words, task=0):
+        """A task in which every turn is continued once."""
+        state, tokens = depot.Depot(task), depot.encode(depot.Depot(task).prompt)
+        turns = above = []
+        for said in words:
+            begin = len(tokens)
+            tokens = [*tokens, *depot.encode(said), depot.END_TOKEN]
+            after, reply = state.call(said)
+            turn = demo.Turn(tokens, begin, len(tokens), after)
+            above.append(turn)
+            state, tokens, above = after, tokens + depot.encode(reply), turn.children
+        return turns
+
+    lost, won = ["north", "scan", "scan"], ["i move north", "please take", "north"]
+    learnt = demo._learnt([[play(lost)], [play(won), play(lost, 1)], [play(lost)]])
+    assert learnt["parcels_taken"] == [0, 1, 0]
+    best = learnt["best"]
+    assert (best["batch"], best["task"], best["reward"], best["taken"]) == (2, 1, 1.0, True)
+    # what comes after the parcel is left out
+    assert [turn["agent"] for turn in best["turns"]] == ["i move north", "please take"]
+    assert best["turns"][1]["depot"].startswith("taken .")
+    # where no parcel was taken, the last batch's best
+    best = demo._learnt([[play(lost)], [play(["kettle"]), play(lost)]])["best"]
+    assert (best["batch"], best["taken"], len(best["turns"])) == (2, False, 3)
+
+
+def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, tmp_path):
+    file = tmp_path / "a.jsonl"
+    result = run("demo", "--save", file)
     assert result.exit_code == 0
     assert "task 1" in result.stdout and "16 rollouts" in result.stdout
-    assert "loss," in result.stdout and "Tokens an update" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("The same training, ")
+    words = " ".join(result.stdout.split())
+    assert "The same training, " in words and "Mean reward per batch: 0." in words
+    assert "agent : " in words and "depot : " in words
+    # neither a loss, which is 0 in half the updates, nor peaks that mislead at this size
+    assert "0.000000" not in words and "Peak memory" not in words
+    commands = [line.split("#")[0].split() for line in result.stdout.splitlines()[-2:]]
+    assert commands == [
+        ["prefixtree", "report", str(file), "--per-turn"],
+        ["prefixtree", "verify", "--model", "MODEL", str(file), "--limit", "16"],
+    ]
+    assert run(*commands[0][1:]).exit_code == 0
     assert result.stderr == ""
 
 
@@ -191,7 +271,30 @@ def test_demo_turns_red(short_demo, monkeypatch):
     assert result.stdout.splitlines()[-1].startswith("The updates differ")
 
 
-def test_demo_cannot_save_nowhere(short_demo, tmp_path):
-    result = run("demo", "--save", tmp_path / "no" / "where.jsonl")
+@pytest.mark.parametrize("place", ["no/where.jsonl", "file/below.jsonl", "."])
+def test_demo_finds_out_that_it_cannot_save_before_it_trains(no_training, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    result = run("demo", "--save", tmp_path / place)
     assert result.exit_code == 2
-    assert "cannot be written: No such file or directory" in result.stderr
+    assert "cannot be written: " in result.stderr
+
+
+def test_demo_finds_out_that_it_cannot_draw_before_it_trains(no_training, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("demo", "--pictures", tmp_path / "file")
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("demo", "--pictures", tmp_path / "new")
+    assert result.exit_code == 2
+    assert "'prefixtree-attention[plot]'" in result.stderr
+
+
+def test_the_check_of_a_file_leaves_it_as_it_is(tmp_path):
+    from prefixtree.cli import _check_writable
+
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("kept\n")
+    _check_writable(old)
+    _check_writable(new)
+    assert old.read_text() == "kept\n" and not new.exists()

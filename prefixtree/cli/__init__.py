@@ -298,7 +298,7 @@ def _demo(
 
     A tiny Qwen3 with random weights steers a robot through a parcel depot with
     tools, less than a minute and a half on two cores. Shows the tree of turns, the
-    same losses update by update, and what is saved.
+    same gradients update by update, what is saved, and what the model learns.
 
         prefixtree demo
         prefixtree demo --save rollouts.jsonl && prefixtree report rollouts.jsonl
@@ -306,15 +306,19 @@ def _demo(
     Exits with 1 when the two ways differ.
     """
     from prefixtree.cli.console import out, print_json
-    from prefixtree.cli.demo import rollout_rows, show, train
+    from prefixtree.cli.demo import rollout_rows, train
+    from prefixtree.cli.demo_output import show
 
+    if save is not None:
+        # before minutes of training, not after
+        _check_writable(save)
     facts, trees = train(seed, pictures)
     if save is not None:
         _write(save, rollout_rows(trees))
     if as_json:
         print_json(facts)
     else:
-        show(facts, trees[0], out())
+        show(facts, trees[0], out(), save)
     raise typer.Exit(0 if facts["passed"] else 1)
 
 
@@ -395,6 +399,18 @@ def _bench(
     else:
         show(facts, source, out())
     raise typer.Exit(0 if facts["passed"] else 1)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a file that `_write` could not write; leaves what is there as it is."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as problem:
+        raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
+    if not existed:
+        path.unlink()
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -2,7 +2,8 @@
 
 A tiny Qwen3 with random weights acts in `cli.depot`. Every turn is continued several times, which
 makes a tree a task; a turn's reward is the mean over the rollouts that go on from it. Two copies of
-the model take the same updates, one on every sequence alone, one on the packed forest.
+the model take the same updates, one on every sequence alone, one on the packed forest. Then the
+packed one goes on without the other, to see what it learns.
 """
 
 from __future__ import annotations
@@ -17,21 +18,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from rich.tree import Tree
 
 from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.cli import depot
 from prefixtree.cli.compare import Meter, gradient_differences
 from prefixtree.cli.console import status, steps
 from prefixtree.cli.report import measure
-from prefixtree.cli.rollouts import InputError
 
 # continuations of each turn: 3 x 2 x 2 rollouts a task
 BRANCHING = (3, 2, 2, 1, 1)
-BATCHES, EPOCHS = 4, 2
+# batches that both copies train on, and further ones of the packed copy; of its last one only the
+# rollouts are taken
+BATCHES, ALONE, EPOCHS = 3, 3, 2
 _TURN_WORDS = 6
 _CLIP = 0.2
 _LEARNING_RATE = 1e-2
@@ -55,6 +53,12 @@ class Turn:
     end: int
     state: depot.Depot
     children: list[Turn] = field(default_factory=list)
+
+    @property
+    def words(self) -> str:
+        """The words that the agent chose."""
+        chosen = depot.decode(self.tokens[self.begin : self.end])
+        return chosen.replace(depot.END, "").strip() or "(nothing)"
 
     @property
     def rewards(self) -> list[float]:
@@ -109,7 +113,19 @@ class Batch:
 
 
 def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list[list[Turn]]]:
-    """Runs `BATCHES` x `EPOCHS` updates; the facts, ready for JSON, and the first trees."""
+    """Runs `BATCHES` x `EPOCHS` updates both ways, then `ALONE` batches packed.
+
+    Returns:
+        The facts, ready for JSON, and the first trees.
+
+    Raises:
+        InputError: `pictures` is no folder that can be written to; before anything is trained.
+        UnsupportedError: `pictures` without matplotlib; likewise.
+    """
+    if pictures is not None:
+        from prefixtree.cli.pictures import check_picture_folder
+
+        check_picture_folder(pictures)
     replicated = _model(seed)
     packed = copy.deepcopy(replicated)
     packed.set_attn_implementation("prefixtree")
@@ -122,12 +138,14 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
     drawn: list[Path] = []
     first_forest: PrefixForest | None = None
     first_trees: list[list[Turn]] = []
+    played: list[list[list[Turn]]] = []
     with status("compiling, once"):
         _warm_up(replicated, packed)
     for number in steps(range(BATCHES * EPOCHS), "rollouts and updates", BATCHES * EPOCHS):
         if number % EPOCHS == 0:
             torch.manual_seed(seed + number)
             trees, rollout_seconds = _timed(lambda: roll_out(replicated))
+            played.append(trees)
             batch = Batch.of(trees)
             forest = pack(PrefixForest.from_sequences(batch.sequences))
             if first_forest is None:
@@ -146,6 +164,11 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
         math.isfinite(d) and d <= _LIMIT for u in updates for d in u["differences"].values()
     )
     seconds = {s: sum(u["seconds"][s] for u in updates) for s in ("replicated", "packed")}
+    difference = _worst_weight(replicated, packed)
+    alone_seconds = 0.0
+    if passed:
+        more, alone_seconds = _timed(lambda: _go_on(packed, optimizers[1], seed + BATCHES * EPOCHS))
+        played += more
     return {
         "passed": passed,
         "seed": seed,
@@ -155,10 +178,11 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
         "scored_tokens": batch.scored,
         "forest": measure(first_forest),
         "updates": updates,
-        "weights_difference": _worst_weight(replicated, packed),
+        "weights_difference": difference,
         "limit": _LIMIT,
         "pictures": [str(file) for file in drawn],
         "seconds": seconds,
+        "learnt": {**_learnt(played), "seconds_alone": alone_seconds},
         # a speed-up of a wrong result is none
         "speedup": seconds["replicated"] / seconds["packed"] if passed else None,
     }, first_trees
@@ -223,12 +247,15 @@ def _generate(model: Any, prompts: list[list[int]], continuations: int) -> list[
     """Sampled words after each prompt, up to its <end>."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), depot.PAD_TOKEN)
-    for row, prompt in zip(ids, prompts, strict=True):
+    # not by the token: a model may well say <pad>
+    mask = torch.zeros_like(ids)
+    for row, seen, prompt in zip(ids, mask, prompts, strict=True):
         row[longest - len(prompt) :] = torch.tensor(prompt)
+        seen[longest - len(prompt) :] = 1
     with torch.no_grad():
         out = model.generate(
             input_ids=ids,
-            attention_mask=(ids != depot.PAD_TOKEN).long(),
+            attention_mask=mask,
             num_return_sequences=continuations,
             max_new_tokens=_TURN_WORDS,
             do_sample=True,
@@ -252,13 +279,76 @@ def _walk(turns: list[Turn]) -> list[Turn]:
     return [node for turn in turns for node in (turn, *_walk(turn.children))]
 
 
+# ---- what was learnt -----------------------------------------------------------------------------
+
+
+def _go_on(packed: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[list[list[Turn]]]:
+    """Trains the packed copy alone on `ALONE` batches, of which the last is only played."""
+    played: list[list[list[Turn]]] = []
+    for number in steps(range(ALONE), "the packed model alone", ALONE):
+        torch.manual_seed(seed + number)
+        trees = roll_out(packed)
+        played.append(trees)
+        if number == ALONE - 1:
+            break
+        batch = Batch.of(trees)
+        forest = pack(PrefixForest.from_sequences(batch.sequences))
+        for _ in range(EPOCHS):
+            packed_update(packed, batch, forest)
+            optimizer.step()
+    return played
+
+
+def _learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
+    """Mean rewards and parcels taken, one per batch, and the last batch's best rollout in words."""
+    paths = [[path for turns in trees for path in _paths(turns)] for trees in played]
+    rewards = [[path[-1].state.reward for path in batch] for batch in paths]
+    taken = [sum(path[-1].state.taken for path in batch) for batch in paths]
+    # the last batch with a parcel, or else the last
+    batch = max((n for n, count in enumerate(taken) if count), default=len(played) - 1)
+    # of equal rewards the one that takes its parcel soonest
+    best = max(paths[batch], key=lambda path: (path[-1].state.reward, -len(_until_taken(path))))
+    shown = _until_taken(best)
+    return {
+        "mean_rewards": [float(np.mean(batch)) for batch in rewards],
+        "parcels_taken": taken,
+        "rollouts_per_batch": len(paths[0]),
+        "best": {
+            "batch": batch + 1,
+            "task": best[-1].state.task + 1,
+            "reward": best[-1].state.reward,
+            "taken": best[-1].state.taken,
+            "customer": depot.OPENINGS[best[-1].state.task],
+            "turns": [
+                {"agent": turn.words, "depot": _reply(turn, above)}
+                for above, turn in zip([None, *shown], shown, strict=False)
+            ],
+        },
+    }
+
+
+def _paths(turns: list[Turn]) -> list[list[Turn]]:
+    """The rollouts below some turns: the turns of each, first to last."""
+    return [[turn, *rest] for turn in turns for rest in (_paths(turn.children) or [[]])]
+
+
+def _until_taken(path: list[Turn]) -> list[Turn]:
+    taken = next((n for n, turn in enumerate(path, 1) if turn.state.taken), len(path))
+    return path[:taken]
+
+
+def _reply(turn: Turn, above: Turn | None) -> str:
+    """What the depot answered a turn; `above` is the turn before, None for the first."""
+    before = depot.Depot(turn.state.task) if above is None else above.state
+    _, reply = before.call(depot.decode(turn.tokens[turn.begin : turn.end]))
+    return reply.replace(depot.END, "").strip()
+
+
 # ---- one update, both ways -----------------------------------------------------------------------
 
 
 def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) -> dict[str, Any]:
     """Loss and gradients on both models, and how far apart they are."""
-    from prefixtree.integrations.transformers import sequence_logprobs
-
     device = torch.device("cpu")
     replicated.zero_grad()
     total, kept = 0.0, []
@@ -271,29 +361,54 @@ def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) ->
             loss.backward()
             total += float(loss.detach())
             kept.append(logprobs.detach())
-    packed.zero_grad()
+    old_logprobs = batch.old_logprobs
     with Meter(device) as at_once:
-        scores = sequence_logprobs(packed, forest, loss_mask=batch.loss_masks)
-        losses = [batch.loss(i, logprobs) for i, logprobs in enumerate(scores.logprobs)]
-        loss = torch.stack(losses).sum()
-        loss.backward()
+        loss, scored = packed_update(packed, batch, forest)
     worst = max(
-        float(((a - b.detach()).abs() * torch.from_numpy(mask[1:])).max())
-        for a, b, mask in zip(kept, scores.logprobs, batch.loss_masks, strict=True)
+        float(((a - b).abs() * torch.from_numpy(mask[1:])).max())
+        for a, b, mask in zip(kept, scored, batch.loss_masks, strict=True)
     )
-    gradients = gradient_differences(_gradients(packed), _gradients(replicated))
-    batch.old_logprobs = batch.old_logprobs or kept
+    of_packed, of_replicated = _gradients(packed), _gradients(replicated)
+    gradients = gradient_differences(of_packed, of_replicated)
+    # both copies are held to the same old policy
+    batch.old_logprobs = old_logprobs or kept
     meters = {"replicated": one_by_one, "packed": at_once}
     return {
-        "loss": {"replicated": total, "packed": float(loss.detach())},
+        "loss": {"replicated": total, "packed": loss},
+        "gradient_norm": {"replicated": _norm(of_replicated), "packed": _norm(of_packed)},
         "differences": {
-            "loss": abs(total - float(loss.detach())),
+            "loss": abs(total - loss),
             "logprobs": worst,
             "gradients": max(gradients.values()),
         },
         "seconds": {name: meter.seconds for name, meter in meters.items()},
         "peak_bytes": {name: meter.peak_bytes for name, meter in meters.items()},
     }
+
+
+def packed_update(
+    packed: Any, batch: Batch, forest: PackedForest
+) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of the packed batch; the loss and the log-probabilities, detached.
+
+    The first call of a batch makes its log-probabilities the old policy's.
+    """
+    from prefixtree.integrations.transformers import sequence_logprobs
+
+    packed.zero_grad()
+    scores = sequence_logprobs(packed, forest, loss_mask=batch.loss_masks)
+    losses = [batch.loss(i, logprobs) for i, logprobs in enumerate(scores.logprobs)]
+    loss = torch.stack(losses).sum()
+    loss.backward()
+    scored = [logprobs.detach() for logprobs in scores.logprobs]
+    batch.old_logprobs = batch.old_logprobs or scored
+    return float(loss.detach()), scored
+
+
+def _norm(gradients: dict[str, torch.Tensor | None]) -> float:
+    return math.sqrt(
+        sum(float(g.double().square().sum()) for g in gradients.values() if g is not None)
+    )
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor | None]:
@@ -344,97 +459,15 @@ def _timed(run: Any) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-# ---- what is shown -------------------------------------------------------------------------------
-
-
 def _draw(folder: Path, packed: PackedForest) -> list[Path]:
     """Draws the forest and its block mask; the files."""
     from prefixtree import TileShape
     from prefixtree.cli.pictures import save
     from prefixtree.view import plot_forest, plot_mask
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise InputError(f"{folder}: cannot be written: {problem.strerror}") from None
     return save(
         {
             folder / "forest.png": plot_forest(packed.forest),
             folder / "mask.png": plot_mask(packed.mask, TileShape(64, 64)),
         }
-    )
-
-
-def picture(turns: list[Turn]) -> Tree:
-    """One task's turns as a tree: what was said, and the mean reward of what came of it."""
-    prompt = turns[0].tokens[: turns[0].begin]
-    top = Tree(f"[bold]task 1[/] [dim]{len(prompt)} words: … {depot.decode(prompt[-12:])}[/]")
-    _grow(top, turns)
-    return top
-
-
-def _grow(above: Tree, turns: list[Turn]) -> None:
-    for turn in turns:
-        reward = float(np.mean(turn.rewards))
-        colour = "bold green" if reward > 0.5 else "yellow" if reward > 0.25 else "red"
-        words = depot.decode(turn.tokens[turn.begin : turn.end]).replace(depot.END, "").strip()
-        label = Text.assemble(
-            (f"{reward:.2f}  ", colour), words or "(nothing)", no_wrap=True, overflow="ellipsis"
-        )
-        _grow(above.add(label), turn.children)
-
-
-def show(facts: dict[str, Any], tree: list[Turn], console: Console) -> None:
-    """Prints the first task's tree and every update, both ways."""
-    forest = facts["forest"]
-    tokens = forest["tokens"]
-    console.print(
-        f"A parcel depot with tools: {facts['tasks']} tasks, a turn continued "
-        f"{' x '.join(str(b) for b in BRANCHING)} times, {facts['rollouts']} rollouts. One "
-        f"training sequence per turn makes {forest['sequences']} sequences of "
-        f"{tokens['replicated']:,} tokens; only {tokens['distinct']:,} of them are distinct "
-        f"([bold]{tokens['ratio']:.1f}x[/]).\n"
-    )
-    console.print(picture(tree))
-    table = Table(
-        "update",
-        "reward",
-        "loss, replicated",
-        "loss, packed",
-        "gradients differ",
-        "seconds",
-        "packed",
-        title=f"\nGRPO on a Qwen3 of {facts['parameters']:,} random weights, float32, this CPU",
-        title_justify="left",
-    )
-    for column in table.columns:
-        column.justify = "right"
-    for number, update in enumerate(facts["updates"], 1):
-        gap = update["differences"]["gradients"]
-        table.add_row(
-            str(number),
-            f"{update['mean_reward']:.3f}",
-            *(f"{update['loss'][side]:+.7f}" for side in ("replicated", "packed")),
-            f"{gap:.1e}" if math.isfinite(gap) else "not finite",
-            *(f"{update['seconds'][side]:.2f}" for side in ("replicated", "packed")),
-            end_section=number % EPOCHS == 0,
-        )
-    console.print(table)
-    peaks = [
-        max(update["peak_bytes"][side] or 0 for update in facts["updates"]) / 2**20
-        for side in ("replicated", "packed")
-    ]
-    console.print(
-        f"Tokens an update: {tokens['replicated']:,} → {tokens['distinct']:,}. Peak memory: "
-        f"{peaks[0]:,.0f} MiB one sequence at a time, {peaks[1]:,.0f} MiB all at once. After "
-        f"{len(facts['updates'])} updates the two models' weights differ by "
-        f"{facts['weights_difference']:.1e}."
-    )
-    if facts["pictures"]:
-        console.print(f"Pictures of the first forest: {', '.join(facts['pictures'])}.")
-    console.print(
-        f"[bold green]The same training, {facts['speedup']:.1f}x faster[/] "
-        f"({facts['seconds']['replicated']:.1f} s → {facts['seconds']['packed']:.1f} s)."
-        if facts["passed"]
-        else f"[bold red]The updates differ[/] by more than {facts['limit']:g}."
     )

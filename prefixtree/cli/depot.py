@@ -22,7 +22,7 @@ costs one unit of the battery . never take a parcel from another shelf . be kind
 reward : 1 when the parcel was taken . otherwise up to one half for turns that name a tool and for
 coming near the parcel .
 """
-_OPENINGS = (
+OPENINGS = (
     "customer : good morning . please bring me the red kettle . it is a present .",
     "customer : hello . i ordered a box of books last week . the number is 4 2 1 .",
     "customer : good evening . is the garden lamp here ? i can wait a little .",
@@ -38,7 +38,7 @@ _REPLIES = (
 )
 END, PAD = "<end>", "<pad>"
 
-WORDS = sorted({END, PAD, *" ".join([_SYSTEM, *_OPENINGS, _REPLIES, *_TOOLS]).split()})
+WORDS = sorted({END, PAD, *" ".join([_SYSTEM, *OPENINGS, _REPLIES, *_TOOLS]).split()})
 _NUMBER = {word: number for number, word in enumerate(WORDS)}
 END_TOKEN, PAD_TOKEN = _NUMBER[END], _NUMBER[PAD]
 TASKS = len(_PARCELS)
@@ -67,7 +67,7 @@ class Depot:
     @property
     def prompt(self) -> str:
         """What the agent reads first."""
-        return f"{_SYSTEM} {_OPENINGS[self.task]} {self._where()} {END}"
+        return f"{_SYSTEM} {OPENINGS[self.task]} {self._where()} {END}"
 
     @property
     def reward(self) -> float:

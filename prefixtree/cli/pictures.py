@@ -1,7 +1,8 @@
-"""The pictures that `report --plot` writes: the forest, and its block mask."""
+"""The pictures that `report --plot` and `demo --pictures` write: the forest and its block mask."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import numpy as np
 from prefixtree.cli.rollouts import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.mask import TileShape, TreeMask
-from prefixtree.view import plot_forest, plot_mask
+from prefixtree.view import plot_forest, plot_mask, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +24,22 @@ def check_picture_path(path: Path) -> None:
     """Refuses a file name that is no picture's; call it before the work of a command."""
     if path.suffix.lower() not in _ENDINGS:
         raise InputError(f"--plot {path}: expected a name that ends in {', '.join(_ENDINGS)}")
+
+
+def check_picture_folder(folder: Path) -> None:
+    """Makes the folder, and refuses one that pictures cannot be written to.
+
+    Raises:
+        InputError: it cannot be made or written to.
+        UnsupportedError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise InputError(f"{folder}: cannot be written: {problem.strerror}") from None
 
 
 def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
