@@ -25,8 +25,8 @@ def rollout_file(tmp_path):
 
 
 def test_help_teaches():
-    for arguments in (["--help"], ["report", "--help"], ["verify", "--help"], ["demo", "--help"]):
-        result = run(*arguments)
+    for command in ((), ("report",), ("verify",), ("demo",), ("bench",), ("doctor",)):
+        result = run(*command, "--help")
         assert result.exit_code == 0
         assert "prefixtree" in result.output.split("Options")[0].split("Usage")[1].split("\n", 1)[1]
 

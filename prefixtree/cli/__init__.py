@@ -1,4 +1,4 @@
-"""The command line: `prefixtree report | verify | demo | bench`.
+"""The command line: `prefixtree report | verify | demo | bench | doctor`.
 
 This module holds the options and their help; each command's work is in its own module, imported
 when it runs, so that `--help` and `report` answer without transformers.
@@ -101,6 +101,7 @@ def _top(
         prefixtree report rollouts.jsonl.gz --per-turn
         prefixtree verify --model path/to/model rollouts.jsonl.gz --limit 16
         prefixtree bench rollouts.jsonl.gz --per-turn
+        prefixtree doctor
 
     Exit codes: 0 ok, 1 a check is red, 2 unusable input or options.
     """
@@ -399,6 +400,30 @@ def _bench(
     else:
         show(facts, source, out())
     raise typer.Exit(0 if facts["passed"] else 1)
+
+
+@app.command("doctor")
+def _doctor(as_json: _AsJson = False) -> None:
+    """What is installed, what would run here and why: lines to paste into an issue.
+
+    Versions, GPUs, and the backend that attention takes for the head shapes of
+    common models, as query / kv heads x head dim. Names what is missing or broken,
+    with the command that adds it.
+
+        prefixtree doctor
+
+    Exits with 1 when something required is missing or broken.
+    """
+    from prefixtree.cli.console import out, print_json, status
+    from prefixtree.cli.doctor import examine, show
+
+    with status("importing what is installed"):
+        health = examine()
+    if as_json:
+        print_json(health.facts())
+    else:
+        show(health, out())
+    raise typer.Exit(1 if health.broken else 0)
 
 
 def _check_writable(path: Path) -> None:

@@ -103,8 +103,8 @@ def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
         f"\nThe packed model then went on alone for {learnt['seconds_alone']:.1f} s. Mean reward "
         f"per batch: [bold]{rewards[0]:.2f}[/] → "
         + " → ".join(f"{reward:.2f}" for reward in rewards[1:-1])
-        + f" → [bold]{rewards[-1]:.2f}[/]. Parcels taken: {taken[0]} of "
-        f"{learnt['rollouts_per_batch']} rollouts in the first batch, {taken[-1]} in the last."
+        + f" → [bold]{rewards[-1]:.2f}[/]. Parcels taken, of {learnt['rollouts_per_batch']} "
+        f"rollouts per batch: {', '.join(map(str, taken))}."
     )
     what = "took its parcel" if best["taken"] else "came nearest"
     console.print(

@@ -1,0 +1,337 @@
+"""`prefixtree doctor`: what is installed here, what would run and why, to paste into an issue.
+
+Nothing that is missing or broken stops it, except what `import prefixtree` itself needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import platform
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+import prefixtree
+from prefixtree import PrefixForest, TreeMask
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A package that prefixtree works with.
+
+    Attributes:
+        name: of the distribution.
+        module: what is imported to see whether it works; of the trainers our adapter.
+        versions: as in pyproject.toml; tests hold them to it.
+        install: the command that adds it.
+        used_for: what is not there without it; "" for one that everything needs.
+    """
+
+    name: str
+    module: str
+    versions: str
+    install: str
+    used_for: str = ""
+
+
+_ALL = "pip install prefixtree-attention"
+WANTED = (
+    Wanted("torch", "torch", ">=2.11", _ALL),
+    Wanted("numpy", "numpy", ">=2.0", _ALL),
+    Wanted("numba", "numba", ">=0.61", _ALL),
+    Wanted("networkx", "networkx", ">=3.2", _ALL),
+    Wanted(
+        "transformers",
+        "prefixtree.integrations.transformers",
+        ">=5.5,<6",
+        _ALL,
+    ),
+    Wanted("triton", "triton", "", "pip install triton", "GPUs, backend 'triton'"),
+    Wanted(
+        "flash-attn-4",
+        "flash_attn.cute.interface",
+        "==4.0.0b36",
+        "pip install 'prefixtree-attention[fa4]'",
+        "Hopper, backend 'flash'",
+    ),
+    Wanted(
+        "flash-attn",
+        "flash_attn.flash_attn_interface",
+        ">=2.8",
+        "pip install 'prefixtree-attention[fa2]'",
+        "the other side of bench",
+    ),
+    Wanted(
+        "liger-kernel",
+        "liger_kernel",
+        ">=0.8",
+        "pip install 'liger-kernel>=0.8'",
+        "models with Liger's kernels",
+    ),
+    Wanted(
+        "trl",
+        "prefixtree.integrations.trl",
+        ">=1.16,<2",
+        "pip install 'prefixtree-attention[trl]'",
+        "the TRL adapter",
+    ),
+    Wanted(
+        "verl",
+        "prefixtree.integrations.verl",
+        "==0.9.1",
+        "pip install 'prefixtree-attention[verl]'",
+        "the verl adapter",
+    ),
+    Wanted(
+        "matplotlib",
+        "matplotlib.figure",
+        ">=3.9",
+        "pip install 'prefixtree-attention[plot]'",
+        "pictures",
+    ),
+    Wanted(
+        "pyarrow",
+        "pyarrow.parquet",
+        ">=15",
+        "pip install 'prefixtree-attention[parquet]'",
+        "parquet files",
+    ),
+)
+
+# (query heads, kv heads, head dim): Llama 3 and Qwen3; Qwen2.5 0.5B; gpt-oss; Phi-3; Qwen3.5
+HEADS = ((32, 8, 128), (14, 2, 64), (64, 8, 64), (32, 32, 96), (24, 4, 256))
+# a prompt and its responses: parents and tokens of the nodes
+_FOREST = ([-1, *[0] * 8], [2048, *[512] * 8])
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package as it was found.
+
+    Attributes:
+        version: None where it is not installed.
+        problem: why it cannot be used; None where it can, or where it is not installed.
+        wanted: what was looked for.
+    """
+
+    version: str | None
+    problem: str | None
+    wanted: Wanted
+
+    @property
+    def is_usable(self) -> bool:
+        return self.version is not None and self.problem is None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch can use: memory in bytes, capability such as "9.0"."""
+
+    name: str
+    capability: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What `explain` says for some head shapes ("32/8 x 128"); problem: it raised instead."""
+
+    heads: tuple[str, ...]
+    says: str
+    is_problem: bool
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `examine` found.
+
+    Attributes:
+        prefixtree: its version. folder: where it was imported from.
+        python, system: of this process.
+        cuda: what torch was built for, such as "CUDA 13.0"; None for a build for the CPU.
+        gpus: those that torch can use.
+        gpu_problem: why there are none, though torch was built for them.
+        packages: all of `WANTED`, in its order.
+        backends: what would run in half precision on the first GPU, or in float32 on the CPU.
+    """
+
+    prefixtree: str
+    folder: str
+    python: str
+    system: str
+    cuda: str | None
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str | None
+    packages: tuple[Package, ...]
+    backends: tuple[Backend, ...]
+
+    @property
+    def broken(self) -> list[str]:
+        """What is required and does not work."""
+        named = [
+            f"{package.wanted.name}: {package.problem or 'not installed'}"
+            for package in self.packages
+            if not package.wanted.used_for and not package.is_usable
+        ]
+        return named + [
+            f"tree_attention at {', '.join(backend.heads)}: {backend.says}"
+            for backend in self.backends
+            if backend.is_problem
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "broken": self.broken}
+
+
+def examine() -> Health:
+    """Looks at this machine; raises nothing, whatever is missing or broken."""
+    # first, so that a package that changes what is loaded later is seen by the others
+    packages = tuple(look_up(wanted) for wanted in WANTED)
+    gpus, gpu_problem = _gpus()
+    return Health(
+        prefixtree=prefixtree.__version__,
+        folder=str(Path(prefixtree.__file__).parent),
+        python=platform.python_version(),
+        system=platform.platform(),
+        cuda=_built_for(),
+        gpus=gpus,
+        gpu_problem=gpu_problem,
+        packages=packages,
+        backends=backends(torch.device("cuda", 0) if gpus else torch.device("cpu")),
+    )
+
+
+def look_up(wanted: Wanted) -> Package:
+    """Whether a package is there, of a version that fits, and can be imported."""
+    try:
+        version = metadata.version(wanted.name)
+    except metadata.PackageNotFoundError:
+        return Package(None, None, wanted)
+    if not _fits(version, wanted.versions):
+        expected = f"{wanted.name}{wanted.versions}"
+        return Package(version, f"expected {wanted.versions}: pip install '{expected}'", wanted)
+    return Package(version, _import_problem(wanted.module), wanted)
+
+
+def backends(device: torch.device) -> tuple[Backend, ...]:
+    """What `explain` says of each of `HEADS` on the device; equal sentences once."""
+    said: dict[tuple[str, bool], list[str]] = {}
+    for heads, kv_heads, dim in HEADS:
+        try:
+            says = _explain(heads, kv_heads, dim, device), False
+        except Exception as problem:  # a broken driver or package raises what it likes
+            says = f"it raises {_in_a_line(problem)}", True
+        said.setdefault(says, []).append(f"{heads}/{kv_heads} x {dim}")
+    return tuple(Backend(tuple(names), *says) for says, names in said.items())
+
+
+def _explain(heads: int, kv_heads: int, dim: int, device: torch.device) -> str:
+    forest = PrefixForest.from_parents(*_FOREST)
+    mask = TreeMask(np.repeat(forest.node_subtree_end, forest.node_length)).to(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    # one number, seen as all of them
+    row = torch.empty(1, 1, 1, dtype=dtype, device=device)
+    q = row.expand(forest.num_tokens, heads, dim)
+    k = row.expand(forest.num_tokens, kv_heads, dim)
+    return prefixtree.explain(mask, q, k, k)
+
+
+def _import_problem(module: str) -> str | None:
+    """Why a module cannot be imported, in a line; what it prints and warns of is dropped."""
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            importlib.import_module(module)
+    except (Exception, SystemExit) as problem:
+        return f"cannot be imported: {_in_a_line(problem)}"
+    return None
+
+
+def _fits(version: str, versions: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(versions).contains(version, prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def _in_a_line(problem: BaseException) -> str:
+    lines = str(problem).strip().splitlines() or [""]
+    return f"{type(problem).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def _built_for() -> str | None:
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """The GPUs that torch can use, and why there are none, where there could be."""
+    gpus = []
+    # torch warns, and does not raise, where the driver is too old
+    with warnings.catch_warnings(record=True, action="always") as said:
+        try:
+            for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+                properties = torch.cuda.get_device_properties(i)
+                capability = f"{properties.major}.{properties.minor}"
+                gpus.append(Gpu(properties.name, capability, properties.total_memory))
+        except Exception as problem:
+            return (), _in_a_line(problem)
+    if gpus or _built_for() is None:
+        return tuple(gpus), None
+    return (), _in_a_line(said[-1].message) if said else "torch finds none"  # type: ignore[arg-type]
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def show(health: Health, console: Console) -> None:
+    """Prints about twenty plain lines, to be pasted."""
+
+    def line(name: str, text: str) -> None:
+        console.print(f"{name:<13} {text}", markup=False, soft_wrap=True)
+
+    line("prefixtree", f"{health.prefixtree} in {health.folder}")
+    line("python", f"{health.python}, {health.system}")
+    for package in health.packages:
+        line(package.wanted.name, _described(package, health.cuda))
+    for i, gpu in enumerate(health.gpus):
+        memory = f"{gpu.memory / _GIB:.0f} GiB"
+        line(f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}, {memory}")
+    if not health.gpus:
+        line("GPU", f"none: {health.gpu_problem}" if health.gpu_problem else "none")
+    for backend in health.backends:
+        line("backend", f"{', '.join(backend.heads)}: {backend.says}")
+    for problem in health.broken:
+        line("BROKEN", problem)
+    if not health.broken:
+        line("ok", "nothing that is required is missing or broken")
+
+
+def _described(package: Package, cuda: str | None) -> str:
+    wanted = package.wanted
+    if package.version is None:
+        what = f" (for {wanted.used_for})" if wanted.used_for else ""
+        return f"not installed{what}: {wanted.install}"
+    if wanted.name == "torch":
+        version = f"{package.version}, built for {cuda or 'the CPU'}"
+    else:
+        version = package.version
+    return version if package.problem is None else f"{version}, {package.problem}"
