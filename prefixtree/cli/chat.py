@@ -20,14 +20,15 @@ class Conversation:
         tokens: int64 [n], all of it.
         loss_mask: bool [n], the tokens of assistant turns; None where they have no place in it.
         turn_ends: int64, the tokens up to the end of each assistant turn; None likewise.
-        turns: where loss_mask is None, a (tokens, loss_mask) per assistant turn: the conversation
-            templated up to its end, in which this turn alone is scored. Else None.
+        turns: where loss_mask is None, a (tokens, loss_mask, sampled) per assistant turn: the
+            conversation templated up to its end, in which this turn alone is scored; sampled are
+            the tokens of all assistant turns in it, as far as they are found. Else None.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None
     turn_ends: np.ndarray | None
-    turns: list[tuple[np.ndarray, np.ndarray]] | None
+    turns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None
 
 
 class ChatTokenizer:
@@ -81,9 +82,10 @@ class ChatTokenizer:
         messages = _checked(messages)
         tools = tools or None
         whole = self._text(messages, tools)
-        spans = []
+        spans, last = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
+                last.append(i)
                 prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
                 spans.append((prompt, self._text(messages[: i + 1], tools)))
         tokens, borders = self._encode(whole)
@@ -111,7 +113,11 @@ class ChatTokenizer:
                     "token_ids with loss_mask or turn_ends"
                 )
             end = self._trim(tokens_there, *span)
-            turns.append((tokens_there[:end], np.arange(end) >= span[0]))
+            loss_mask = np.arange(end) >= span[0]
+            sampled = loss_mask.copy()
+            for first, beyond in _assistant_spans(messages[: last[number]], prompt):
+                sampled[_tokens_of(borders, first, beyond)] = True
+            turns.append((tokens_there[:end], loss_mask, sampled))
         return Conversation(tokens, None, None, turns)
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
@@ -150,6 +156,36 @@ def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | 
     if not turn.startswith(prompt) or start is None or end is None or start >= end:
         return None
     return start, end
+
+
+def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+    """Letters of `text` between two messages that are not the assistant's: what it wrote there.
+
+    Messages are looked for in their order; the turns beside one that is not found are left out.
+    """
+    spans = []
+    # where the last other message ended, None where it was not found; how far was searched
+    end: int | None = 0
+    searched, wrote = 0, False
+    for message in messages:
+        if message["role"] == "assistant":
+            wrote = True
+            continue
+        content = message["content"].strip() if isinstance(message["content"], str) else ""
+        begin = text.find(content, searched) if content else -1
+        if wrote and end is not None and begin >= 0:
+            spans.append((end, begin))
+        wrote, end = False, None
+        if begin >= 0:
+            end = searched = begin + len(content)
+    return spans
+
+
+def _tokens_of(borders: dict[int, int], first: int, beyond: int) -> slice:
+    """The tokens of some letters."""
+    ends, counts = np.array(list(borders)), np.array(list(borders.values()))
+    before = counts[np.searchsorted(ends, first, side="right") - 1]
+    return slice(int(before), int(counts[min(np.searchsorted(ends, beyond), len(counts) - 1)]))
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ prove that the messages' first difference is the fork; otherwise token ids are s
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from prefixtree.cli.rollouts import Rollouts
 
+_THINK = "<think>", "</think>"
+_THOUGHT = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)
 _CONTEXT_TOKENS, _SHOWN_TOKENS = 16, 24
 _CONTEXT_LETTERS, _SHOWN_LETTERS = 60, 120
 
@@ -25,8 +28,9 @@ class Difference:
         position: tokens before it, equal in both.
         kind: "sampled" (the policy's own tokens from the first on), "mixed" (not the first,
             but later ones), "given" (none of the policy's own in at least one of them),
-            "re-tokenised" (the same text), "thinking" (a thinking block in one of them) or
-            "unknown" (nothing tells).
+            "rewritten" (two turns of one rollout, the second of which has the first in other
+            words), "re-tokenised" (the same text), "thinking" (the same text but for thinking that
+            one of them lacks) or "unknown" (nothing tells).
         role: of the message it stands in, or None where that is not known.
         message: that message's number from 0, or None.
         lengths: how many tokens each has of its own before both run on with equal ones; None
@@ -46,9 +50,14 @@ class Difference:
     after: str
     is_text: bool
 
+    @property
+    def can_be_won(self) -> bool:
+        """Whether it could be gone: not where the policy sampled something else."""
+        return self.kind not in ("sampled", "mixed")
+
     def facts(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return asdict(self)
+        return {**asdict(self), "can_be_won": self.can_be_won}
 
 
 def describe(
@@ -79,7 +88,9 @@ def describe(
         )
         if lengths is not None and own[0] == own[1]:
             kind = "re-tokenised"
-        elif lengths is not None and ("</think>" in own[0]) != ("</think>" in own[1]):
+        elif lengths is not None and _lacks_thinking(
+            tokenizer.decode(rollouts.sequences[pair[0]][:position].tolist()), own, after[0]
+        ):
             kind = "thinking"
         excerpt = before[0], (_head(own[0]), _head(own[1])), after[0]
     elif located is not None:
@@ -100,6 +111,8 @@ def _kind(
     lengths: tuple[int, int] | None,
     role: str | None,
 ) -> str:
+    if rollouts.lines[pair[0]] == rollouts.lines[pair[1]]:
+        return "rewritten"
     if rollouts.loss_masks is None:
         return {None: "unknown", "assistant": "sampled"}.get(role, "given")
     masks = [rollouts.loss_masks[i][position:] for i in pair]
@@ -108,6 +121,28 @@ def _kind(
     # where one has no token of its own, the one that follows tells
     ends = (1, 1) if lengths is None else [max(1, n) for n in lengths]
     return "mixed" if all(m[:n].any() for m, n in zip(masks, ends, strict=True)) else "given"
+
+
+def _lacks_thinking(before: str, own: list[str], after: str) -> bool:
+    """Whether two texts are one text but for thinking, which one of them has none of.
+
+    Args:
+        before: all text before them: a block that is open there goes on in both.
+        own, after: the texts up to where they run on alike, and the start of what follows.
+    """
+    start = before.rfind(_THINK[0])
+    lead = before[start:] if start > before.rfind(_THINK[1]) else ""
+    thoughts, others = [], []
+    for text in own:
+        text = lead + text + after
+        close = text.find(_THINK[1])
+        if close >= 0 and _THINK[0] not in text[:close]:
+            # some templates write the end alone
+            text = _THINK[0] + text
+        thoughts.append("".join(_THOUGHT.findall(text)).strip())
+        # templates also strip the space around a block
+        others.append("".join(_THOUGHT.sub("", text).split()))
+    return others[0] == others[1] and bool(thoughts[0]) != bool(thoughts[1])
 
 
 # ---- text from messages --------------------------------------------------------------------------

@@ -29,8 +29,11 @@ def measure_groups(
         rollouts: at least one with a group.
         tokenizer: gives the text where groups part, where there is one.
     """
+    from prefixtree.cli.near_misses import with_shared_masks
+
     if rollouts.groups is None:
         return None
+    rollouts = with_shared_masks(forest, rollouts)
     keys = [("", i) if group is None else (group,) for i, group in enumerate(rollouts.groups)]
     apart = PrefixForest.from_sequences(rollouts.sequences, keys)
     numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}

@@ -12,7 +12,7 @@ heaviest chain is compared, so the tokens to win are a lower bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class NearMisses:
     """What `find_near_misses` found.
 
     Attributes:
-        shown: the largest, those the policy did not sample first, most tokens to win first.
+        shown: the largest, those that can be won first, most tokens to win first.
         num_forks: forks with something to win, shown or not.
         win: tokens to win at all of them, at forks the policy did not sample.
         win_sampled: the same at forks that it did: what other samples would have shared.
@@ -105,6 +105,7 @@ def find_near_misses(
     from prefixtree.cli import realign
 
     assert forest.tokens is not None
+    rollouts = with_shared_masks(forest, rollouts)
     chains = _chains(forest, rollouts)
     sampled_before = _sampled_before(chains, forest.num_tokens, rollouts)
     index = realign.fingerprints(forest.tokens, chains.begins, chains.ends)
@@ -119,6 +120,7 @@ def find_near_misses(
             sampled_before,
             chains.begins,
             chains.ends,
+            np.array(rollouts.lines)[chains.sequence],
             chains.trunk,
             chains.fork,
             chains.previous,
@@ -153,13 +155,44 @@ def find_near_misses(
         difference = describe(rollouts, pair, int(chains.depth[b]), lengths, tokenizer)
         win, alone, run_again = totals[f].tolist()
         shown.append(NearMiss(win, alone, run_again, int(branches[f]), pair, difference))
-    shown.sort(key=lambda miss: (miss.difference.kind in ("sampled", "mixed"), -miss.win))
+    shown.sort(key=lambda miss: (not miss.difference.can_be_won, -miss.win))
     return NearMisses(
         shown[:most],
         len(forks),
         int(totals[~by_policy, 0].sum()),
         int(totals[by_policy, 0].sum()),
     )
+
+
+def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
+    """`rollouts` with loss masks that are true wherever the policy sampled the token.
+
+    A trainer that steps turn by turn scores a turn in one sequence; in those that go on from there
+    the turn is prompt. So a token counts as sampled if any sequence through it scores it, or if a
+    chat template told (`Rollouts.sampled`).
+    """
+    from prefixtree.cli.realign import share_masks
+
+    if rollouts.loss_masks is None:
+        return rollouts
+    masks = np.concatenate(
+        [
+            mask if sampled is None else mask | sampled
+            for mask, sampled in zip(rollouts.loss_masks, rollouts.sampled, strict=True)
+        ]
+    )
+    ends = np.cumsum([len(mask) for mask in rollouts.loss_masks])
+    offsets = np.append(0, ends[:-1])
+    share_masks(
+        masks,
+        offsets,
+        forest.node_start,
+        forest.node_length,
+        forest.node_depth,
+        forest.node_parent,
+        forest.sequence_node,
+    )
+    return replace(rollouts, loss_masks=np.split(masks, offsets[1:]))
 
 
 def _chains(forest: PrefixForest, rollouts: Rollouts) -> _Chains:

@@ -191,19 +191,42 @@ def _sampled_in(before, start, end):
 
 
 @njit(cache=True)
-def tokens_to_win(blocks, a_from, b_from, before):
+def share_masks(masks, offsets, start, length, depth, parent, sequence_node):
+    """Makes a token of each sequence true where it is in any sequence that holds it too.
+
+    masks bool [R], every sequence's tokens from offsets[s] on, changed in place; the other
+    arguments are a forest's nodes.
+    """
+    marked = np.zeros(start[-1] + length[-1], np.bool_)
+    for is_reading in (True, False):
+        for s in range(len(sequence_node)):
+            node = sequence_node[s]
+            while node >= 0:
+                at, first = start[node], offsets[s] + depth[node]
+                for i in range(length[node]):
+                    if is_reading:
+                        marked[at + i] |= masks[first + i]
+                    else:
+                        masks[first + i] = marked[at + i]
+                node = parent[node]
+
+
+@njit(cache=True)
+def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
     """What the runs of `align` would save: int64 (win, alone, again, is_sampled).
 
     alone: the first run, shared if only the difference before it were gone. win: also the later
     runs, as far as no difference between them has tokens on both sides that the policy sampled;
     before [T + 1] counts the sampled tokens before each. again: all runs. is_sampled: 1 where the
-    first difference is such a one.
+    first difference is such a one. is_one_rollout: both are turns of one rollout, written
+    differently: no difference is one between samples.
     """
     win, alone, again, is_sampled = 0, 0, 0, 0
     is_open = True
     for i in range(len(blocks)):
         x, y, length = blocks[i]
-        sampled = _sampled_in(before, a_from, x) and _sampled_in(before, b_from, y)
+        sampled = not is_one_rollout
+        sampled = sampled and _sampled_in(before, a_from, x) and _sampled_in(before, b_from, y)
         if i == 0:
             alone = length
             is_sampled = int(sampled)
@@ -218,12 +241,26 @@ def tokens_to_win(blocks, a_from, b_from, before):
 
 @njit(cache=True)
 def best_partners(
-    first, last, tokens, before, begins, ends, trunk, fork, previous, index, tries, partner, found
+    first,
+    last,
+    tokens,
+    before,
+    begins,
+    ends,
+    rollout,
+    trunk,
+    fork,
+    previous,
+    index,
+    tries,
+    partner,
+    found,
 ):
     """For each of the chains first..last - 1, the sibling it repeats most.
 
     Siblings tried: the trunk, chain trunk[c] (-1: none, and no sibling) from packed token fork[c]
     on, and up to `tries` other earlier branches of the fork, linked by previous[c] (-1: no more).
+    rollout [C] numbers the rollouts that the chains are of.
     Writes partner [C] (-1 where nothing is repeated) and found [C, 4], `tokens_to_win`'s.
     """
     pointers, hashes, positions = index
@@ -233,7 +270,8 @@ def best_partners(
         candidate, a_from, left = trunk[c], fork[c], tries
         while candidate >= 0:
             blocks = align(tokens, begins, ends, pointers, hashes, positions, candidate, a_from, c)
-            gains = tokens_to_win(blocks, a_from, begins[c], before)
+            is_one = rollout[candidate] == rollout[c]
+            gains = tokens_to_win(blocks, a_from, begins[c], before, is_one)
             if gains[0] > found[c, 0]:
                 partner[c] = candidate
                 found[c] = gains

@@ -18,6 +18,7 @@ _KINDS = {
     "sampled": "sampled by the policy",
     "mixed": "others' words, and then the policy's own",
     "given": "not sampled by the policy",
+    "rewritten": "the same rollout, written differently in a later turn",
     "re-tokenised": "the same text in other tokens",
     "thinking": "thinking that one of them lacks",
     "unknown": "no loss mask tells who wrote it",
@@ -165,9 +166,7 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
     for number, miss in enumerate(facts["largest"], 1):
         place = "" if miss["role"] is None else f", {_place(miss)}"
         console.print(
-            f"\n{number:2}. [bold]{miss['tokens_to_win']:,} tokens to win[/] "
-            f"({miss['by_this_difference_alone']:,} by this difference alone) at token "
-            f"{miss['position']:,}{place}: {_who(miss)}"
+            f"\n{number:2}. {_gain(miss)} at token {miss['position']:,}{place}: {_who(miss)}"
         )
         unit = "" if miss["is_text"] else " ids"
         lengths = miss["lengths"]
@@ -217,6 +216,15 @@ def _place(difference: dict[str, Any]) -> str:
     if difference["role"] is None:
         return _KINDS[difference["kind"]]
     return escape(f"message {difference['message']} ({difference['role']})")
+
+
+def _gain(miss: dict[str, Any]) -> str:
+    if not miss["can_be_won"]:
+        return f"[bold]{miss['tokens_to_win']:,} tokens run again[/], which cannot be won,"
+    return (
+        f"[bold]{miss['tokens_to_win']:,} tokens to win[/] "
+        f"({miss['by_this_difference_alone']:,} by this difference alone)"
+    )
 
 
 def _who(miss: dict[str, Any]) -> str:

@@ -72,8 +72,10 @@ class Rollouts:
             or from the runs of ones in `loss_mask`; None where the line has neither.
         messages: per rollout, the chat messages it came from or that stand beside its token ids,
             or None; None where no rollout has them.
-        turns: per rollout, (tokens, loss mask) of each assistant turn, where a chat template
-            writes earlier turns anew as the conversation goes on; otherwise None.
+        turns: per rollout, (tokens, loss mask, sampled) of each assistant turn, where a chat
+            template writes earlier turns anew as the conversation goes on; otherwise None.
+        sampled: bool, one per token, where such a turn's loss mask leaves out earlier turns, which
+            the policy sampled as well; otherwise None.
         problems: what was wrong with each line that was left out.
     """
 
@@ -85,7 +87,8 @@ class Rollouts:
     lines: list[int]
     turn_ends: list[np.ndarray | None]
     messages: list[list[dict[str, Any]] | None] | None
-    turns: list[list[tuple[np.ndarray, np.ndarray]] | None]
+    turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
+    sampled: list[np.ndarray | None]
     problems: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -159,6 +162,7 @@ def read_rollouts(
         turn_ends=[row["turn_ends"] for _, row in rows],
         messages=messages if any(m is not None for m in messages) else None,
         turns=[row["turns"] for _, row in rows],
+        sampled=[None] * len(rows),
         problems=tuple(problems),
     )
 
@@ -173,15 +177,17 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
     sequences: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
     ends: list[np.ndarray | None] = []
+    sampled: list[np.ndarray | None] = []
     problems = list(rollouts.problems)
     for i, turn_ends in enumerate(rollouts.turn_ends):
         where = f"{rollouts.source}:{rollouts.lines[i]}:"
         turns = rollouts.turns[i]
         if turns is not None:
             origin += [i] * len(turns)
-            sequences += [tokens for tokens, _ in turns]
-            masks += [mask for _, mask in turns]
+            sequences += [tokens for tokens, _, _ in turns]
+            masks += [mask for _, mask, _ in turns]
             ends += [None] * len(turns)
+            sampled += [written for _, _, written in turns]
         elif turn_ends is None:
             _note(
                 f"{where} has neither turn_ends nor loss_mask; one of them must tell its "
@@ -202,6 +208,7 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
             given = rollouts.loss_masks
             masks += [None if given is None else given[i][:end] for end in lengths]
             ends += [turn_ends[: k + 1] for k in range(len(lengths))]
+            sampled += [None] * len(lengths)
     _require_some(origin, rollouts.source, problems, "assistant turn")
     first = {i: k for k, i in reversed(list(enumerate(origin)))}
     expanded = rollouts.take(origin)
@@ -215,6 +222,7 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
         ],
         turn_ends=ends,
         turns=[None] * len(origin),
+        sampled=sampled,
         problems=tuple(problems),
     )
 
