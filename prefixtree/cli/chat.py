@@ -184,8 +184,9 @@ def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[in
 def _tokens_of(borders: dict[int, int], first: int, beyond: int) -> slice:
     """The tokens of some letters."""
     ends, counts = np.array(list(borders)), np.array(list(borders.values()))
-    before = counts[np.searchsorted(ends, first, side="right") - 1]
-    return slice(int(before), int(counts[min(np.searchsorted(ends, beyond), len(counts) - 1)]))
+    before = int(np.searchsorted(ends, first, side="right")) - 1
+    last = min(int(np.searchsorted(ends, beyond)), len(counts) - 1)
+    return slice(int(counts[before]), int(counts[last]))
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:

@@ -363,7 +363,7 @@ def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) ->
             kept.append(logprobs.detach())
     old_logprobs = batch.old_logprobs
     with Meter(device) as at_once:
-        loss, scored = packed_update(packed, batch, forest)
+        at_once_loss, scored = packed_update(packed, batch, forest)
     worst = max(
         float(((a - b).abs() * torch.from_numpy(mask[1:])).max())
         for a, b, mask in zip(kept, scored, batch.loss_masks, strict=True)
@@ -374,10 +374,10 @@ def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) ->
     batch.old_logprobs = old_logprobs or kept
     meters = {"replicated": one_by_one, "packed": at_once}
     return {
-        "loss": {"replicated": total, "packed": loss},
+        "loss": {"replicated": total, "packed": at_once_loss},
         "gradient_norm": {"replicated": _norm(of_replicated), "packed": _norm(of_packed)},
         "differences": {
-            "loss": abs(total - loss),
+            "loss": abs(total - at_once_loss),
             "logprobs": worst,
             "gradients": max(gradients.values()),
         },

@@ -33,8 +33,8 @@ def measure_groups(
 
     if rollouts.groups is None:
         return None
-    rollouts = with_shared_masks(forest, rollouts)
     keys = [("", i) if group is None else (group,) for i, group in enumerate(rollouts.groups)]
+    rollouts = with_shared_masks(forest, rollouts)
     apart = PrefixForest.from_sequences(rollouts.sequences, keys)
     numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     group_of = np.array([numbers[key] for key in keys])
