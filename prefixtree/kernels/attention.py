@@ -274,7 +274,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     plan = plan_of(handle)
     note_call(plan)
-    options = _options(plan, scale, window, softcap, deterministic)
+    options = _options(plan, scale, window, softcap, deterministic, lse_used)
     with _as_given(q):
         module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)
         return module.forward(q, k, v, sinks, plan, options)
@@ -412,7 +412,13 @@ def _as_given(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _options(
-    plan: MaskPlan, scale: float, window: int, softcap: float, deterministic: bool
+    plan: MaskPlan,
+    scale: float,
+    window: int,
+    softcap: float,
+    deterministic: bool,
+    lse_used: bool = False,
 ) -> Options:
     # a window no path outgrows is none, and lets the plain kernels serve
-    return Options(scale, 0 if window >= plan.deepest else window, softcap, deterministic)
+    reach = 0 if window >= plan.deepest else window
+    return Options(scale, reach, softcap, deterministic, lse_used)

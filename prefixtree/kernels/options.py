@@ -14,9 +14,12 @@ class Options:
         window: depth distance; 0 for none.
         softcap: c in c tanh(scale q k^T / c); 0 for none.
         deterministic: gradients bitwise repeatable.
+        lse_used: whether the caller sees lse, known in the forward alone; where not, it is saved
+            for the backward and nothing else.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    lse_used: bool = False

@@ -44,6 +44,8 @@ HEADS_FIRST_FROM = 0.28
 TILE_ROWS = 128
 # key tiles are the second dimension of that grid
 MOST_TILES = 65535
+# numbers of out that are multiplied at once in float32
+_CHUNK = 1 << 24
 # The CuTe DSL compiles in one thread at a time; in two, as autograd has one a device, it raises or
 # takes the process down. Which call compiles is known to flash-attn-4 alone: held in every one.
 _TURN = threading.RLock()
@@ -162,13 +164,14 @@ def forward(
 
     tiles = tiles_for(q.shape[2], v.shape[2])
     given = _arguments_of(lists_of(plan, tiles, options.window, q.device), tiles)
+    inside, around = _sinks_where(sinks, options.lse_used)
     with _TURN, devices.current(q.device):
         interface._flash_attn_fwd(
             _batch(q),
             _batch(k),
             _batch(v),
             softmax_scale=options.scale,
-            learnable_sink=None if sinks is None else sinks.float(),
+            learnable_sink=inside,
             score_mod=_score_functions(options)[0],
             block_sparse_tensors=given.forward,
             pack_gqa=packs_heads(q.shape[1] // k.shape[1]),
@@ -177,7 +180,9 @@ def forward(
             return_lse=True,
             **given.mask,
         )
-    return out, lse if sinks is None else keys_lse(lse, sinks)
+    if around is not None:
+        out *= keys_share(lse, around)
+    return out, lse if inside is None else keys_lse(lse, inside)
 
 
 def backward(
@@ -199,9 +204,12 @@ def backward(
     tiles = tiles_for(q.shape[2], v.shape[2])
     lists = lists_of(plan, tiles, options.window, q.device)
     given = _arguments_of(lists, tiles)
-    total, dtotal = lse, dlse
-    if sinks is not None:
-        total, dtotal = with_sinks(lse, dlse, sinks)
+    inside, around = _sinks_where(sinks, dlse is not None)
+    total = lse if inside is None else torch.logaddexp(lse, inside.unsqueeze(1))
+    given_dout = dout
+    if around is not None:
+        share = keys_share(lse, around)
+        given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
     score, score_gradient = _score_functions(options)
     with _TURN, devices.current(q.device):
         call = _backward_call(heads_first(lists, q.shape[1], devices.processors(q.device)))
@@ -210,14 +218,14 @@ def backward(
             _batch(k),
             _batch(v),
             out.unsqueeze(0),
-            _batch(dout),
+            _batch(given_dout),
             total.unsqueeze(0),
             softmax_scale=options.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
             block_sparse_tensors=given.backward,
-            dlse=None if dtotal is None else _batch(dtotal),
-            learnable_sink=None if sinks is None else sinks.float(),
+            dlse=None if dlse is None else _batch(dlse),
+            learnable_sink=inside,
             dq=dq.unsqueeze(0),
             dk=dk.unsqueeze(0),
             dv=dv.unsqueeze(0),
@@ -225,7 +233,8 @@ def backward(
         )
     if sinks is None:
         return dq, dk, dv, None
-    return dq, dk, dv, sinks_gradient(results[3], sinks, total, dtotal)
+    dsinks = results[3] if around is None else sinks_gradient(dout, out, lse, around)
+    return dq, dk, dv, dsinks.to(sinks.dtype)
 
 
 # ---- order of tiles in the backward --------------------------------------------------------------
@@ -253,37 +262,47 @@ def _backward_call(heads_first: bool) -> Any:
 
 # ---- sinks -------------------------------------------------------------------------------------
 # flash-attn-4's lse is over the keys and the sink; ours, which the operator returns and saves, is
-# over the keys alone.
+# over the keys alone. Where a sink takes nearly everything, the sum of both has forgotten the keys:
+# lse would be off by units, its gradient come back multiplied by exp(sink - lse), and dsinks be a
+# small difference of large sums. So where lse or its gradient counts, the kernels run without the
+# sink, which is applied around them: with s the keys' share of the softmax and x = softmax v,
+#
+#     out = s x    ds = softmax (dp s - (dout . out) s + dlse)    dv = softmax^T (dout s)
+#
+# which is the kernel's own backward for dout s in place of dout, given our out.
+
+
+def _sinks_where(
+    sinks: torch.Tensor | None, lse_counts: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """-> the float32 sinks that the kernel takes, those that are applied around it."""
+    wide = None if sinks is None else sinks.float()
+    return (None, wide) if lse_counts else (wide, None)
 
 
 def keys_lse(total: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """lse over the keys [H, T] from that over keys and sink.
+    """lse over the keys [H, T] from that over keys and sink, good for a backward alone.
 
-    Where a sink takes nearly everything, total holds little of the keys: the error grows with
-    exp(sink - lse), and lse stays within 16 of the total. `with_sinks` undoes it all the same.
+    Where a sink takes nearly everything the error grows with exp(sink - lse), and lse stays within
+    16 of the total. The backward adds the sink again, which undoes it.
     """
-    share = (sinks.float().unsqueeze(1) - total).clamp(max=-(2.0**-23))
+    share = (sinks.unsqueeze(1) - total).clamp(max=-(2.0**-23))
     return total + torch.log(-torch.expm1(share))
 
 
-def with_sinks(
-    lse: torch.Tensor, dlse: torch.Tensor | None, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """lse over keys and sink, and the gradient that arrives there: both [H, T].
-
-    The kernel multiplies by a key's probability with the sink, lse's gradient goes by that without.
-    """
-    total = torch.logaddexp(lse, sinks.float().unsqueeze(1))
-    return total, None if dlse is None else dlse * torch.exp(total - lse)
+def keys_share(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """float32 [T, H, 1]: the part of the softmax that the keys have."""
+    return torch.sigmoid(lse - sinks.unsqueeze(1)).t().unsqueeze(2)
 
 
 def sinks_gradient(
-    dsinks: torch.Tensor, sinks: torch.Tensor, total: torch.Tensor, dtotal: torch.Tensor | None
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """dsinks [H] without the part by way of lse: flash-attn-4's lse holds the sink, ours not."""
-    if dtotal is not None:
-        dsinks = dsinks - (torch.exp(sinks.float().unsqueeze(1) - total) * dtotal).sum(1)
-    return dsinks.to(sinks.dtype)
+    """float32 [H]: minus the sum over rows of the sink's share times dout . out."""
+    rows = max(1, _CHUNK // out[0].numel())
+    parts = zip(dout.split(rows), out.split(rows), strict=True)
+    delta = torch.cat([(a.float() * b.float()).sum(2) for a, b in parts])
+    return -(torch.sigmoid(sinks.unsqueeze(1) - lse) * delta.t()).sum(1)
 
 
 # ---- arguments -----------------------------------------------------------------------------------
