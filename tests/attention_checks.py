@@ -44,6 +44,7 @@ class Case:
         sinks: bool = False,
         dlse: bool = False,
         spread: float = 1.0,
+        sink_level: float = 0.0,
         **options: float,
     ) -> Case:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +59,7 @@ class Case:
             draw(t, hk, dv).to(dtype),
             draw(tq, h, dv).to(dtype),
             draw(h, tq).to(torch.promote_types(dtype, torch.float32)) if dlse else None,
-            draw(h).to(dtype) if sinks else None,
+            (draw(h) + sink_level).to(dtype) if sinks else None,
             options,
         )
 
@@ -73,10 +74,7 @@ class Case:
         )
 
     def heads_of(self, name: str) -> int:
-        """Columns to judge a result by: heads, kv heads for dk and dv, one for dsinks, where a
-        head has only one number."""
-        if name == "dsinks":
-            return 1
+        """Columns to judge a result by: heads, kv heads for dk and dv."""
         return self.k.shape[1] if name in ("dk", "dv") else self.q.shape[1]
 
 
@@ -209,9 +207,11 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
         assert torch.isfinite(got[name]).all(), f"{name} is not finite"
         if want.numel() == 0:
             continue
-        node_of_row = node[rows] if name in ("out", "lse", "dq") else node
         if name == "dsinks":
-            node_of_row = np.zeros(1, np.int64)
+            error, limit = (got[name].double() - want).abs(), _dsinks_limit(case, reference, eps)
+            assert (error <= limit).all(), f"dsinks: {error.tolist()} > {limit.tolist()}"
+            continue
+        node_of_row = node[rows] if name in ("out", "lse", "dq") else node
         ours_error, eager_error = (
             (x[name].double() - want).abs().reshape(len(node_of_row), case.heads_of(name), -1)
             for x in (got, baseline)
@@ -231,6 +231,23 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
         assert (mean <= 1.2 * mean_eager + 0.1 * slack).all(), (
             f"{name}: mean error {mean.tolist()} a head, eager's {mean_eager.tolist()}"
         )
+
+
+def _dsinks_limit(case: Case, reference: Results, eps: float) -> torch.Tensor:
+    """What dsinks [H] may be off by, whatever its terms happen to add up to.
+
+    It is minus the sum of share x dout x out over rows and columns, the share being the sink's of
+    the softmax. Both signs are as frequent, so the sum may be anything down to 0, and an error
+    relative to it says nothing. Every out is rounded to the dtype, and comes of probabilities that
+    were: independent errors of eps / 2 at most, so their sum is judged by the root of the sum of
+    the terms' squares. lse's gradient is not among the terms: lse leaves the sink out.
+    """
+    assert case.sinks is not None
+    sink, lse = case.sinks.cpu().double(), reference["lse"]
+    terms = torch.sigmoid(sink - lse)[..., None] * case.dout.cpu().double() * reference["out"]
+    # of sums in float32 in whatever order, and of the result in the sinks' dtype
+    rounding = 2**-20 * (1 + terms.abs().sum((0, 2))) + eps * reference["dsinks"].abs()
+    return 2 * eps * terms.square().sum((0, 2)).sqrt() + rounding
 
 
 def _pooled_nodes(forest: PrefixForest, num_tokens: int) -> np.ndarray:

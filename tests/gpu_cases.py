@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from attention_checks import Case
-from strategies import mask_of
+from attention_checks import Case, assert_numerics, ours
+from strategies import mask_of, random_forest
 
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.cli.compare import Meter
@@ -14,7 +15,15 @@ from prefixtree.cli.compare import Meter
 HALVES = [torch.bfloat16, torch.float16]
 # of tree_attention, and of what is asked of it besides out
 OPTIONS = [{}, {"window": 200}, {"softcap": 4.0}, {"scale": 0.4}, {"window": 64, "softcap": 9.0}]
-EXTRAS = [{}, {"sinks": True}, {"dlse": True}, {"sinks": True, "dlse": True}, {"spread": 12.0}]
+EXTRAS = [
+    {},
+    {"sinks": True},
+    {"dlse": True},
+    {"sinks": True, "dlse": True},
+    # which leave little to the keys
+    {"sinks": True, "dlse": True, "sink_level": 12.0},
+    {"spread": 12.0},
+]
 # long and short nodes, several trees, tiles cut and uncut, runs long enough to be cut
 FOREST = PrefixForest.from_parents(
     [-1, *[0] * 20, 1, 1, 2, 21, 21, -1, 26, 26],
@@ -24,6 +33,15 @@ FOREST = PrefixForest.from_parents(
 
 def cuda_mask(forest: PrefixForest, **options: object) -> TreeMask:
     return mask_of(forest).to("cuda").with_options(**options)
+
+
+def assert_sinks_of_one_head(backend: str, sink_level: float, seed: int) -> None:
+    forest = random_forest(np.random.default_rng(seed), 40, 200)
+    mask = cuda_mask(forest)
+    case = Case.random(
+        mask, (1, 1), (64, 64), torch.bfloat16, seed, sinks=True, dlse=True, sink_level=sink_level
+    )
+    assert_numerics(forest, mask, case.to("cuda"), ours(mask, backend=backend))
 
 
 def inputs_of(case: Case) -> list[torch.Tensor]:

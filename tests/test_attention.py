@@ -161,12 +161,34 @@ def test_numerics(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"window": 20}, {"softcap": 4.0}, {"scale": 0.4}])
-@pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"dlse": True}, {"spread": 12.0}])
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {},
+        {"sinks": True},
+        {"dlse": True},
+        {"sinks": True, "dlse": True},
+        {"sinks": True, "dlse": True, "sink_level": 12.0},
+        {"spread": 12.0},
+    ],
+)
 def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -> None:
     rng = np.random.default_rng(3)
     forest = random_forest(rng, 14, 60)
     mask = mask_of(forest)
     case = Case.random(mask, (4, 2), (32, 32), dtype, **extras, **options)
+    assert_numerics(forest, mask, case, ours(mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_sinks_of_one_head(seed: int, sink_level: float, dtype: torch.dtype) -> None:
+    """One number for all rows, whose terms may cancel."""
+    forest = random_forest(np.random.default_rng(seed), 40, 80)
+    mask = mask_of(forest)
+    options = {"sinks": True, "dlse": True, "sink_level": sink_level}
+    case = Case.random(mask, (1, 1), (64, 64), dtype, seed, **options)
     assert_numerics(forest, mask, case, ours(mask))
 
 
@@ -215,6 +237,18 @@ def test_checker_rejects_a_wrong_mask(wrong, dtype: torch.dtype) -> None:
     assert not torch.equal(other.subtree_end, mask.subtree_end)
     with pytest.raises(AssertionError, match=r"over the limit|mean error"):
         assert_numerics(CATERPILLAR, mask, Case.random(mask, dtype=dtype), ours(other))
+
+
+@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+def test_checker_rejects_dsinks_that_are_off_by_a_tenth(sink_level: float) -> None:
+    mask = mask_of(CATERPILLAR)
+    case = Case.random(mask, dtype=torch.bfloat16, sinks=True, dlse=True, sink_level=sink_level)
+
+    def off(q, k, v, sinks, **options):
+        return ours(mask)(q, k, v, sinks + 0.1 * (sinks - sinks.detach()), **options)
+
+    with pytest.raises(AssertionError, match="dsinks: "):
+        assert_numerics(CATERPILLAR, mask, case, off)
 
 
 def test_checker_rejects_an_off_by_one_group_and_a_lost_gradient() -> None:

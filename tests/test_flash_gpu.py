@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_as_promised, assert_numerics, eager, ours, run
-from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of
+from gpu_cases import (
+    EXTRAS,
+    FOREST,
+    HALVES,
+    OPTIONS,
+    assert_sinks_of_one_head,
+    cuda_mask,
+    inputs_of,
+)
 from strategies import random_forest
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
@@ -72,6 +80,13 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
     mask = cuda_mask(FOREST)
     case = Case.random(mask, (8, 2), (128, 128), dtype, **extras, **options).to("cuda")
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+def test_sinks_of_one_head(sink_level: float, seed: int) -> None:
+    """One number for all rows, whose terms may cancel; of thousands of rows."""
+    assert_sinks_of_one_head("flash", sink_level, seed)
 
 
 @pytest.mark.parametrize("dims", [(192, 192), (256, 256)])

@@ -16,7 +16,7 @@ import flash_emulator
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised, eager, ours, run
+from attention_checks import Case, assert_as_promised, assert_numerics, eager, ours, run
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import forests, mask_of, random_forest
@@ -374,6 +374,19 @@ def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float, dlse:
     got = run(case, ours(mask, backend="flash"))
     for name, value in got.items():
         torch.testing.assert_close(value.double(), want[name], atol=2e-5, rtol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_emulated_sinks_in_half_precision(
+    emulated: ModuleType, seed: int, sink_level: float, dlse: bool
+) -> None:
+    forest = random_forest(np.random.default_rng(seed), 20, 60)
+    mask = mask_of(forest)
+    options = {"sinks": True, "dlse": dlse, "sink_level": sink_level}
+    case = Case.random(mask, (2, 1), (64, 64), torch.bfloat16, seed, **options)
+    assert_numerics(forest, mask, case, ours(mask, backend="flash"))
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from attention_checks import Case, assert_numerics, eager, ours, run
-from gpu_cases import EXTRAS, FOREST, HALVES, OPTIONS, cuda_mask, inputs_of, peak_bytes
+from gpu_cases import (
+    EXTRAS,
+    FOREST,
+    HALVES,
+    OPTIONS,
+    assert_sinks_of_one_head,
+    cuda_mask,
+    inputs_of,
+    peak_bytes,
+)
 from head_checks import exact_columns
 from models import (
     assert_same,
@@ -85,6 +94,14 @@ def test_numerics_of_ragged_forests(seed: int) -> None:
         mask = mask.for_queries([(middle // 2, middle), (middle + 1, mask.num_tokens)])
     case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, seed).to("cuda")
     assert_numerics(forest, mask, case, ours(mask, backend="triton"))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("sink_level", [0.0, 8.0])
+@pytest.mark.parametrize("backend", ["triton", "sdpa"])
+def test_sinks_of_one_head(backend: str, sink_level: float, seed: int) -> None:
+    """One number for all rows, whose terms may cancel; of thousands of rows."""
+    assert_sinks_of_one_head(backend, sink_level, seed)
 
 
 def test_numerics_of_real_looking_activations() -> None:

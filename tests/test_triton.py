@@ -62,6 +62,7 @@ FEATURES = {
     "sinks": {"sinks": True},
     "lse gradient": {"dlse": True},
     "sinks and lse gradient": {"sinks": True, "dlse": True},
+    "sinks that take most": {"sinks": True, "dlse": True, "sink_level": 12.0},
     "large logits": {"spread": 12.0},
     "all": {"window": 21, "softcap": 3.0, "sinks": True, "dlse": True, "scale": 0.4},
 }
