@@ -100,6 +100,8 @@ def test_accumulated_micro_batches(folder: Path, optimizer: dict[str, Any]) -> N
     ],
     ids=lambda arguments: "-".join(arguments),
 )
+# of micro-batches: both sides have the same
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
 def test_settings_of_the_loss(folder: Path, arguments: dict[str, Any]) -> None:
     """Every metric equals TRL's forward on the same micro-batches."""
     ours = train(PrefixTreeGRPOTrainer, folder, **{**SGD, **arguments})
@@ -138,17 +140,21 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     assert_equal_runs(ours, theirs)
 
 
-def test_lora_with_its_reference(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("LoraConfig", {"r": 4}), ("IA3Config", {"feedforward_modules": ["up_proj"]})],
+)
+def test_adapters_with_their_reference(folder: Path, method: str, settings: dict[str, Any]) -> None:
     """The reference is the model without its adapter."""
     peft = pytest.importorskip("peft")
 
-    def lora() -> Any:
-        return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+    def adapter() -> Any:
+        return getattr(peft, method)(target_modules=["q_proj", "v_proj", "up_proj"], **settings)
 
-    # A starts at random from the trainer's seed, B at 0
+    # LoRA's A starts at random from the trainer's seed, B at 0
     arguments = {**SGD, "learning_rate": 1.0}
-    ours = train(PrefixTreeGRPOTrainer, folder, options={"peft_config": lora()}, **arguments)
-    theirs = train(SameOrder, folder, options={"peft_config": lora()}, **arguments)
+    ours = train(PrefixTreeGRPOTrainer, folder, options={"peft_config": adapter()}, **arguments)
+    theirs = train(SameOrder, folder, options={"peft_config": adapter()}, **arguments)
     assert ours.ref_model is None
     assert max(log.get("kl", 0) for log in ours.state.log_history) > 1e-5
     assert_equal_runs(ours, theirs)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from runs import CASES, Settings, batch_of, jagged, make_worker, rollouts
@@ -110,6 +111,19 @@ def test_positions_that_are_not_indices(models: Path) -> None:
     )
     with pytest.raises(UnsupportedError, match="multi-dimensional"):
         refusals.check_batch(data)
+
+
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_adapters(model_type: str, models: Path) -> None:
+    """As a checkpoint given as lora_adapter_path may hold them."""
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS, model_type)
+    data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+    worker.infer_batch(data)
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    peft.inject_adapter_in_model(config, worker.engine.module)
+    config.peft_type = peft.PeftType("LILY")
+    with pytest.raises(UnsupportedError, match="PEFT method LILY of adapter 'default'"):
+        worker.infer_batch(data)
 
 
 def test_a_temperature_of_zero(models: Path) -> None:

@@ -17,6 +17,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
+from prefixtree.integrations.trl.micro_batches import warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import (
     AUX_LOSS,
     causal_lm_of,
@@ -69,6 +70,8 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
         for model in filter(None, (self.model, self.ref_model)):
             check_model(model)
             causal_lm_of(model).set_attn_implementation("prefixtree")
+        if self.accelerator.is_main_process:
+            warn_of_micro_batches(self.args)
 
     def _get_per_token_logps_and_entropies(
         self,

@@ -134,7 +134,7 @@ def check_loss(loss_function: Any, dynamic: bool) -> None:
     Raises:
         UnsupportedError: with the setting to change.
     """
-    config = getattr(loss_function, "keywords", {}).get("config")
+    config: Any = getattr(loss_function, "keywords", {}).get("config")
     aggregation = getattr(config, "loss_agg_mode", None)
     if aggregation == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
         raise UnsupportedError(
