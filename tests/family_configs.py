@@ -354,3 +354,5 @@ PARTS = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
 REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
 # older transformers cannot run these at all
 BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
+# older transformers do not hand their keywords to the loss: labels= goes unseen there
+LABELS_UNSEEN_BELOW = {"qwen3_vl": "5.17"}

@@ -24,7 +24,15 @@ from strategies import (
     token_sequences,
 )
 
-from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, TreeMask, pack
+from prefixtree import (
+    ForestError,
+    PackedForest,
+    PrefixForest,
+    TileShape,
+    TreeMask,
+    UnsupportedError,
+    pack,
+)
 from prefixtree.packing.mask import plan_of
 
 # ---- layout -------------------------------------------------------------------------------------
@@ -87,11 +95,14 @@ def test_a_multiple_that_fits_adds_nothing(multiple: int) -> None:
 def test_model_inputs() -> None:
     packed = example()
     inputs = packed.model_inputs()
+    guard = inputs.pop("num_items_in_batch")
     assert list(inputs) == ["input_ids", "position_ids", "tree_mask", "use_cache"]
     assert torch.equal(inputs["input_ids"], packed.input_ids[None])
     assert torch.equal(inputs["position_ids"], packed.position_ids[None])
     assert inputs["tree_mask"] is packed.mask
     assert inputs["use_cache"] is False
+    with pytest.raises(UnsupportedError, match="sequence_logprobs"):
+        torch.ones(()) / pickle.loads(pickle.dumps(guard))
 
 
 def test_structure_without_tokens_packs_but_feeds_no_model() -> None:

@@ -10,6 +10,7 @@ same model generates (`integrations.ordinary`).
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from prefixtree.integrations.ordinary import (
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.packing.no_labels import LABELS, NoLabels
 
 __all__ = [
     "SequenceScores",
@@ -105,6 +107,8 @@ def prefixtree_attention(
         )
     if kwargs.get("output_router_logits"):
         raise UnsupportedError(ROUTER_LOGITS)
+    if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
+        raise UnsupportedError(LABELS)
     check_config(module.config, module.training)
     if shows_positions(module):
         _check_positions(kwargs.get("position_ids"), tree_mask)

@@ -16,6 +16,7 @@ from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.mask import TreeMask, lasting, move
+from prefixtree.packing.no_labels import NoLabels
 
 
 class Edges(NamedTuple):
@@ -87,7 +88,8 @@ class PackedForest:
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for a transformers model: `model(**packed.model_inputs())`.
 
-        input_ids and position_ids int64 [1, T], tree_mask, and use_cache=False.
+        input_ids and position_ids int64 [1, T], tree_mask, use_cache=False, and as
+        num_items_in_batch an object that raises an UnsupportedError if labels= are given too.
         """
         if self.input_ids is None:
             raise ForestError("this forest has no token ids; give from_parents its tokens=")
@@ -96,6 +98,7 @@ class PackedForest:
             "position_ids": self.position_ids[None],
             "tree_mask": self.mask,
             "use_cache": False,
+            "num_items_in_batch": NoLabels(),
         }
 
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
