@@ -1,11 +1,20 @@
-"""Tree-structured shared-prefix attention for training LLM agents."""
+"""Tree-structured shared-prefix attention for training LLM agents.
+
+transformers is imported by the first use of `sequence_logprobs` or `SequenceScores`, not before.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import BlockTables, MaskStats, TileShape, TreeMask
 from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
+
+if TYPE_CHECKING:
+    from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,11 +26,24 @@ __all__ = [
     "MicroBatchPlan",
     "PackedForest",
     "PrefixForest",
+    "SequenceScores",
     "TileShape",
     "TreeMask",
     "UnsupportedError",
     "explain",
     "pack",
     "plan_micro_batches",
+    "sequence_logprobs",
     "tree_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("SequenceScores", "sequence_logprobs"):
+        from prefixtree.integrations import transformers as adapter
+
+        return getattr(adapter, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_register()

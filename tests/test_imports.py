@@ -107,6 +107,62 @@ def test_import_takes_little_longer_than_torch() -> None:
     assert median < 0.6
 
 
+# ---- registration ------------------------------------------------------------------------------
+
+_BUILD = """
+import json, sys
+config = {models}.Qwen3Config(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+    num_key_value_heads=1, head_dim=8
+)
+model = {models}.AutoModelForCausalLM.from_config(config, attn_implementation="prefixtree")
+packed = prefixtree.pack(prefixtree.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
+scores = prefixtree.sequence_logprobs(model, packed)
+assert isinstance(scores, prefixtree.SequenceScores)
+from prefixtree.integrations.transformers import sequence_logprobs
+assert sequence_logprobs is prefixtree.sequence_logprobs
+hooks = sum(type(f).__module__.startswith("prefixtree") for f in sys.meta_path)
+print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}}))
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import prefixtree, transformers",
+        "import transformers, prefixtree",
+        "import transformers.modeling_utils, prefixtree",
+        "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
+        "import prefixtree.integrations.transformers, transformers",
+    ],
+)
+def test_import_prefixtree_registers_the_attention(order: str) -> None:
+    """Whichever of the two comes first, and with nothing left behind on the import path."""
+    found = run_python(order + _BUILD.format(models="transformers"))
+    assert found == {"lengths": [2, 3], "hooks": 0}
+
+
+def test_what_cannot_be_registered_warns_and_leaves_transformers_alone() -> None:
+    code = (
+        "import json, sys, warnings, prefixtree\n"
+        "sys.modules['prefixtree.integrations.families'] = None  # as if it could not be imported\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from transformers import PreTrainedModel\n"
+        "said = [str(w.message) for w in caught if 'prefixtree' in str(w.message)]\n"
+        "print(json.dumps({'said': said, 'name': PreTrainedModel.__name__}))"
+    )
+    found = run_python(code)
+    assert found["name"] == "PreTrainedModel"
+    (said,) = found["said"]
+    assert "could not be registered" in said and "families" in said and ">= 5.5, < 6" in said
+
+
+def test_unknown_names_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="module 'prefixtree' has no attribute 'nothing'"):
+        prefixtree.nothing  # noqa: B018
+
+
 # ---- direction ----------------------------------------------------------------------------------
 
 

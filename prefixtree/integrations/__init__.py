@@ -1,1 +1,1 @@
-"""Adapters: import the one for your stack, nothing here is imported for you."""
+"""Adapters: import the one for your stack; transformers' registers itself (`registration`)."""
