@@ -1,22 +1,18 @@
-"""One rank of the runs of test_distributed.py: `python ranks.py RANK WORLD_SIZE FOLDER`.
+"""One rank of the runs of test_distributed.py.
 
-Runs every case, one after the other, and saves what it computed, or the traceback, a case.
+Runs every case, one after the other: what it computed, or the traceback, a case.
 """
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from models import (
     Objective,
     build,
@@ -25,12 +21,11 @@ from models import (
     ragged_sequences,
     randomise,
 )
+from spawn import WORLD_SIZE
 from torch import nn
 
 import prefixtree as pt
 from prefixtree.integrations.transformers import sequence_logprobs
-
-WORLD_SIZE = 2
 
 # what each rank does between two updates: micro-batches, None for a rank that has none left
 Step = list[list[Objective | None]]
@@ -181,24 +176,12 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def main(rank: int, folder: Path) -> None:
+def on_rank(rank: int) -> dict[tuple[str, str], Any]:
     """Runs all cases on this rank."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
-    )
     results: dict[tuple[str, str], Any] = {}
     for name, step_name in RUNS:
         try:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
-    # in one go: others wait for the name
-    torch.save(results, folder / f"rank{rank}.part")
-    (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    return results

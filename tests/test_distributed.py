@@ -1,27 +1,21 @@
 """DDP and FSDP2 on two ranks: gradients, clipping and updates are those of the replicated batches.
 
-Both ranks run every case of ranks.py once, as processes that meet in a file; a rank that waits for
-the other in vain fails after half a minute.
+Both ranks run every case of ranks.py once (`spawn.run_ranks`).
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from models import Run, run_replicated
-from ranks import CASES, RUNS, STEPS, WORLD_SIZE, Case
+from ranks import CASES, RUNS, STEPS, Case
+from spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 from torch import nn
-
-_LIMIT = 240  # seconds
 
 pytestmark = [
     # PEFT asks transformers under the old name of the property
@@ -36,35 +30,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # the workers share one run: the first to come starts it
     folder = root / "ranks"
-    files = [folder / f"rank{rank}.pt" for rank in range(WORLD_SIZE)]
     try:
         folder.mkdir()
-        _spawn(folder)
+        return run_ranks("ranks", folder)
     except FileExistsError:
-        deadline = time.monotonic() + _LIMIT
-        while not all(file.exists() for file in files):
+        deadline = time.monotonic() + LIMIT
+        while not all(file.exists() for file in result_files(folder)):
             assert time.monotonic() < deadline, "the ranks' run failed; see the other worker"
             time.sleep(0.2)
-    return [torch.load(file) for file in files]
-
-
-def _spawn(folder: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ranks.__file__, str(rank), str(folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        messages = [process.communicate(timeout=_LIMIT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(messages)
+    return [torch.load(file) for file in result_files(folder)]
 
 
 @cache

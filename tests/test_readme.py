@@ -4,14 +4,52 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+import torch
+from spawn import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_ten_lines_and_the_loop_run() -> None:
-    code, loop = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    names: dict = {}
-    exec(code, names)
+def _code() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def _ten_lines() -> dict[str, Any]:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(_code()[0], names)
+    return names
+
+
+def _update(names: dict[str, Any], rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    """Runs the loop of one rank; its gradients."""
+    model = names["model"]
+    names |= {
+        "rank": rank,
+        "world_size": world_size,
+        # one prompt: one rank gets everything
+        "groups": [0, 0, 0, 0],
+        "advantages": [1.5, -0.5, 2.0, -1.0],
+        "masks": [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 0, 1, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1]],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    model.zero_grad()
+    exec(_code()[1], names)
+    return {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+
+
+def on_rank(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The sequences of this rank, and the gradients that DDP reduced."""
+    names = _ten_lines()
+    names["model"] = torch.nn.parallel.DistributedDataParallel(names["model"])
+    gradients = _update(names, rank, world_size=2)
+    return [i for b in names["plan"][rank] for i in b.sequence_indices.tolist()], gradients
+
+
+def test_the_ten_lines() -> None:
+    names = _ten_lines()
     forest, scores = names["packed"].forest, names["scores"]
     assert (forest.num_tokens, forest.num_replicated_tokens) == (11, 22)
     assert [len(x) for x in scores.logprobs] == [5, 6, 4, 3]
@@ -19,12 +57,35 @@ def test_the_ten_lines_and_the_loop_run() -> None:
     grads = [p.grad for p in names["model"].parameters()]
     assert all(g is not None and g.isfinite().all() for g in grads)
     assert any(g.abs().max() > 0 for g in grads)
-    seen = []
-    for rank in range(8):
-        names |= {"rank": rank, "world_size": 8}
-        exec(loop, names)
-        seen += [i for batch in names["plan"][rank] for i in batch.sequence_indices.tolist()]
-    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_the_loop_over_ranks(tmp_path: Path) -> None:
+    """On two ranks, of which one has nothing: the gradients of each sequence alone, in eager."""
+    names = _ten_lines()
+    model = names["model"]
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    single = _update(names, 0, 1)
+    assert any(not torch.equal(p, start[n]) for n, p in model.named_parameters())
+
+    model.load_state_dict(start, strict=False)
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    terms = zip(names["rollouts"], names["advantages"], names["masks"], strict=True)
+    scored = sum(sum(mask[1:]) for mask in names["masks"])
+    for tokens, advantage, mask in terms:
+        ids = torch.tensor(tokens)
+        logprobs = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(1, ids[1:, None])[:, 0]
+        (-advantage * (picked * torch.tensor(mask[1:])).sum() / scored).backward()
+    alone = {n: p.grad for n, p in model.named_parameters()}
+
+    (mine, first), (theirs, second) = run_ranks("test_readme", tmp_path)
+    assert sorted([mine, theirs]) == [[], [0, 1, 2, 3]]
+    for name, expected in alone.items():
+        for got in (single, first, second):
+            torch.testing.assert_close(got[name], expected, atol=1e-6, rtol=1e-4)
+        assert torch.equal(first[name], second[name])
+    assert max(float(g.abs().max()) for g in alone.values()) > 1e-2
 
 
 def test_the_families_named_are_the_families_verified() -> None:
