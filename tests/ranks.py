@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def on_rank(rank: int) -> dict[tuple[str, str], Any]:
+def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     """Runs all cases on this rank."""
     results: dict[tuple[str, str], Any] = {}
     for name, step_name in RUNS:

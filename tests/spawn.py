@@ -1,8 +1,8 @@
-"""Processes of one gloo group: `run_ranks("module", folder)` calls the module's `on_rank(rank)` on
-each of two ranks and returns what they returned.
+"""Processes of one gloo group: `run_ranks("module", folder)` calls the module's
+`on_rank(rank, folder)` on each of two ranks and returns what they returned.
 
-As a script, `python spawn.py MODULE RANK FOLDER`, this file is one of the ranks. They meet in a file;
-a rank that waits for the other in vain fails after half a minute.
+As a script, `python spawn.py MODULE RANK FOLDER`, this file is one of the ranks. They meet in a
+file; a rank that waits for the other in vain fails after half a minute.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _main(module: str, rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
     )
-    result = importlib.import_module(module).on_rank(rank)
+    result = importlib.import_module(module).on_rank(rank, folder)
     # in one go: others wait for the name
     part = folder / f"rank{rank}.part"
     torch.save(result, part)

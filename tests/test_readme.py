@@ -40,7 +40,7 @@ def _update(names: dict[str, Any], rank: int, world_size: int) -> dict[str, torc
     return {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
 
 
-def on_rank(rank: int) -> tuple[list[int], dict[str, torch.Tensor]]:
+def on_rank(rank: int, folder: Path) -> tuple[list[int], dict[str, torch.Tensor]]:
     """The sequences of this rank, and the gradients that DDP reduced."""
     names = _ten_lines()
     names["model"] = torch.nn.parallel.DistributedDataParallel(names["model"])

@@ -144,6 +144,7 @@ def scoring_head(
         handed = Handed()
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
+            _check_whole(hidden, head.weight if plain else None)
             _check_rows(causal_lm, hidden, len(units.predictors))
             rows = gather(hidden[0], units.to_predictors)
             rest = (units.target, units.temperature, rule, with_entropy, chunk_size)
@@ -222,6 +223,17 @@ def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:
             f"{list(hidden.shape)} where logits_to_keep asked for {expected} tokens of one row: "
             "its forward does not honour logits_to_keep; use a class whose forward does "
             "(AutoModelForCausalLM)"
+        )
+
+
+def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Inside the forward, where FSDP2's parameters are whole: a DTensor is tensor parallelism's."""
+    sharded = next((t for t in (weight, hidden) if hasattr(t, "placements")), None)
+    if sharded is not None:
+        raise UnsupportedError(
+            "the output embedding is parallelised by torch's tensor parallelism (a DTensor with "
+            f"placements {sharded.placements}), expected one that gives whole rows of logits: "
+            'leave it out of parallelize_module\'s plan, or load the model with tp_plan="auto"'
         )
 
 
