@@ -37,12 +37,12 @@ from shapes import SHAPES, Shape
 from workloads import AIRLINE, NAMES, workload
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.choice import flash_work
+from prefixtree.kernels.choice import flash_work, longest_share
 
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")
 QUICK = ("prompt 512 x 64 x 1K", "caterpillar 24", "documents 32 x 4K")
-# where the head shapes of models are measured: `choice.MOST_WORK` is held to these
+# where the head shapes of models are measured: `choice.MOST_WORK` is held to them
 SHAPED = (AIRLINE, "caterpillar 24", "prompt 512 x 64 x 1K", "documents 32 x 4K")
 Row = dict[str, Any]
 # cycles, about 2 ms
@@ -222,6 +222,7 @@ def measure(
     mask = pack(forest).mask.to(device)
     q, k, v, dout = draw(forest, shape, getattr(torch, options.dtype), device)
     row["flash_work"] = flash_work(mask.plan, 0)
+    row["longest_share"] = longest_share(mask.plan, 0)
     attend = partial(
         tree_attention, mask=mask, backend=backend, deterministic=options.deterministic
     )

@@ -26,9 +26,10 @@
 #  12. liger        1     its layers in the families it serves
 #  13. peers        4   every workload against replication and FlexAttention; the dense ceilings
 #  14. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
-#  15. pack_gqa     flash's forward with the heads of a group in a tile and apart
-#  16. shapes_a     the head shapes of models with triton and with flash: head dim 128, and two more
-#  17. shapes_b     the others
+#  15. pack_gqa     5   flash's forward with the heads of a group in a tile and apart
+#  16. shapes_a     5   the head shapes of models with triton and with flash: head dim 128, and two more
+#  17. shapes_b     4   others
+#  18. shapes_c     4   groups that do not divide 128, and a rank's heads under tensor parallelism
 #
 # for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
@@ -210,13 +211,19 @@ head_shapes() {
 }
 
 shapes_a() {
-  head_shapes shapes_a qwen3.5-27b phi-3-mini qwen3-8b qwen3-30b-a3b qwen3-235b-a22b qwen3-32b qwen2.5-7b qwen3-14b \
-    llama-3.2-3b qwen2.5-1.5b qwen3-1.7b santacoder llama-2-7b
+  head_shapes shapes_a qwen3.5-27b phi-3-mini qwen3-8b qwen3-30b-a3b qwen3-235b-a22b qwen3-32b qwen3-1.7b santacoder \
+    llama-2-7b
 }
 
 shapes_b() {
-  head_shapes shapes_b deepseek-v2-lite gemma-7b qwen1.5-0.5b 16-16-192 qwen2.5-0.5b gpt-oss-20b llama-3.2-1b \
-    smollm2-135m 32-8-96 16-8-192 qwen3-next-80b-a3b qwen3.5-9b gemma-2-9b
+  head_shapes shapes_b deepseek-v2-lite gemma-7b qwen1.5-0.5b 16-16-192 gpt-oss-20b llama-3.2-1b 32-8-96 16-8-192 \
+    qwen3-next-80b-a3b qwen3.5-9b gemma-2-9b
+}
+
+# groups that do not divide a tile's rows, and few heads
+shapes_c() {
+  head_shapes shapes_c qwen2.5-7b qwen3-14b llama-3.2-3b qwen2.5-1.5b qwen2.5-0.5b smollm2-135m qwen3-8b-1of4 \
+    qwen3-8b-1of8 qwen3.5-27b-1of2 qwen3.5-27b-1of4
 }
 
 tune() {
@@ -273,7 +280,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes_a|shapes_b)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

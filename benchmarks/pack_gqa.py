@@ -49,7 +49,7 @@ Row = dict[str, Any]
 def heads_in_tiles(packed: bool) -> Iterator[None]:
     """Inside, the forward's tiles hold the heads of a group side by side, or one head."""
     rule = launch.packs_heads
-    launch.packs_heads = lambda group: packed
+    launch.packs_heads = lambda group, d: packed
     try:
         yield
     finally:
@@ -59,7 +59,7 @@ def heads_in_tiles(packed: bool) -> Iterator[None]:
 def measure(shape: Shape, forest: PrefixForest, options: argparse.Namespace) -> Row:
     """Both settings of one shape."""
     group = shape.heads // shape.kv_heads
-    rule = launch.packs_heads(group)
+    rule = launch.packs_heads(group, shape.head_dim)
     row: Row = {"workload": options.workload, "group": group, **asdict(shape)}
     row |= {"tokens": forest.num_tokens, "rule": "packed" if rule else "apart", "red": []}
     device = torch.device(options.device)

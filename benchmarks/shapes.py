@@ -58,4 +58,9 @@ SHAPES = {
     "qwen3.5-9b": Shape(16, 4, 256),
     "gemma-2-9b": Shape(16, 8, 256),
     "gemma-7b": Shape(16, 16, 256),
+    # a rank's heads under tensor parallelism
+    "qwen3-8b-1of4": Shape(8, 2, 128),
+    "qwen3-8b-1of8": Shape(4, 1, 128),
+    "qwen3.5-27b-1of2": Shape(12, 2, 256),
+    "qwen3.5-27b-1of4": Shape(6, 1, 256),
 }

@@ -14,7 +14,7 @@ from depth import memory
 from plots import LABELS
 from shapes import SHAPES, Shape
 
-from prefixtree.kernels.choice import most_work
+from prefixtree.kernels.choice import MOST_WORK, with_tail
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
@@ -156,9 +156,10 @@ def attention(data: dict[str, Any]) -> str:
 
 
 def automatic(row: dict[str, Any]) -> str:
-    """What `backend="auto"` takes for the case of a row of attention.py, by the rule of now."""
-    most = most_work(row["heads"], row["kv_heads"], *head_dims(row))
-    return "flash" if row["flash_work"] <= (most or 0.0) else "triton"
+    """What `backend="auto"` takes for the case of a row of attention.py, by the rule of now, with
+    the 132 multiprocessors of an H200."""
+    work = with_tail(row["flash_work"], row["longest_share"], row["heads"], 132)
+    return "flash" if work <= MOST_WORK else "triton"
 
 
 def head_dims(row: dict[str, Any]) -> tuple[int, int]:

@@ -120,9 +120,8 @@ def flash_attn_fwd(
 ) -> None:
     assert return_lse
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    # packed, tile i of a kv head has its list in row i / group: the same tiles for every head. A
-    # group that does not divide the rows is copied without the copy engine: right, and slow
-    assert not pack_gqa or (group > 1 and block_sparse_tensors.block_size[0] % group == 0)
+    # packed, tile i of a kv head has its list in row i / group: the same tiles for every head
+    assert not pack_gqa or group > 1
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))

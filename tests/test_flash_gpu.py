@@ -105,7 +105,7 @@ def test_numerics_of_groups(
     monkeypatch: pytest.MonkeyPatch, packed: bool, dims: tuple[int, int], group: int
 ) -> None:
     """By the rule one of the two runs."""
-    monkeypatch.setattr(launch, "packs_heads", lambda group: packed)
+    monkeypatch.setattr(launch, "packs_heads", lambda group, d: packed)
     mask = cuda_mask(FOREST)
     case = Case.random(mask, (2 * group, 2), dims, torch.bfloat16).to("cuda")
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
@@ -117,7 +117,7 @@ def test_numerics_of_features_of_groups(
     monkeypatch: pytest.MonkeyPatch, packed: bool, heads: tuple[int, int], dims: tuple[int, int]
 ) -> None:
     """Packed, neighbouring rows have sinks of their own and belong to one token."""
-    monkeypatch.setattr(launch, "packs_heads", lambda group: packed)
+    monkeypatch.setattr(launch, "packs_heads", lambda group, d: packed)
     mask = cuda_mask(FOREST)
     options = {"window": 200, "softcap": 9.0, "sinks": True, "dlse": True}
     case = Case.random(mask, heads, dims, torch.bfloat16, **options).to("cuda")

@@ -12,44 +12,30 @@ from typing import Any
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels import devices
 from prefixtree.packing.mask import MaskPlan, TileShape
 
 BACKENDS = ("auto", "reference", "sdpa", "triton", "flash")
 
-# Where flash is the faster one: (head dim of q, of v, grouped heads) -> the most work
-# (`flash_work`) up to which it is. What is not listed was not measured, and triton keeps it.
-# One H200, bf16 (benchmarks/results/h200/backends.json; tests hold this table to that file):
-# milliseconds of triton over those of flash, forward + backward, by work, at 32 / 8 heads of 128
+# Up to this much work (`flash_work` and `with_tail`) flash is the faster one, at every grouping and
+# head dim that it serves. One H200, bf16; tests hold this to benchmarks/results/h200/backends.json
+# and shapes_*.json. Milliseconds of triton over those of flash, forward + backward, by work, at
+# 32 / 8 heads of 128:
 #   1.02 prompt 32K x 16 x 2K   1.42    1.23 documents 32 x 4K        1.37
 #   1.06 prompt 8K x 16 x 2K    1.42    1.30 caterpillar 12           1.27
 #   1.08 4K then 4-2-2-1 x 1K   1.38    1.34 caterpillar 24           1.24
 #   1.20 8 x (2K, 8 x 512, ..)  1.34    1.46 prompt 512 x 64 x 1K     1.32
 #   1.22 airline per turn       1.32    2.23 prompt 256 x 1024 x 256  0.94
-# and at works of 1.08, 1.34, 1.46: 32 / 8 x 64 1.18, 1.02, 1.02; 32 / 8 x 256 1.20, 1.14, 1.03;
-# 32 / 32 x 128 1.50, 1.43, 1.58; at 1.34 and 1.46: 32 / 8 x 96 1.43, 1.49; 16 / 8 x 192 2.02, 1.98.
-MOST_WORK = {
-    (64, 64, True): 1.8,
-    (96, 96, True): 1.8,
-    (128, 128, True): 1.8,
-    (128, 128, False): 1.8,
-    (192, 192, True): 1.8,
-    (256, 256, True): 1.8,
-}
+# By head dim, the least and the greatest over all groupings at works up to 1.5: 64 0.99 to 1.43,
+# 96 1.42 to 1.86, 128 1.11 to 1.67, 192 1.55 to 2.41, 256 1.09 to 1.38.
+MOST_WORK = 1.8
 
 # the tiles that flash-attn-4 works in, and what it spends on a query tile besides them (starting,
 # storing), in full tiles: 16.5 us beside 6.15, forward + backward, in a model fitted to one H200
 _TILE = 128
 _STARTING = 2.7
-
-
-def most_work(heads: int, kv_heads: int, d: int, d_v: int) -> float | None:
-    """The work up to which flash was measured to be the faster one; None where it was not measured.
-
-    Args:
-        heads, kv_heads: query heads and kv heads.
-        d, d_v: head dims of q and k, and of v.
-    """
-    return MOST_WORK.get((d, d_v, heads > kv_heads))
+# the backward's part of a forward and backward
+_BACKWARD = 0.7
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ def _automatic(
 ) -> Choice:
     triton = refusal("triton", q, k, v, scale, plan, deterministic)
     if plan is not None and refusal("flash", q, k, v, scale, plan, deterministic) is None:
-        is_faster, reason = _compared(q, k, v, plan, window)
+        is_faster, reason = _compared(q, plan, window)
         if is_faster or triton is not None:
             return Choice("flash", triton or reason)
     if triton is not None:
@@ -138,25 +124,18 @@ def passed_over(
 ) -> str:
     """Why "auto" left flash; asked by `explain` alone, not in every call."""
     reason = refusal("flash", q, k, v, scale, plan, deterministic)
-    return reason or _compared(q, k, v, plan, window)[1]
+    return reason or _compared(q, plan, window)[1]
 
 
-def _compared(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: MaskPlan, window: int
-) -> tuple[bool, str]:
+def _compared(q: torch.Tensor, plan: MaskPlan, window: int) -> tuple[bool, str]:
     """Whether flash, which serves the call, is expected to be faster than triton, and why."""
-    heads, kv_heads, dims = q.shape[1], k.shape[1], (q.shape[2], v.shape[2])
-    most = most_work(heads, kv_heads, *dims)
-    if most is None:
-        return False, (
-            f"backend 'flash' would too, but was not measured against it for head dims {dims[0]} "
-            f"and {dims[1]} with {heads} query and {kv_heads} kv heads"
-        )
+    processors = devices.processors(q.device)
     work = flash_work(plan, window)
-    is_faster = work <= most
+    work = with_tail(work, longest_share(plan, window), q.shape[1], processors)
+    is_faster = work <= MOST_WORK
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
-        f"visible pairs on this forest, and was faster than triton up to {most:.2f} times"
+        f"visible pairs on this forest, and was faster than triton up to {MOST_WORK:.2f} times"
     )
 
 
@@ -170,6 +149,22 @@ def flash_work(plan: MaskPlan, window: int) -> float:
     # costs are in half full tiles, 3 a partial one
     tiles = int(tables.q_cost.sum()) / 2 + _STARTING * len(tables.q_cost)
     return tiles * _TILE**2 / max(1, plan.visible_pairs(window))
+
+
+def longest_share(plan: MaskPlan, window: int) -> float:
+    """The part of all tiles of the backward that the key tile with the most query tiles has."""
+    cost = plan.tables(TileShape(_TILE, _TILE), window, torch.device("cpu")).k_cost
+    return int(cost.max()) / int(cost.sum()) if len(cost) else 0.0
+
+
+def with_tail(work: float, longest_share: float, heads: int, processors: int) -> float:
+    """The work, with what waits for the longest block of flash-attn-4's backward.
+
+    One block takes all query tiles of a key tile and head, where triton cuts them: with few heads
+    over a prompt that everything reads, the other multiprocessors have nothing left to do.
+    """
+    tail = longest_share * processors / heads
+    return work * (1 - _BACKWARD + _BACKWARD * max(1.0, tail))
 
 
 def refusal(

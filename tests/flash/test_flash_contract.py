@@ -78,7 +78,8 @@ def test_what_packing_heads_rests_on() -> None:
     # which the backward does not know
     assert "    pack_gqa = False\n" in inspect.getsource(interface._flash_attn_bwd)
     for group in range(1, 17):
-        assert launch.packs_heads(group) == (group in (2, 4, 8, 16))
+        assert launch.packs_heads(group, 128) == (group > 1)
+        assert launch.packs_heads(group, 192) == (group in (2, 4, 8, 16))
 
 
 def widths(d: int) -> set[int]:

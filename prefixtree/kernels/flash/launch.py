@@ -135,16 +135,18 @@ def tiles_for(d: int, d_v: int) -> Tiles:
     return Tiles(TILE_ROWS, 80, 64)
 
 
-def packs_heads(group: int) -> bool:
+def packs_heads(group: int, d: int) -> bool:
     """Whether a tile of the forward holds the query heads of a kv head side by side: 128 / group
     tokens of each, in place of 128 tokens of one. The tiles visited are as many; the backward of
-    flash-attn-4 always takes a head a tile.
+    flash-attn-4 always takes one head per tile.
 
-    A group that does not divide 128 cannot be loaded by the copy engine then: four warps copy q row
-    by row, out goes back the same way, and their registers come from those of the products, which
-    at head dim 256 spill 4 KB a thread (none otherwise).
+    Packed, a group that does not divide 128 cannot be loaded by the copy engine: four warps copy q
+    row by row, out goes back the same way, and their registers come from those of the products.
+    Those spill 480 bytes per thread at head dim 192 and 4 KB at 256, and nothing up to 128. Forward
+    of 24 / 4 heads on agent turns, one H200 (benchmarks/results/h200/pack_gqa.json), packed and
+    apart: D 256 34.6 and 6.6 ms, D 192 6.4 and 5.0, D 128 3.6 and 3.7, D 96 3.2 and 3.3.
     """
-    return group > 1 and TILE_ROWS % group == 0
+    return group > 1 and (d <= 128 or TILE_ROWS % group == 0)
 
 
 def forward(
@@ -174,7 +176,7 @@ def forward(
             learnable_sink=inside,
             score_mod=_score_functions(options)[0],
             block_sparse_tensors=given.forward,
-            pack_gqa=packs_heads(q.shape[1] // k.shape[1]),
+            pack_gqa=packs_heads(q.shape[1] // k.shape[1], q.shape[2]),
             out=out.unsqueeze(0),
             lse=lse.unsqueeze(0),
             return_lse=True,
