@@ -14,7 +14,8 @@ from depth import memory
 from plots import LABELS
 from shapes import SHAPES, Shape
 
-from prefixtree.kernels.choice import MOST_WORK, with_tail
+from prefixtree.kernels.choice import most_work, with_tail
+from prefixtree.kernels.flash.launch import packs_heads
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
@@ -159,7 +160,7 @@ def automatic(row: dict[str, Any]) -> str:
     """What `backend="auto"` takes for the case of a row of attention.py, by the rule of now, with
     the 132 multiprocessors of an H200."""
     work = with_tail(row["flash_work"], row["longest_share"], row["heads"], 132)
-    return "flash" if work <= MOST_WORK else "triton"
+    return "flash" if work <= most_work(row["head_dim"]) else "triton"
 
 
 def head_dims(row: dict[str, Any]) -> tuple[int, int]:
@@ -207,7 +208,8 @@ def pack_gqa(data: dict[str, Any]) -> str:
     cells: dict[int, dict[int, str]] = {}
     for row in data["rows"]:
         times = {name: f"{row[f'{name}_ms']:.2f}" for name in ("packed", "apart")}
-        times[row["rule"]] = f"**{times[row['rule']]}**"
+        taken = "packed" if packs_heads(row["group"], row["head_dim"]) else "apart"
+        times[taken] = f"**{times[taken]}**"
         cells.setdefault(row["head_dim"], {})[row["group"]] = (
             f"{times['packed']} / {times['apart']}"
         )

@@ -128,7 +128,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
 def may_take_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hopper GPU, where "auto" chooses between triton and flash, by a limit that stays."""
     on_capability(monkeypatch, (9, 0))
-    monkeypatch.setattr(choice, "MOST_WORK", 1.4)
+    monkeypatch.setattr(choice, "MOST_WORK", {None: 1.4})
 
 
 # work 1.10, and 6.13
@@ -227,7 +227,7 @@ def test_the_longest_key_tile_counts_where_heads_are_few(
         tail = max(1.0, share * 132 / heads)
         want = pytest.approx(work * (0.3 + 0.7 * tail))
         assert choice.with_tail(work, share, heads, 132) == want
-    monkeypatch.setattr(choice, "MOST_WORK", 1.8)
+    monkeypatch.setattr(choice, "MOST_WORK", {None: 1.8})
     monkeypatch.setattr(devices, "processors", lambda device: 132)
     for heads, backend in (((9, 3), "triton"), ((32, 8), "flash")):
         inputs = rows_on_gpu(mask, heads)
