@@ -39,3 +39,9 @@ def assert_same(a: PrefixForest, b: PrefixForest) -> None:
 def children_of(forest: PrefixForest, node: int) -> list[int]:
     """Children in preorder; the roots for node -1."""
     return np.flatnonzero(forest.node_parent == node).tolist()
+
+
+# two trees, the first five nodes deep; nodes of 1 to 50 tokens
+CATERPILLAR = PrefixForest.from_parents(
+    [-1, 0, 0, 2, 2, 4, 4, 6, -1, 8, 8], [40, 33, 20, 3, 17, 50, 1, 30, 5, 21, 18]
+)
