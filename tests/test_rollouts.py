@@ -559,7 +559,7 @@ def test_messages_without_a_tokenizer_ask_for_one(write):
 
 
 def test_a_tokenizer_that_cannot_be_used(write, tmp_path):
-    with pytest.raises(InputError, match="expected a folder with a tokenizer's files"):
+    with pytest.raises(InputError, match="does not exist; expected a folder"):
         ChatTokenizer(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"--tokenizer .*empty: "):

@@ -1,4 +1,4 @@
-"""OpenAI chat messages to token ids, through the chat template of a local tokenizer."""
+"""OpenAI chat messages to token ids, through the chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree.cli.names import explain, first_line
 from prefixtree.cli.rollouts import InputError
 
 
@@ -32,7 +33,7 @@ class Conversation:
 
 
 class ChatTokenizer:
-    """A tokenizer folder with a chat template; nothing is downloaded.
+    """A tokenizer with a chat template.
 
     Where a turn starts and ends is found by templating the conversation up to there, with and
     without the turn. Each of these texts must begin the next one. Some templates rewrite earlier
@@ -40,27 +41,36 @@ class ChatTokenizer:
     the policy saw them, and each turn becomes a sequence of its own.
 
     Args:
-        path: a folder with the files of a tokenizer.
+        path: a folder with the files of a tokenizer, or its name on the Hugging Face hub.
 
     Raises:
         InputError: a path that holds no tokenizer, one without a chat template, or one that does
             not tell which letters a token stands for.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
 
-        if not path.is_dir():
-            raise InputError(f"--tokenizer {path}: expected a folder with a tokenizer's files")
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Exception as problem:
-            raise InputError(f"--tokenizer {path}: {_first_line(problem)}") from None
+            raise InputError(explain("--tokenizer", path, problem)) from None
         self._path = path
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special ones included."""
-        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        """Text of token ids, special ones included.
+
+        Raises:
+            InputError: token ids that no tokenizer of this size has.
+        """
+        try:
+            return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        except (OverflowError, IndexError):
+            raise InputError(
+                f"--tokenizer {self._path}: cannot decode the token id {max(token_ids)}, its "
+                f"vocabulary has {len(self._tokenizer)} tokens; is it the tokenizer of these "
+                "rollouts?"
+            ) from None
 
     def __call__(self, messages: Any, tools: Any = None) -> Conversation:
         """The conversation's tokens, with its assistant turns.
@@ -127,7 +137,7 @@ class ChatTokenizer:
             )
         except Exception as problem:
             raise InputError(
-                f"the chat template refuses the messages: {_first_line(problem)}"
+                f"the chat template refuses the messages: {first_line(problem)}"
             ) from None
 
     def _encode(self, text: str) -> tuple[np.ndarray, dict[int, int]]:
@@ -219,8 +229,3 @@ def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _first_line(problem: Exception) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(problem).__name__

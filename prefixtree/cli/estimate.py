@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree.cli.names import explain, load_config
 from prefixtree.cli.rollouts import InputError, Rollouts
 from prefixtree.forest import PrefixForest
 
@@ -75,12 +76,19 @@ class ModelShape:
             attention += (4 + b) * heads * self.head_dim
         return norms + attention + 4 * b * self.intermediate
 
+    def activation_bytes(self, tokens: int, checkpointing: bool) -> int:
+        """What all layers keep of `tokens` for backward, and its own gradients."""
+        layers = len(self.windows)
+        if checkpointing:
+            return tokens * (layers * self.element_bytes * self.hidden + 2 * self.layer_bytes)
+        return tokens * (layers + 1) * self.layer_bytes
 
-def read_shape(path: Path, dtype: str | None = None) -> ModelShape:
-    """The shape of the model of a folder or a config.json; its weights are not read.
+
+def read_shape(path: str | Path, dtype: str | None = None) -> ModelShape:
+    """The shape of the model of a folder, a config.json or a name; its weights are not read.
 
     Args:
-        path: a model folder, or its config.json.
+        path: a model folder, its config.json, or its name on the Hugging Face hub.
         dtype: torch's name of it; the config's own, or bfloat16, where it is None.
 
     Raises:
@@ -88,17 +96,14 @@ def read_shape(path: Path, dtype: str | None = None) -> ModelShape:
             layers that the formulas do not describe.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if not path.exists():
-        raise InputError(f"--model {path}: does not exist; expected a folder or a config.json")
+    config = load_config(path)
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as problem:
-        line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        raise InputError(f"--model {path}: {line}") from None
+        raise InputError(explain("--model", path, problem)) from None
     text = config.get_text_config()
     experts = _first(text, "num_experts", "num_local_experts", "n_routed_experts") or 0
     active = _first(text, "num_experts_per_tok", "num_experts_per_token") or 0
@@ -176,7 +181,7 @@ def estimate(
         "packed": (forest.num_tokens, (depth, forest.node_length.astype(np.int64)), edges[1], 4.0),
     }
     passes, attention_passes = (4.0, 4.5) if checkpointing else (3.0, 3.5)
-    layers, b = len(shape.windows), shape.element_bytes
+    b = shape.element_bytes
     facts: dict[str, Any] = {
         "model_type": shape.model_type,
         "parameters": shape.parameters,
@@ -190,16 +195,13 @@ def estimate(
         linear = passes * 2 * shape.token_weights * tokens
         attention = attention_passes * per_pair * sum(pairs[window] for window in shape.windows)
         head = head_passes * 2 * shape.hidden * shape.vocabulary * scored
-        per_token = (layers + 1) * shape.layer_bytes
-        if checkpointing:
-            per_token = layers * b * shape.hidden + 2 * shape.layer_bytes
         facts[name] = {
             "scored": scored,
             "linear_flops": linear,
             "attention_flops": attention,
             "head_flops": head,
             "flops": linear + attention + head,
-            "activation_bytes": tokens * per_token,
+            "activation_bytes": shape.activation_bytes(tokens, checkpointing),
         }
     facts["speedup"] = facts["replicated"]["flops"] / facts["packed"]["flops"]
     return facts
