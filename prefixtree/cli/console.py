@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, BinaryIO
 
 from rich.console import Console
@@ -13,14 +15,20 @@ from rich.progress import Progress, track
 _SHOWN_PROBLEMS = 5
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on: the program's own handling decides how it exits, not rich's."""
+        raise
+
+
 def out() -> Console:
     """Results; made anew each time, because tests and pipes exchange sys.stdout."""
-    return Console(highlight=False)
+    return _Output(highlight=False)
 
 
 def complain(message: str) -> None:
     """One plain line to stderr, never wrapped and never read as markup."""
-    Console(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
+    _Output(stderr=True).print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def complain_about(problems: Iterable[str]) -> None:
@@ -32,6 +40,16 @@ def complain_about(problems: Iterable[str]) -> None:
         hidden = len(problems) - _SHOWN_PROBLEMS
         more = f" ({hidden} not shown)" if hidden > 0 else ""
         complain(f"left out {len(problems)} broken line(s){more}; --strict stops at the first")
+
+
+def discard_output() -> None:
+    """Sends what is still to go to stdout nowhere: after an error, Python's last flush would fail
+    once more and change the exit code."""
+    with suppress(OSError, ValueError):
+        # a stream without a file, as in tests, has nothing that fails
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def print_json(facts: dict[str, Any]) -> None:

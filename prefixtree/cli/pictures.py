@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +69,11 @@ def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
 def save(figures: dict[Path, Figure]) -> list[Path]:
     """Writes each figure to its file; `InputError` where one cannot be written."""
     for file, figure in figures.items():
+        # a half-written file would be left to matplotlib, which fails again as it closes it
+        picture = io.BytesIO()
+        figure.savefig(picture, format=file.suffix.lower().removeprefix("."))
         try:
-            figure.savefig(file)
+            file.write_bytes(picture.getvalue())
         except OSError as problem:
-            raise InputError(f"{file}: cannot be written: {problem.strerror}") from None
+            raise InputError(f"{file}: cannot be written: {problem.strerror or problem}") from None
     return list(figures)
