@@ -1,6 +1,7 @@
 """The program and `report`: what they print, where, and how they exit."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,16 @@ def test_chats_through_a_tokenizer(tmp_path):
     assert without.exit_code == 2 and "--tokenizer" in without.stderr
 
 
+def test_token_ids_that_the_tokenizer_does_not_have(tmp_path):
+    folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    same = list(range(3, 40))
+    rows = [{"token_ids": [1, 2**40 + i, *same], "group": "g"} for i in range(2)]
+    path = write_rows(tmp_path / "r.jsonl", *rows)
+    result = run("report", path, "--tokenizer", folder)
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
+    assert "cannot decode the token id 10995116277" in result.stderr
+
+
 def test_a_template_that_rewrites_turns_is_said_so(tmp_path):
     folder = save_tokenizer(tmp_path / "tokenizer", CHATML)
     talk, answer = [], "the red kettle is on shelf "
@@ -285,3 +296,55 @@ def test_a_template_that_rewrites_turns_is_said_so(tmp_path):
     (miss,) = facts["near_misses"]["largest"]
     assert miss["kind"] == "thinking" and sorted(miss["texts"]) == ["", "<think>one</think>"]
     assert miss["tokens_to_win"] == len("one" + answer) + 1
+
+
+# ---- output that cannot be written ---------------------------------------------------------------
+
+
+def run_program(*arguments, stdout):
+    """The program in a process of its own, whose stdout is a real file or pipe."""
+    command = [sys.executable, "-m", "prefixtree", *map(str, arguments)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
+
+@needs_dev_full
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line_and_not_a_red_check(rollout_file, options):
+    with open("/dev/full", "w") as full:
+        done = run_program("report", rollout_file, *options, stdout=full)
+    assert done.stderr == "prefixtree: standard output: No space left on device\n"
+    assert done.returncode == 2
+
+
+@needs_dev_full
+@pytest.mark.parametrize("ending", [".png", ".pdf", ".svg"])
+def test_a_picture_for_which_there_is_no_room(rollout_file, tmp_path, ending):
+    picture = tmp_path / f"full{ending}"
+    picture.symlink_to("/dev/full")
+    result = run("report", rollout_file, "--plot", picture)
+    assert result.exit_code == 2
+    assert result.stderr == f"prefixtree: {picture}: cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_leaves_ends_the_program_quietly(rollout_file, options):
+    """`prefixtree report FILE | head -1`: the exit code of a program that SIGPIPE ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        done = run_program("report", rollout_file, *options, stdout=pipe)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_other_errors_of_the_system_name_their_file(monkeypatch, rollout_file):
+    def fails(*_, **__):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr("prefixtree.cli.report.measure", fails)
+    result = run("report", rollout_file)
+    assert result.exit_code == 2
+    assert result.stderr == "prefixtree: somewhere: Permission denied\n"

@@ -1,6 +1,10 @@
 """`prefixtree verify`: green where packing is right, red where it is not."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -63,9 +67,12 @@ def test_verify_is_green(rollout_file, config_file):
 def test_verify_prints_a_verdict(rollout_file, config_file):
     result = run("verify", "--model", config_file(), rollout_file, "--limit", 3)
     assert result.exit_code == 0
-    assert "3 sequences" in result.stdout
+    assert "3 sequences" in result.stdout and "replicated, sdpa" in result.stdout
     assert result.stdout.splitlines()[-1] == "PASS"
-    assert result.stderr == ""
+    # before it starts
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("verify: qwen3 in float32 on cpu, 3 sequences of 138 tokens, 90 dist")
+    assert "3 runs" in line and re.search(r"takes about [\d.]+ GiB of memory", line)
 
 
 def test_verify_with_gradient_checkpointing(rollout_file, config_file):
@@ -77,6 +84,7 @@ def test_verify_with_gradient_checkpointing(rollout_file, config_file):
 def test_verify_in_a_shorter_dtype(rollout_file, config_file, dtype):
     facts = run_json("verify", "--model", config_file(), rollout_file, "--dtype", dtype)
     assert facts["passed"] and facts["dtype"] == dtype
+    assert facts["replicated"]["logprob_difference"] > 1e-5
     # the limit follows the replicated run's own error
     assert facts["checks"]["logprobs"]["limit"] > 2e-3
     assert facts["checks"]["logprobs"]["difference"] > 1e-5
@@ -206,14 +214,126 @@ def test_verify_needs_a_model_that_exists(rollout_file, tmp_path):
     result = run("verify", "--model", tmp_path / "nowhere", rollout_file)
     assert result.exit_code == 2
     assert result.stderr == (
-        f"prefixtree: --model {tmp_path}/nowhere: does not exist; expected a folder or a "
-        "config.json\n"
+        f"prefixtree: --model {tmp_path}/nowhere: does not exist; expected a folder, a file of "
+        "one, or a name on the Hugging Face hub such as Qwen/Qwen3-0.6B\n"
     )
     # a folder with a configuration but without weights
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     result = run("verify", "--model", tmp_path, rollout_file)
     assert result.exit_code == 2
     assert "no file named model.safetensors" in result.stderr
+
+
+def test_a_name_that_is_not_in_the_cache(monkeypatch, rollout_file):
+    from huggingface_hub import constants
+
+    for offline, why in ((True, "HF_HUB_OFFLINE is set"), (False, "no connection to http")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(constants, "is_offline_mode", lambda offline=offline: offline)
+        for command in ("verify", "report"):
+            result = run(command, "--model", "Qwen/Nowhere-1B", rollout_file)
+            assert result.exit_code == 2 and result.stdout == ""
+            assert "--model Qwen/Nowhere-1B: no such folder or file; as a name" in result.stderr
+            assert f"cannot be downloaded ({why}" in result.stderr
+        result = run("report", "--tokenizer", "Qwen/Nowhere-1B", rollout_file)
+        assert result.exit_code == 2 and "--tokenizer Qwen/Nowhere-1B: no such" in result.stderr
+
+
+def test_a_name_that_is_in_the_cache(tmp_path, rollout_file, config_file):
+    """As a download leaves it: a snapshot, and a reference that names it."""
+    from chat_tokenizer import CHATML, save_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    cached = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    config = AutoConfig.from_pretrained(config_file())
+    save_tokenizer(snapshot, CHATML)
+    AutoModelForCausalLM.from_config(config).save_pretrained(snapshot)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    # the folder is read when transformers is imported
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    arguments = ["--model", "someone/tiny", "--tokenizer", "someone/tiny", str(rollout_file)]
+    for command, says in (("verify", '"passed": true'), ("report", '"model_type": "qwen3"')):
+        done = subprocess.run(
+            [sys.executable, "-m", "prefixtree", command, *arguments, "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert says in done.stdout
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_it_takes_was_said_before(tmp_path, dtype):
+    """The estimate against the most that this process held beyond what it held before."""
+    from prefixtree.cli.compare import Meter
+
+    rng = np.random.default_rng(0)
+    rows = [[i, *rng.integers(0, 9000, 1200).tolist()] for i in range(3)]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps({"token_ids": row}) + "\n" for row in rows))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**CONFIG, "vocab_size": 9000, "num_attention_heads": 8}))
+    arguments = ("verify", "--model", config, path, "--dtype", dtype, "--device", "cpu")
+    run_json(*arguments, "--limit", 1)
+    with Meter(torch.device("cpu")) as meter:
+        facts = run_json(*arguments)
+    if meter.peak_bytes is not None:
+        assert 0.5 < meter.peak_bytes / facts["estimated_bytes"] < 2
+
+
+def test_a_device_is_chosen(monkeypatch):
+    from prefixtree.cli.models import Setting
+
+    for has_gpu, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert Setting("model").resolved().device == device
+
+
+@pytest.mark.parametrize(
+    "device, dtype, first",
+    [
+        ("cpu", "bfloat16", "sdpa"),
+        ("cuda", "bfloat16", "flash_attention_2"),
+        ("cuda", "float32", "sdpa"),
+    ],
+)
+def test_what_trainers_run(monkeypatch, device, dtype, first):
+    """FA2 where it can be, sdpa, and eager where transformers refuses both."""
+    from prefixtree.cli import models
+
+    tried = []
+
+    def refuse(setting, attention):
+        tried.append(attention)
+        if attention != "eager":
+            raise ValueError("this model does not support it")
+        return attention
+
+    monkeypatch.setattr(models, "_build", refuse)
+    assert models.build_as_trained(models.Setting("m", dtype, device)) == "eager"
+    assert tried == [first, "sdpa", "eager"][first == "sdpa" :]
+
+
+def test_an_attention_that_computes_something_else_is_said(monkeypatch, rollout_file, config_file):
+    """The verdict is eager's, whatever the side that is timed computes."""
+    from prefixtree.cli import verify
+
+    original = verify.build_as_trained
+
+    def other(setting):
+        model = original(setting)
+        model.lm_head.weight.data *= 1.5
+        return model
+
+    monkeypatch.setattr(verify, "build_as_trained", other)
+    facts = run_json("verify", "--model", config_file(), rollout_file)
+    assert facts["passed"] and facts["replicated"]["logprob_difference"] > 1e-2
+    printed = " ".join(run("verify", "--model", config_file(), rollout_file).stdout.split())
+    assert "transformers' sdpa itself is " in printed and printed.endswith("PASS")
 
 
 def test_verify_says_what_it_does_not_support(rollout_file, config_file):
@@ -237,12 +357,13 @@ def test_verify_needs_something_scored(tmp_path, config_file):
 def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):
     """The chunked backward against one differentiation of the whole loss."""
     from prefixtree.cli import compare
-    from prefixtree.cli.verify import Setting, build, random_objective
+    from prefixtree.cli.models import Setting, build
+    from prefixtree.cli.verify import random_objective
 
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 300, n) for n in (9, 1, 14, 2)]
     masks = [rng.random(len(s)) < 0.6 for s in sequences]
-    model = build(Setting(config_file()), "eager")
+    model = build(Setting(str(config_file()), device="cpu"), "eager")
     objective = random_objective(sequences, masks, seed=3)
     # chunks of two rows
     monkeypatch.setattr(compare, "_CPU_CHUNK", 600)

@@ -3,12 +3,14 @@
 This module holds the options and their help; each command's work is in its own module, imported
 when it runs, so that `--help` and `report` answer without transformers.
 
-Exit codes: 0 ok, 1 a check is red, 2 unusable input or options, 130 interrupted.
+Exit codes: 0 ok, 1 a check is red, 2 unusable input or options, or output that cannot be written,
+130 interrupted, 141 nobody reads the output any more (as for a program that SIGPIPE ends).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,12 +25,30 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs a command; what the user can repair is one line and exit code 2."""
         try:
-            return super().invoke(ctx)
-        except (InputError, ForestError, UnsupportedError) as problem:
-            from prefixtree.cli.console import complain
+            try:
+                return super().invoke(ctx)
+            finally:
+                # what print has kept; a disk that is full must show before the verdict's exit code
+                sys.stdout.flush()
+        except BrokenPipeError:
+            from prefixtree.cli.console import discard_output
 
-            complain(f"prefixtree: {problem}")
+            discard_output()
+            raise typer.Exit(141) from None
+        except (InputError, ForestError, UnsupportedError, OSError) as problem:
+            from prefixtree.cli.console import complain, discard_output
+
+            if isinstance(problem, OSError):
+                discard_output()
+            complain(f"prefixtree: {_of_system(problem) or problem}")
             raise typer.Exit(2) from None
+
+
+def _of_system(problem: Exception) -> str | None:
+    """An OSError in words; only standard output has no name."""
+    if not isinstance(problem, OSError) or problem.strerror is None:
+        return None
+    return f"{problem.filename or 'standard output'}: {problem.strerror}"
 
 
 app = typer.Typer(
@@ -65,11 +85,12 @@ _Strict = Annotated[
     ),
 ]
 _Tokenizer = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="DIR",
-        help="A local folder with a tokenizer. Puts messages (OpenAI chats, with tool_calls and "
-        "tools) through its chat template, and decodes the text that a report quotes.",
+        metavar="DIR|NAME",
+        help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages (OpenAI "
+        "chats, with tool_calls and tools) through its chat template, and decodes the text that "
+        "a report quotes.",
         show_default=False,
     ),
 ]
@@ -103,7 +124,8 @@ def _top(
         prefixtree bench rollouts.jsonl.gz --per-turn
         prefixtree doctor
 
-    Exit codes: 0 ok, 1 a check is red, 2 unusable input or options.
+    Exit codes: 0 ok, 1 a check is red, 2 unusable input or options, or output
+    that cannot be written.
     """
 
 
@@ -113,9 +135,9 @@ def _report(
     per_turn: _PerTurn = False,
     tokenizer: _Tokenizer = None,
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="DIR|CONFIG.json",
+            metavar="DIR|CONFIG.json|NAME",
             help="Also estimate the time and memory of an update of this model.",
             show_default=False,
         ),
@@ -216,10 +238,11 @@ def _report(
 def _verify(
     file: _File,
     model: Annotated[
-        Path,
+        str,
         typer.Option(
-            metavar="DIR|CONFIG.json",
-            help="A local folder of weights, or a config.json, for random weights.",
+            metavar="DIR|NAME|CONFIG.json",
+            help="A folder of weights, a name on the Hugging Face hub, or a config.json, for "
+            "random weights.",
             show_default=False,
         ),
     ],
@@ -238,7 +261,9 @@ def _verify(
             "replicated one, both against float32."
         ),
     ] = "float32",
-    device: Annotated[str, typer.Option(help="A torch device: cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="A torch device; auto is cuda where there is one.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Of random weights and of the loss.")] = 0,
     gradient_checkpointing: Annotated[
         bool,
@@ -251,9 +276,10 @@ def _verify(
 ) -> None:
     """Check on this machine that packing changes nothing for your model.
 
-    Runs the sequences twice from the same weights: each alone with eager
-    attention, then all packed. Compares every log-probability, every entropy and
-    the gradient of every parameter, and measures time and peak memory.
+    Runs the sequences from the same weights all packed, and each alone with eager
+    attention. Compares every log-probability, every entropy and the gradient of
+    every parameter. Time and peak memory are measured against each alone as
+    trainers run it: FA2 on a GPU where flash-attn is installed, else torch's SDPA.
 
         prefixtree verify --model path/to/model rollouts.jsonl.gz --limit 16
         prefixtree verify --model config.json rollouts.jsonl --tasks 2 --per-turn
@@ -268,7 +294,8 @@ def _verify(
     if limit is not None:
         rollouts = rollouts.first(limit)
 
-    from prefixtree.cli.verify import Setting, show, verify
+    from prefixtree.cli.models import Setting
+    from prefixtree.cli.verify import show, verify
 
     facts = verify(rollouts, Setting(model, dtype, device, seed, gradient_checkpointing))
     if as_json:
@@ -445,12 +472,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
 
 
-def _chat_tokenizer(path: Path | None) -> Any:
-    if path is None:
+def _chat_tokenizer(name: str | None) -> Any:
+    if name is None:
         return None
     from prefixtree.cli.chat import ChatTokenizer
 
-    return ChatTokenizer(path)
+    return ChatTokenizer(name)
 
 
 def _read(file: str, per_turn: bool, strict: bool, tokenizer: Any) -> Rollouts:

@@ -26,8 +26,8 @@ from rich.table import Table
 from prefixtree.cli.compare import Meter
 from prefixtree.cli.console import steps
 from prefixtree.cli.estimate import visible_pairs
+from prefixtree.cli.models import choose_device
 from prefixtree.cli.rollouts import InputError
-from prefixtree.cli.verify import _check_device
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import pack
@@ -66,9 +66,7 @@ class Setting:
 
     def resolved(self) -> Setting:
         """The same with everything chosen."""
-        device, dtype = self.device, self.dtype
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device, dtype = choose_device(self.device), self.dtype
         is_small = device.startswith("cpu")
         if dtype == "auto":
             dtype = "float32" if is_small else "bfloat16"
@@ -280,7 +278,6 @@ def bench(forest: PrefixForest, setting: Setting) -> dict[str, Any]:
         InputError: a device that cannot be used, or memory exhausted.
     """
     setting = setting.resolved()
-    _check_device(setting.device)
     limit = LIMITS[setting.dtype]
     lengths = forest.sequence_lengths
     depth, length = forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64)

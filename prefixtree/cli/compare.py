@@ -106,7 +106,8 @@ def run_replicated(
             if len(rows) == 0:
                 continue
             ids = torch.from_numpy(tokens).to(device)
-            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits
+            # [1, rows, V], as the model gave them: the gradient of logits[0] is one copy more
             gradient = torch.empty_like(logits)
             step = max(1, chunk_size // logits.shape[-1])
             for begin in range(0, len(rows), step):
@@ -114,13 +115,13 @@ def run_replicated(
                 at = rows[part]
                 # backward to the logits a chunk at a time: of float32 copies of a whole long
                 # sequence times a large vocabulary there would be several
-                chunk = logits.detach()[part].float().requires_grad_()
+                chunk = logits.detach()[0, part].float().requires_grad_()
                 log_p = chunk.log_softmax(-1)
                 chosen = log_p.gather(-1, ids[at + 1, None]).squeeze(-1)
                 spread = -(log_p.exp() * log_p).sum(-1)
                 loss = there.logprob_weights[i][at] @ chosen + there.entropy_weights[i][at] @ spread
                 loss.backward()
-                gradient[part] = chunk.grad
+                gradient[0, part] = chunk.grad
                 logprobs[i][at] = chosen.detach()
                 entropy[i][at] = spread.detach()
             logits.backward(gradient)

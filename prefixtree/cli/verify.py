@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from prefixtree import PrefixForest, UnsupportedError, pack
+from prefixtree import PrefixForest, pack
 from prefixtree.cli.compare import (
     Objective,
     Run,
@@ -23,31 +22,16 @@ from prefixtree.cli.compare import (
     scored_tokens,
     worst_difference,
 )
-from prefixtree.cli.console import status, steps
+from prefixtree.cli.console import complain, status, steps
+from prefixtree.cli.estimate import ModelShape, read_shape
+from prefixtree.cli.models import Setting, build, build_as_trained, check_vocabulary
+from prefixtree.cli.names import load_config
+from prefixtree.cli.reference import EAGER_BY_ROWS, FaithfulSums
 from prefixtree.cli.rollouts import InputError, Rollouts
 
 FLOAT32_LIMIT = 1e-4
 _ENTROPY_SHARE = 0.1
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What to build and how to run it.
-
-    Attributes:
-        model: a folder of weights, or a config.json for random weights.
-        dtype: float32, bfloat16 or float16.
-        device: a torch device.
-        seed: of random weights and of the loss's weights.
-        gradient_checkpointing: in both runs.
-    """
-
-    model: Path
-    dtype: str = "float32"
-    device: str = "cpu"
-    seed: int = 0
-    gradient_checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,49 +52,37 @@ class Check:
 def verify(rollouts: Rollouts, setting: Setting) -> dict[str, Any]:
     """Runs the rollouts' sequences packed and replicated, and compares; ready for JSON.
 
-    In float32 the two must agree to `FLOAT32_LIMIT`. In a shorter dtype both are compared with a
-    replicated float32 run of the same weights, and the packed error may be at most twice the
-    replicated one plus the dtype's epsilon.
+    The reference is replicated, in float32, with eager attention. In float32 the packed run must
+    agree with it to `FLOAT32_LIMIT`. In a shorter dtype a replicated eager run in that dtype shows
+    what rounding does, and the packed error may be at most twice that run's plus the dtype's
+    epsilon. The time that packing saves is measured against what trainers run: a replicated run
+    with FA2 or sdpa. On a CPU, in all runs, weights' gradients are summed in float32.
+
+    A line on stderr says before it starts what will run and the memory it will take.
 
     Raises:
         InputError: a model or device that cannot be used, a token id beyond the vocabulary,
             nothing scored, memory exhausted.
         UnsupportedError: a model that prefixtree cannot serve exactly.
     """
-    _check_device(setting.device)
-    config = _load_config(setting.model)
-    _check_vocabulary(rollouts, config, setting.model)
-    sequences, masks = rollouts.sequences, rollouts.loss_masks
-    objective = random_objective(sequences, masks, setting.seed)
+    setting = setting.resolved()
+    config = load_config(setting.model)
+    check_vocabulary(rollouts, config, setting.model)
+    objective = random_objective(rollouts.sequences, rollouts.loss_masks, setting.seed)
     if not any(scored.any() for scored in objective.scored):
         raise InputError(f"{rollouts.source}: loss_mask scores no token; nothing to compare")
+    forest = PrefixForest.from_sequences(rollouts.sequences)
+    memory = _memory(forest, objective, setting)
+    complain(_announcement(forest, setting, config.model_type, memory))
     try:
-        # packed comes first: what it cannot serve it says before the long replicated run
-        forest = PrefixForest.from_sequences(sequences)
-        with status("packed"):
-            model = build(setting, "prefixtree")
-            _warm_up(model, True, rollouts, objective)
-            packed = run_packed(model, pack(forest), objective, masks)
-            del model
-        model = build(setting, "eager")
-        _warm_up(model, False, rollouts, objective)
-        replicated = run_replicated(
-            model, sequences, objective, lambda s: steps(s, "replicated", len(s))
-        )
-        del model
-        exact = replicated
-        if setting.dtype != "float32":
-            exact = run_replicated(
-                build(setting, "eager").float(),
-                sequences,
-                objective,
-                lambda s: steps(s, "replicated in float32", len(s)),
-            )
+        with FaithfulSums():
+            runs = _run_all(forest, rollouts, objective, setting)
     except torch.OutOfMemoryError as problem:
         raise InputError(
             f"out of memory on {setting.device}; try a smaller --limit, or "
             f"--gradient-checkpointing ({str(problem).splitlines()[0]})"
         ) from None
+    packed, trained, replicated, exact = runs.packed, runs.trained, runs.replicated, runs.exact
     checks = compare(packed, replicated, exact, torch.finfo(getattr(torch, setting.dtype)).eps)
     passed = all(check.passed for check in checks)
     return {
@@ -129,18 +101,126 @@ def verify(rollouts: Rollouts, setting: Setting) -> dict[str, Any]:
         },
         "checks": {
             check.name: {
-                "difference": check.value if math.isfinite(check.value) else None,
-                "limit": check.limit if math.isfinite(check.limit) else None,
+                "difference": _finite(check.value),
+                "limit": _finite(check.limit),
                 "passed": check.passed,
                 **({} if check.where is None else {"parameter": check.where}),
             }
             for check in checks
         },
-        "replicated": _cost(replicated),
+        "estimated_bytes": memory,
+        "replicated": {
+            **_cost(trained),
+            "attention": runs.attention,
+            "logprob_difference": _finite(worst_difference(trained.logprobs, exact.logprobs)),
+        },
         "packed": _cost(packed),
         # a speed-up of a wrong result is none
-        "speedup": replicated.seconds / packed.seconds if passed else None,
+        "speedup": trained.seconds / packed.seconds if passed else None,
     }
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """What was run.
+
+    Attributes:
+        packed: all sequences at once.
+        trained: each sequence alone, with the attention that trainers use; the one that is timed.
+        attention: transformers' name of that attention.
+        replicated: each alone, with eager attention in the setting's dtype.
+        exact: each alone, with eager attention in float32; `replicated` itself where that is so.
+    """
+
+    packed: Run
+    trained: Run
+    attention: str
+    replicated: Run
+    exact: Run
+
+
+def _run_all(
+    forest: PrefixForest, rollouts: Rollouts, objective: Objective, setting: Setting
+) -> _Runs:
+    def alone(model: Any, name: str, warm: bool = False) -> Run:
+        if warm:
+            _warm_up(model, False, rollouts, objective)
+        return run_replicated(
+            model, rollouts.sequences, objective, lambda s: steps(s, name, len(s))
+        )
+
+    # packed comes first: what it cannot serve it says before the long replicated runs
+    with status("packed"):
+        model = build(setting, "prefixtree")
+        _warm_up(model, True, rollouts, objective)
+        packed = run_packed(model, pack(forest), objective, rollouts.loss_masks)
+        del model
+    model = build_as_trained(setting)
+    attention = model.config._attn_implementation
+    trained = alone(model, f"replicated, {attention}", warm=True)
+    del model
+    replicated = alone(build(setting, EAGER_BY_ROWS), "replicated, eager")
+    exact = replicated
+    if setting.dtype != "float32":
+        exact = alone(build(setting, EAGER_BY_ROWS).float(), "replicated, eager in float32")
+    return _Runs(packed, trained, attention, replicated, exact)
+
+
+def _announcement(
+    forest: PrefixForest, setting: Setting, model_type: str, memory: int | None
+) -> str:
+    """What will run, and how much memory it will take above the program's own."""
+    runs = ["packed", "each sequence alone as trainers run it", "each alone with eager attention"]
+    if setting.dtype != "float32":
+        runs[2] += f" in {setting.dtype}"
+        runs.append("the same in float32")
+    need = "an unknown amount of" if memory is None else f"about {memory / _GIB:.2g} GiB of"
+    return (
+        f"verify: {model_type} in {setting.dtype} on {setting.device}, {forest.num_sequences:,} "
+        f"sequences of {forest.num_replicated_tokens:,} tokens, {forest.num_tokens:,} distinct, "
+        f"at most {int(forest.sequence_lengths.max()):,} in one; {len(runs)} runs, forward and "
+        f"backward ({', '.join(runs)}); takes {need} memory. --limit takes fewer sequences"
+    )
+
+
+def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int | None:
+    """Bytes held at once at most, estimated; None for a model that the estimate does not know."""
+    try:
+        shape = read_shape(setting.model, setting.dtype)
+    except InputError:
+        return None
+    lengths = [int(n) for n in forest.sequence_lengths]
+    scored = [int(s.sum()) for s in objective.scored]
+    checkpointing = setting.gradient_checkpointing
+
+    def held(shape: ModelShape) -> int:
+        # weights, gradients, and a gradient of the embedding beside its sum
+        embedding = shape.hidden * shape.vocabulary
+        return shape.element_bytes * (2 * shape.parameters + embedding)
+
+    def alone(shape: ModelShape) -> int:
+        # the sequence's logits and their gradient, its mask with as much again to make it, and
+        # blocks of attention scores
+        return held(shape) + max(
+            shape.activation_bytes(n, checkpointing)
+            + 2 * shape.element_bytes * k * shape.vocabulary
+            + 2 * n * n
+            + 6 * 4 * min(shape.heads * n * n, 2**24)
+            for n, k in zip(lengths, scored, strict=True)
+            if k
+        )
+
+    # of the head's weight a float32 sum
+    packed = held(shape) + 4 * shape.hidden * shape.vocabulary
+    packed += shape.activation_bytes(forest.num_tokens, checkpointing)
+    reference = replace(shape, element_bytes=4)
+    sides = [packed, alone(shape), alone(reference)]
+    if setting.device.startswith("cpu"):
+        # gradients of the runs before: packed, trained, and the replicated one where there is
+        earlier = shape.element_bytes * shape.parameters
+        count = 2 if setting.dtype == "float32" else 3
+        sides = [sides[0], sides[1] + earlier, sides[2] + count * earlier]
+    return max(sides)
 
 
 def random_objective(
@@ -189,7 +269,8 @@ def show(facts: dict[str, Any], console: Console) -> None:
         verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
         table.add_row(name + where, difference, limit, verdict)
     console.print(table)
-    table = Table("cost, forward and backward", "replicated, eager", "packed", "saved")
+    attention = facts["replicated"]["attention"]
+    table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "saved")
     sides = facts["replicated"], facts["packed"]
     rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
     rows.append(("seconds", [side["seconds"] for side in sides], "{:.2f}"))
@@ -199,82 +280,14 @@ def show(facts: dict[str, Any], console: Console) -> None:
         ratio = f"{values[0] / values[1]:.2f}x" if facts["passed"] and values[1] > 0 else "-"
         table.add_row(name, *(form.format(value) for value in values), ratio)
     console.print(table)
+    apart, limit = facts["replicated"]["logprob_difference"], facts["checks"]["logprobs"]["limit"]
+    if limit is not None and (apart is None or apart > limit):
+        gap = "not finite" if apart is None else f"{apart:.1e}"
+        console.print(
+            f"transformers' {attention} itself is {gap} away from eager in log p with this "
+            "model (it may leave out a softcap, say); packed is compared with eager"
+        )
     console.print("[bold green]PASS[/]" if facts["passed"] else "[bold red]FAIL[/]")
-
-
-# ---- the model -----------------------------------------------------------------------------------
-
-
-def build(setting: Setting, attention: str) -> Any:
-    """The model with an attention implementation; equal weights every time."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
-
-    options = {"dtype": getattr(torch, setting.dtype), "attn_implementation": attention}
-    # also where weights are loaded: those a folder does not have are made up
-    torch.manual_seed(setting.seed)
-    logging.disable_progress_bar()
-    try:
-        if setting.model.is_dir():
-            model = AutoModelForCausalLM.from_pretrained(
-                setting.model, local_files_only=True, **options
-            )
-        else:
-            config = _load_config(setting.model)
-            text = config.get_text_config()
-            # the usual 0.02 leaves a small random model's attention uniform and its gradients
-            # next to nothing, where a wrong mask would hardly show
-            text.initializer_range = max(text.initializer_range, text.hidden_size**-0.5)
-            model = AutoModelForCausalLM.from_config(config, **options)
-    except (UnsupportedError, torch.OutOfMemoryError):
-        raise
-    except Exception as problem:
-        raise InputError(f"--model {setting.model}: {_first_line(problem)}") from None
-    model.to(setting.device).eval()
-    if setting.gradient_checkpointing:
-        # transformers checkpoints in training mode alone
-        model.train()
-        # renamed in transformers 5.23, where the old name warns
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable()
-        else:
-            model.gradient_checkpointing_enable()
-    return model
-
-
-def _load_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    if not path.exists():
-        raise InputError(f"--model {path}: does not exist; expected a folder or a config.json")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as problem:
-        raise InputError(f"--model {path}: {_first_line(problem)}") from None
-
-
-def _first_line(problem: Exception) -> str:
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(problem).__name__
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        raise InputError(f"--device {device}: {_first_line(problem)}") from None
-
-
-def _check_vocabulary(rollouts: Rollouts, config: Any, model: Path) -> None:
-    size = config.get_text_config().vocab_size
-    for sequence, line in zip(rollouts.sequences, rollouts.lines, strict=True):
-        if sequence.max() >= size:
-            raise InputError(
-                f"{rollouts.source}:{line}: has the token id {sequence.max()}, but the vocabulary "
-                f"of {model} ends at {size - 1}; is it the model these rollouts were tokenized for?"
-            )
 
 
 def _warm_up(model: Any, packed: bool, rollouts: Rollouts, objective: Objective) -> None:
@@ -296,5 +309,9 @@ def _cost(run: Run) -> dict[str, Any]:
     return {
         "seconds": run.seconds,
         "peak_bytes": run.peak_bytes,
-        "loss": run.loss if math.isfinite(run.loss) else None,
+        "loss": _finite(run.loss),
     }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -91,7 +91,7 @@ def ordinary_attention(
     if attention_mask.dtype == torch.bool:
         bias = torch.zeros_like(attention_mask, dtype=query.dtype)
         attention_mask = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
-    out, _ = _family_eager(module)(
+    out, _ = family_eager(module)(
         module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
     )
     return out, None
@@ -143,7 +143,8 @@ def _check_positions(
         )
 
 
-def _family_eager(module: nn.Module) -> Any:
+def family_eager(module: nn.Module) -> Any:
+    """The eager attention function that an attention layer's family defines beside its class."""
     for cls in type(module).__mro__:
         eager = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if eager is not None:

@@ -1,0 +1,135 @@
+"""The models that `verify` runs: found by transformers, built with an attention implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prefixtree.cli.names import explain, load_config
+from prefixtree.cli.rollouts import InputError, Rollouts
+from prefixtree.errors import UnsupportedError
+
+_HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to build and how to run it.
+
+    Attributes:
+        model: a folder of weights or a name on the Hugging Face hub, or a config.json for random
+            weights.
+        dtype: float32, bfloat16 or float16.
+        device: a torch device, or "auto": cuda where there is one.
+        seed: of random weights and of the loss's weights.
+        gradient_checkpointing: in all runs.
+    """
+
+    model: str
+    dtype: str = "float32"
+    device: str = "auto"
+    seed: int = 0
+    gradient_checkpointing: bool = False
+
+    def resolved(self) -> Setting:
+        """The same with the device chosen."""
+        return replace(self, device=choose_device(self.device))
+
+
+def choose_device(device: str) -> str:
+    """A torch device that can be used; "auto" is cuda where there is one, else cpu.
+
+    Raises:
+        InputError: a device that cannot be used.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        raise InputError(explain("--device", device, problem)) from None
+    return device
+
+
+def build(setting: Setting, attention: str) -> Any:
+    """The model with an attention implementation; equal weights every time.
+
+    Raises:
+        InputError: a model that cannot be built.
+        UnsupportedError: a model that prefixtree cannot serve exactly.
+    """
+    try:
+        return _build(setting, attention)
+    except (UnsupportedError, InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise InputError(explain("--model", setting.model, problem)) from None
+
+
+def build_as_trained(setting: Setting) -> Any:
+    """The model with the attention that trainers use without prefixtree.
+
+    The first that transformers accepts for this model: flash_attention_2 on a GPU in half
+    precision, sdpa, eager. The choice is in `model.config._attn_implementation`.
+    """
+    implementations = ["sdpa"]
+    if setting.device.startswith("cuda") and setting.dtype in _HALF:
+        implementations.insert(0, "flash_attention_2")
+    for attention in implementations:
+        try:
+            return _build(setting, attention)
+        except (ValueError, ImportError):
+            # how transformers refuses an implementation, before it reads any weight
+            continue
+    return build(setting, "eager")
+
+
+def _build(setting: Setting, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
+
+    options = {"dtype": getattr(torch, setting.dtype), "attn_implementation": attention}
+    # also where weights are loaded: those a folder does not have are made up
+    torch.manual_seed(setting.seed)
+    logging.disable_progress_bar()
+    if Path(setting.model).is_file():
+        config = load_config(setting.model)
+        text = config.get_text_config()
+        # the usual 0.02 leaves a small random model's attention uniform and its gradients
+        # next to nothing, where a wrong mask would hardly show
+        for name in ("initializer_range", "init_std"):
+            if (spread := getattr(text, name, None)) is not None:
+                setattr(text, name, max(spread, text.hidden_size**-0.5))
+        model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(setting.model, **options)
+    model.to(setting.device).eval()
+    if setting.gradient_checkpointing:
+        # transformers checkpoints in training mode alone
+        model.train()
+        # renamed in transformers 5.23, where the old name warns
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable()
+        else:
+            model.gradient_checkpointing_enable()
+    return model
+
+
+def check_vocabulary(rollouts: Rollouts, config: Any, model: str) -> None:
+    """Refuses token ids that the model's embedding does not have.
+
+    Raises:
+        InputError: the first line with such a token id, by its number.
+    """
+    size = config.get_text_config().vocab_size
+    for sequence, line in zip(rollouts.sequences, rollouts.lines, strict=True):
+        if sequence.max() >= size:
+            raise InputError(
+                f"{rollouts.source}:{line}: has the token id {sequence.max()}, but the vocabulary "
+                f"of {model} ends at {size - 1}; is it the model these rollouts were tokenized for?"
+            )
