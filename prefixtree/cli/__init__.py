@@ -88,9 +88,9 @@ _Tokenizer = Annotated[
     str | None,
     typer.Option(
         metavar="DIR|NAME",
-        help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages (OpenAI "
-        "chats, with tool_calls and tools) through its chat template, and decodes the text that "
-        "a report quotes.",
+        help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages "
+        "(OpenAI chats, with tool_calls and tools) through its chat template, and decodes the text "
+        "that a report quotes.",
         show_default=False,
     ),
 ]
