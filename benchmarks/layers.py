@@ -270,8 +270,6 @@ def _small_run(
     side: str, model: Any, batch: Batch, objective: Any, options: argparse.Namespace
 ) -> Run:
     attend = attention_of(side, batch.forest, options.device, options.dtype)
-    packed = batch.packed(side, options.device).with_options(
-        None if options.backend == "auto" else options.backend
-    )
+    packed = batch.packed(side, options.device).with_options(options.backend)
     with attending(attend):
         return run_packed(model, packed, objective, batch.masks)

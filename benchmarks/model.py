@@ -137,8 +137,7 @@ class Update:
         self.model = model
         self.batches = batches
         device, dtype = options.device, options.dtype
-        backend = None if options.backend == "auto" else options.backend
-        self._packed = [b.packed(side, device).with_options(backend) for b in batches]
+        self._packed = [b.packed(side, device).with_options(options.backend) for b in batches]
         self._attend = [attention_of(side, b.forest, device, dtype) for b in batches]
         self._weight = 1 / sum(int(m[1:].sum()) for b in batches for m in b.masks)
         self._advantages = [

@@ -253,7 +253,6 @@ class Update:
     ) -> None:
         self.model = model
         device, dtype = options.device, options.dtype
-        backend = None if options.backend == "auto" else options.backend
         self.steps = []
         mine, weights = deal(side, samples, max_tokens, ranks, model.config, with_empty)
         for indices, forest in mine:
@@ -264,7 +263,7 @@ class Update:
             given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in own] or [np.zeros((2, 0))]
             weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
             whole = chains(forest) if side == "fa2" else forest
-            packed = pack(whole).to(device).with_options(backend)
+            packed = pack(whole).to(device).with_options(options.backend)
             name = "fa2" if side == "fa2" else "packed"
             attend = attention_of(name, forest, device, dtype)
             step = Step(indices.tolist(), packed, attend, masks, advantage, weight)
