@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree.integrations import scoring
 from prefixtree.integrations.transformers import sequence_logprobs
 
 # the transformers that is installed
@@ -260,6 +261,11 @@ def run_packed(
     assert scores.entropy is not None
     objective.loss(scores.logprobs, scores.entropy).backward()
     return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
+
+
+def let_wrong_masks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the count of attention calls, which stops wrong masks before the test's own check."""
+    monkeypatch.setattr(scoring, "every_layer_attends", lambda *_: nullcontext())
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from models import (
     counted,
     enable_checkpointing,
     errors,
+    let_wrong_masks_run,
     make_objective,
     ragged_sequences,
     run_packed,
@@ -266,6 +267,7 @@ _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
 @pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
+    let_wrong_masks_run(monkeypatch)
     monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
     subtree_end = _packed().subtree_end.numpy()
     run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
@@ -285,6 +287,7 @@ def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
 
 
 def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
+    let_wrong_masks_run(monkeypatch)
     monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
     plan = MaskPlan(_packed().subtree_end.numpy(), None)
     plan.position = np.arange(len(plan.position), dtype=np.int32)
@@ -294,8 +297,9 @@ def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
         assert_same(run, _reference("mistral"))
 
 
-def test_labels_rolled_by_packed_order_turn_it_red():
+def test_labels_rolled_by_packed_order_turn_it_red(monkeypatch):
     """The first token after a branch scored from the token before it, not from its predecessor."""
+    let_wrong_masks_run(monkeypatch)
     packed = copy.copy(_packed())
     inputs = packed.model_inputs()
     packed.model_inputs = lambda: inputs

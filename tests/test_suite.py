@@ -16,6 +16,7 @@ import pytest
 import torch
 from benchmark_scripts import gpu_check
 from cli_runs import one_thread
+from models import let_wrong_masks_run
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.cli.estimate import visible_pairs
@@ -382,6 +383,7 @@ def test_models_are_red_where_the_tree_is_ignored(
         return (causal if is_tree else tree_attention)(q, k, v, mask, **options)
 
     monkeypatch.setattr(integration, "tree_attention", ignoring)
+    let_wrong_masks_run(monkeypatch)
     out = tmp_path / "out.json"
     few = {
         "layer": ["--prompts", "5120", "--micro-batches", "2", "--sides", "packed", "own"],

@@ -18,6 +18,7 @@ import torch
 import update_ranks
 from benchmark_scripts import gpu_check, scripts
 from cli_runs import one_thread, write_rollouts
+from models import let_wrong_masks_run
 from test_suite import TINY, causal, result
 
 import prefixtree.integrations.transformers as adapter
@@ -144,6 +145,7 @@ def test_a_tree_that_is_ignored_is_red(
     update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(adapter, "tree_attention", causal)
+    let_wrong_masks_run(monkeypatch)
     rows = red_rows(update, rollouts, tmp_path, "--dtype", dtype)
     for side in ("verl", "packed"):
         assert {"log-probabilities", "gradient"} <= set(rows[side]["red"])

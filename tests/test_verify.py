@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cli_runs import one_thread, run, run_json, write_rollouts
+from models import let_wrong_masks_run
 
 from prefixtree.forest import PrefixForest
 
@@ -186,6 +187,7 @@ def test_verify_turns_red_under_a_causal_mask(monkeypatch, rollout_file, config_
         return original(q, k, v, pack(chain).mask, **options)
 
     monkeypatch.setattr(adapter, "tree_attention", causal)
+    let_wrong_masks_run(monkeypatch)
     facts = run_json("verify", "--model", config_file(), rollout_file, exit_code=1)
     assert not any(check["passed"] for check in facts["checks"].values())
 
