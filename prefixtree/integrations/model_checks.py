@@ -7,8 +7,10 @@ configuration of their own, and classes, patches and hooks may treat logits in w
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,8 +29,18 @@ from prefixtree.kernels.calls import counted_calls
 from prefixtree.packing.layout import PackedForest
 
 _NAME = "prefixtree"
-# whose wrappers and hooks hand on what a forward gives, or are verified to (Liger Kernel's)
-_KNOWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "liger_kernel", "prefixtree")
+# whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
+# TRL's fused head is for calls that ask for it
+_KNOWN_PACKAGES = (
+    "transformers",
+    "torch",
+    "accelerate",
+    "peft",
+    "trl",
+    "liger_kernel",
+    "prefixtree",
+    "functools",
+)
 
 
 def find_causal_lm(model: nn.Module) -> Any:
@@ -175,19 +187,30 @@ def check_hook(hook: Callable[..., Any], owner: str) -> None:
 
 
 def _foreign(function: Any) -> str | None:
-    """The module of the first function, wrappers taken off one by one, from an unknown package."""
-    while function is not None:
-        inner = getattr(function, "__wrapped__", None)
+    """The module of a function from an unknown package: this one, or one that it wraps."""
+    left, seen = [function], set()
+    while left:
+        function = left.pop()
         if isinstance(function, functools.partial):
-            inner = function.func
+            left.append(function.func)
         function = getattr(function, "__func__", function)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
         # not __module__, which a wrapper takes over from what it wraps
         names = getattr(function, "__globals__", None)
         module = type(function).__module__ if names is None else names.get("__name__", "?")
-        if module.partition(".")[0] not in (*_KNOWN_PACKAGES, "functools"):
+        if module.partition(".")[0] not in _KNOWN_PACKAGES:
             return str(module)
-        function = inner
+        left.append(getattr(function, "__wrapped__", None))
+        # what a wrapper calls need not be what it says it wraps
+        if isinstance(function, FunctionType):
+            left += inspect.getclosurevars(function).nonlocals.values()
+        left = [f for f in left if isinstance(f, _FUNCTIONS) or hasattr(f, "__wrapped__")]
     return None
+
+
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
 def _check_vocabulary(causal_lm: Any, packed: PackedForest) -> None:

@@ -217,5 +217,5 @@ def test_a_version_that_was_not_tested(folder: Path, monkeypatch: pytest.MonkeyP
 def test_the_attention_stays_refused_where_it_is_taken_away(folder: Path) -> None:
     made = make(PrefixTreeGRPOTrainer, folder, options={"rollout_func": rollouts}, beta=0.0)
     made.model.set_attn_implementation("sdpa")
-    with pytest.raises(UnsupportedError, match="'sdpa', which ignores the tree"):
+    with pytest.raises(UnsupportedError, match=r"which ignores the tree .*'sdpa'"):
         made.train()
