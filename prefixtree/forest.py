@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from prefixtree import loops
 from prefixtree._tokens import check_tokens, flatten, integers, is_nested, to_numpy
 from prefixtree.errors import ForestError
 
@@ -227,9 +228,7 @@ class PrefixForest:
         for bad in np.flatnonzero(length < 1)[:1]:
             raise ForestError(f"lengths[{bad}] is {length[bad]}; a node has at least one token")
 
-        from prefixtree import _trie
-
-        topological = _trie.parents_first(parent)
+        topological = loops.trie.parents_first(parent)
         if len(topological) < n:
             bad = int(np.setdiff1d(np.arange(n), topological)[0])
             raise ForestError(f"parents has a cycle through node {bad}")
@@ -266,8 +265,6 @@ class PrefixForest:
     def _from_flat(
         cls, flat: np.ndarray, lengths: np.ndarray, keys: Sequence[Hashable] | None, order: str
     ) -> PrefixForest:
-        from prefixtree import _trie
-
         num_sequences = len(lengths)
         offsets = np.zeros(num_sequences + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
@@ -287,7 +284,7 @@ class PrefixForest:
             except TypeError as problem:
                 raise ForestError(f"keys must be hashable: {problem}") from None
             perm = np.argsort(key_of, kind="stable")
-        *nodes, sequence_node = _trie.find_prefixes(flat, offsets, perm, key_of)
+        *nodes, sequence_node = loops.trie.find_prefixes(flat, offsets, perm, key_of)
         parent, length, source, first = nodes
         return cls._assemble(parent, length, first, sequence_node, order, flat, source)
 
@@ -306,8 +303,6 @@ class PrefixForest:
 
         `first` ranks siblings first-come; node n's tokens stand at flat[source[n]:].
         """
-        from prefixtree import _trie
-
         if order not in ORDERS:
             raise ForestError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
         parent = np.ascontiguousarray(parent, np.int32)
@@ -319,17 +314,17 @@ class PrefixForest:
                 f"{_MAX_TOKENS}: split the batch"
             )
         if order == "heaviest":
-            rank = (first, -_trie.subtree_weights(parent, length), parent)
+            rank = (first, -loops.trie.subtree_weights(parent, length), parent)
             siblings = np.lexsort(rank)
         else:
             siblings = np.lexsort((first, parent))
-        new_id, *nodes = _trie.preorder(parent, length, siblings)
+        new_id, *nodes = loops.trie.preorder(parent, length, siblings)
         tokens = None
         if flat is not None and source is not None:
             source = np.ascontiguousarray(source, np.int64)
             # numpy's large arrays come in huge pages, numba's do not: a third of the time
             tokens = np.empty(num_tokens, np.int64)
-            _trie.gather_tokens(flat, source, new_id, nodes[1], nodes[2], tokens)
+            loops.trie.gather_tokens(flat, source, new_id, nodes[1], nodes[2], tokens)
         above, start, node_length, depth, subtree_end = nodes
         return cls(above, start, node_length, depth, subtree_end, new_id[sequence_node], tokens)
 
@@ -376,9 +371,7 @@ class PrefixForest:
     @cached_property
     def node_level(self) -> np.ndarray:
         """Ancestors of each node, int32 [N]: 0 at roots."""
-        from prefixtree import _trie
-
-        return _trie.levels(self.node_parent)
+        return loops.trie.levels(self.node_parent)
 
     @cached_property
     def node_multiplicity(self) -> np.ndarray:
@@ -454,9 +447,7 @@ class PrefixForest:
         subtree_end = self.node_subtree_end
         limit = np.where(child, subtree_end[above], end[-1])
         require((subtree_end >= end) & (subtree_end <= limit), "subtree ends nest")
-        from prefixtree import _trie
-
-        weight = _trie.subtree_weights(parent, length)
+        weight = loops.trie.subtree_weights(parent, length)
         require(subtree_end - start == weight, "its subtree is its own and its descendants' tokens")
         leaf = subtree_end == end
         ends = self.sequence_node

@@ -160,7 +160,7 @@ def test_order_of_input_does_not_change_what_is_shared(sequences: Sequences, ran
 
 
 def test_more_sequences_than_the_insertion_sort_takes() -> None:
-    # groups above _trie._SMALL go through another sort
+    # groups above loops.trie._SMALL go through another sort
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 40, rng.integers(1, 5)).tolist() for _ in range(400)]
     forest = PrefixForest.from_sequences(sequences, order="input")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import prefixtree
+from prefixtree import loops
 
 ROOT = Path(prefixtree.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -60,6 +61,7 @@ def imports(file: Path) -> Iterator[tuple[str, bool]]:
     yield from visit(ast.parse(file.read_text()), True)
 
 
+LOOPS = "prefixtree.loops"
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
 
@@ -172,19 +174,20 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     file.write_text(
         "import numpy as np\n"
         "from typing import TYPE_CHECKING\n"
-        "from prefixtree.packing import tables\n"
+        "from prefixtree.loops import trie\n"
         "if TYPE_CHECKING:\n    import networkx\n"
         "class A:\n    import json\n"
-        "def f():\n    from prefixtree import _trie\n    import torch\n"
+        "def f():\n    from prefixtree import loops\n    import torch\n"
     )
     assert list(imports(file)) == [
         ("numpy", True),
         ("typing", True),
-        ("prefixtree.packing.tables", True),
+        ("prefixtree.loops.trie", True),
         ("json", True),
-        ("prefixtree._trie", False),
+        ("prefixtree.loops", False),
         ("torch", False),
     ]
+    assert layer_of("prefixtree.loops.planning") == layer_of("prefixtree.forest") == 0
     assert layer_of("prefixtree.forest") < layer_of("prefixtree.packing.mask")
     assert layer_of("prefixtree.kernels.sdpa") < layer_of("prefixtree.integrations.transformers")
     assert backend_of("prefixtree.kernels.triton.forward") == "triton"
@@ -201,7 +204,7 @@ def test_imports_point_one_way(module: str) -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])
 def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) -> None:
-    allowed = ("prefixtree.packing.mask", "prefixtree.packing.kinds")
+    allowed = ("prefixtree.packing.mask",)
     for target, _ in imports(MODULES[module]):
         parts = target.split(".")
         if parts[0] != "prefixtree":
@@ -224,6 +227,32 @@ def test_compiled_loops_are_imported_inside_functions(module: str) -> None:
         assert not (late and at_import), f"{module} imports {target} as it is imported"
 
 
-def test_the_compiled_modules_are_known() -> None:
-    known = {"prefixtree._trie", "prefixtree.packing.tables", "prefixtree.packing.pieces"}
-    assert known <= COMPILED
+@pytest.mark.parametrize("module", list(MODULES))
+def test_the_loops_stand_alone_behind_their_door(module: str) -> None:
+    for target, _ in imports(MODULES[module]):
+        if module.startswith(LOOPS):
+            assert not target.startswith("prefixtree") or target.startswith(f"{LOOPS}."), (
+                f"{module} imports {target}"
+            )
+        elif target in COMPILED:
+            assert not target.startswith(f"{LOOPS}."), f"{module} imports {target}, not {LOOPS}"
+
+
+def test_the_door_knows_every_compiled_module() -> None:
+    wing = {f"{LOOPS}.{name}" for name in loops.__all__}
+    assert wing == {module for module in COMPILED if layer_of(module) < layer_of("prefixtree.cli")}
+    assert {f"{LOOPS}.trie", f"{LOOPS}.block_tables", f"{LOOPS}.tile_costs"} <= wing
+    for name in loops.__all__:
+        assert getattr(loops, name).__name__ == f"{LOOPS}.{name}"
+    with pytest.raises(AttributeError, match=r"'prefixtree\.loops' has no attribute 'nothing'"):
+        loops.nothing  # noqa: B018
+
+
+def test_a_module_of_loops_is_imported_when_it_is_first_used() -> None:
+    found = run_python(
+        "import json, sys; from prefixtree import PrefixForest\n"
+        "loaded = lambda: sorted(m for m in sys.modules if m.startswith('prefixtree.loops.'))\n"
+        "before = loaded(); PrefixForest.from_sequences([[1, 2], [1, 3]])\n"
+        "print(json.dumps({'before': before, 'after': loaded()}))"
+    )
+    assert found == {"before": [], "after": ["prefixtree.loops.trie"]}

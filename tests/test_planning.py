@@ -22,8 +22,8 @@ from strategies import (
 )
 
 from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
+from prefixtree.loops import planning as loops
 from prefixtree.packing import _planning
-from prefixtree.packing import _planning_loops as loops
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.micro_batches import PlanStats
 

@@ -11,7 +11,7 @@ from strategies import mask_of
 from table_checks import assert_tables_exact, shape_id
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
-from prefixtree.packing.kinds import CAUSAL, END, WINDOW
+from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
 
 Break = Callable[[dict[str, torch.Tensor]], None]
 

@@ -23,7 +23,7 @@ from strategies import (
 from table_checks import assert_tables_exact, listed_forward, shape_id, visible_pairs
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
-from prefixtree.packing import tables as loops
+from prefixtree.loops import block_tables as loops
 
 SHAPES = [
     TileShape(16, 64),

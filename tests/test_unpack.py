@@ -22,7 +22,8 @@ from strategies import (
 )
 
 from prefixtree import ForestError, PackedForest, PrefixForest, pack
-from prefixtree.packing import copies, gather, layout
+from prefixtree.loops import sequence_copies as copies
+from prefixtree.packing import gather, layout
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prefixtree import loops
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.cost_model import CostModel
 
@@ -75,11 +76,9 @@ class Units(NamedTuple):
 
 
 def make_tree(forest: PrefixForest, model: CostModel) -> Tree:
-    from prefixtree import _trie
-
     above, start = forest.node_parent, forest.node_start
     token = start if forest.tokens is None else forest.tokens[start]
-    new_id, parent, _, length, depth, _ = _trie.preorder(
+    new_id, parent, _, length, depth, _ = loops.trie.preorder(
         above, forest.node_length.astype(np.int64), np.lexsort((token, above))
     )
     cost = model.cost(depth.astype(np.int64), length.astype(np.int64))
@@ -95,8 +94,6 @@ def make_tree(forest: PrefixForest, model: CostModel) -> Tree:
 
 
 def make_units(tree: Tree, group: np.ndarray, max_tokens: int) -> Units:
-    from prefixtree.packing import _planning_loops as loops
-
     order = np.lexsort((tree.ends, group))
     groups, ends = group[order], tree.ends[order]
     other_group = np.append(True, groups[1:] != groups[:-1])
@@ -105,7 +102,7 @@ def make_units(tree: Tree, group: np.ndarray, max_tokens: int) -> Units:
     pair_of_sequence[order] = np.cumsum(is_new) - 1
     groups, ends, other_group = groups[is_new], ends[is_new], other_group[is_new]
     group_ptr = np.append(np.flatnonzero(other_group), len(ends))
-    tokens = loops.union_weights(tree.parent, tree.length, group_ptr, ends)
+    tokens = loops.planning.union_weights(tree.parent, tree.length, group_ptr, ends)
     fits = (tokens <= max_tokens) & (groups[group_ptr[:-1]] >= 0)
     is_first = other_group | ~fits[np.cumsum(other_group) - 1]
     first = np.flatnonzero(is_first)
@@ -138,15 +135,13 @@ def assign(
     tree: Tree, units: Units, num_ranks: int, max_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rank and the micro-batch of each unit, int64 [U]; micro-batches are numbered by rank."""
-    from prefixtree.packing import _planning_loops as loops
-
     deal = _deal(tree, units, num_ranks)
     least, best = None, None
     for _ in range(1 + _CORRECTIONS):
         unit_rank = deal.rank[deal.item]
         unit_bin = _fill(tree, units, unit_rank, max_tokens)
         sets = make_sets(unit_bin[units.of_pair], units.ends)
-        cost = loops.union_weights(tree.parent, tree.cost, *sets)
+        cost = loops.planning.union_weights(tree.parent, tree.cost, *sets)
         bin_rank = np.zeros(len(cost), np.int64)
         bin_rank[unit_bin] = unit_rank
         loads = np.zeros(num_ranks, np.int64)
@@ -157,12 +152,12 @@ def assign(
         if loads.max() * num_ranks <= _EVEN * loads.sum():
             break
         # what micro-batches repeat was not known before; it is charged to the rank's items
-        planned = np.maximum(1, loops.rank_loads(*deal.split, deal.rank, num_ranks))
+        planned = np.maximum(1, loops.planning.rank_loads(*deal.split, deal.rank, num_ranks))
         own, *shared = deal.split
         split = (np.rint(own * (loads / planned)[deal.rank]).astype(np.int64), *shared)
         rank = deal.rank.copy()
         if len(split[3]) * num_ranks <= _MOST_HELD:
-            loops.even_out(*split, rank, num_ranks, _WORK)
+            loops.planning.even_out(*split, rank, num_ranks, _WORK)
         if (rank == deal.rank).all():
             break
         deal = Deal(deal.item, rank, split)
@@ -177,10 +172,8 @@ def _price(loads: np.ndarray) -> int:
 
 def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
     """Deals items out to the ranks, by what they cost if nothing is repeated on a rank."""
-    from prefixtree.packing import _planning_loops as loops
-
     part = int(tree.cost.sum()) // num_ranks
-    longest = int(loops.path_weights(tree.parent, tree.cost)[tree.ends].max())
+    longest = int(loops.planning.path_weights(tree.parent, tree.cost)[tree.ends].max())
     # finer items change nothing where every unit has a group
     finer = range(_HALVINGS if (units.group < 0).any() and num_ranks > 1 else 1)
     least, best = None, None
@@ -193,16 +186,16 @@ def _deal(tree: Tree, units: Units, num_ranks: int) -> Deal:
             continue
         tried.append(count)
         sets = make_sets(item[units.of_pair], units.ends)
-        if best and loops.shared_entries(tree.parent, *sets) > _MOST_SHARED:
+        if best and loops.planning.shared_entries(tree.parent, *sets) > _MOST_SHARED:
             break
-        split = loops.split_weights(tree.parent, tree.cost, *sets)
-        ranks = [loops.deal_in_line(*split, num_ranks)]
+        split = loops.planning.split_weights(tree.parent, tree.cost, *sets)
+        ranks = [loops.planning.deal_in_line(*split, num_ranks)]
         if len(split[3]) * num_ranks <= _MOST_HELD:
-            ranks.insert(0, loops.deal_heaviest_first(*split, num_ranks))
+            ranks.insert(0, loops.planning.deal_heaviest_first(*split, num_ranks))
             for rank in ranks:
-                loops.even_out(*split, rank, num_ranks, _WORK)
+                loops.planning.even_out(*split, rank, num_ranks, _WORK)
         for rank in ranks:
-            loads = loops.rank_loads(*split, rank, num_ranks)
+            loads = loops.planning.rank_loads(*split, rank, num_ranks)
             price = _price(loads)
             if least is None or price < least:
                 least, best = price, Deal(item, rank, split)
@@ -218,15 +211,13 @@ def _items(tree: Tree, units: Units, capacity: int, keep: int, limit: int) -> np
 
     Numbered in preorder, so that neighbours in number are neighbours in the forest.
     """
-    from prefixtree.packing import _planning_loops as loops
-
     item = units.group.copy()
     free = np.flatnonzero(item < 0)
     if len(free):
         ends = units.ends[units.ptr[free]]
         below = np.zeros(len(free), np.int64)
         options = (capacity, False, keep, limit)
-        piece = loops.join_units(tree.parent, tree.cost, ends, below, *options)
+        piece = loops.planning.join_units(tree.parent, tree.cost, ends, below, *options)
         item[free] = item.max() + 1 + piece
     first = np.full(item.max() + 1, len(tree.parent))
     np.minimum.at(first, item, units.ends[units.ptr[:-1]])
@@ -237,11 +228,9 @@ def _items(tree: Tree, units: Units, capacity: int, keep: int, limit: int) -> np
 
 def _fill(tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int) -> np.ndarray:
     """The micro-batch of each unit, int64 [U], numbered rank by rank."""
-    from prefixtree.packing import _planning_loops as loops
-
-    node = loops.common_ancestors(tree.parent, units.ptr, units.ends)
-    above = np.append(loops.path_weights(tree.parent, tree.length), 0)[node]
-    below = loops.union_weights(tree.parent, tree.length, units.ptr, units.ends) - above
+    node = loops.planning.common_ancestors(tree.parent, units.ptr, units.ends)
+    above = np.append(loops.planning.path_weights(tree.parent, tree.length), 0)[node]
+    below = loops.planning.union_weights(tree.parent, tree.length, units.ptr, units.ends) - above
     # one sort for all ranks, so that many ranks do not each look at everything
     by_rank = np.argsort(unit_rank, kind="stable")
     unit_ptr = np.append(0, np.cumsum(np.bincount(unit_rank)))
@@ -255,7 +244,7 @@ def _fill(tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int) -> n
         if len(mine) == 0:
             continue
         pairs = pairs_by_rank[pair_ptr[rank] : pair_ptr[rank + 1]]
-        nodes = loops.used_nodes(tree.parent, np.unique(units.ends[pairs]))
+        nodes = loops.planning.used_nodes(tree.parent, np.unique(units.ends[pairs]))
         label = _fill_rank(
             renumber(tree.parent[nodes], nodes),
             tree.length[nodes],
@@ -284,11 +273,10 @@ def _fill_rank(
         unit: node and size of each, as `join_units` takes them.
         pairs: unit and end of each.
     """
-    from prefixtree.packing import _planning_loops as loops
 
     def attempt(capacity: int) -> tuple[np.ndarray, int, int]:
-        label = loops.join_units(parent, length, *unit, capacity, True, 0, 0)
-        sizes = loops.union_weights(parent, length, *make_sets(label[pairs[0]], pairs[1]))
+        label = loops.planning.join_units(parent, length, *unit, capacity, True, 0, 0)
+        sizes = loops.planning.union_weights(parent, length, *make_sets(label[pairs[0]], pairs[1]))
         return label, len(sizes), int(sizes.sum())
 
     best, num_bins, tokens = attempt(max_tokens)

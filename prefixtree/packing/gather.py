@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree.packing.mask import move
 
 # rows of a backward are summed in pieces of at most so many fp32 numbers
@@ -45,9 +46,7 @@ class GatherPlan:
     @cached_property
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """Copies sorted by row (device), their number a row (device), and its running sum."""
-        from prefixtree.packing.copies import counting_sort
-
-        order, counts = counting_sort(self._index, self.num_rows)
+        order, counts = loops.sequence_copies.counting_sort(self._index, self.num_rows)
         both = move(torch.from_numpy(np.concatenate([order, counts])), self.device)
         by_row, number = both.split([len(order), len(counts)])
         return by_row, number, np.concatenate([[0], np.cumsum(counts)])

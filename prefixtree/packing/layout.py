@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherPlan, gather
@@ -202,10 +203,8 @@ class PackedForest:
         if any(t.requires_grad for t in tensors):
             raise ForestError("pack_values takes values without a gradient; detach them")
         flat = torch.cat(tensors)
-        from prefixtree.packing import copies
-
         forest = self.forest
-        at = copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
+        at = loops.sequence_copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
         packed = flat.index_select(0, move(torch.from_numpy(at), self.device))
         index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
         copied = packed.index_select(0, move(torch.from_numpy(index), self.device))
@@ -253,20 +252,16 @@ class PackedForest:
         self, selected: np.ndarray, sequences: np.ndarray | None = None
     ) -> np.ndarray:
         """bool [T]: tokens selected (uint8 [R]) in any of the sequences."""
-        from prefixtree.packing import copies
-
         if sequences is None:
             sequences = self._sequence_indices(None)
         args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
-        return copies.any_copy(*args)
+        return loops.sequence_copies.any_copy(*args)
 
     def copy_index(
         self, sequences: np.ndarray, selected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`copies.copy_index` for this forest."""
-        from prefixtree.packing import copies
-
-        return copies.copy_index(*self._nodes, sequences, self._offsets, selected)
+        """`loops.sequence_copies.copy_index` for this forest."""
+        return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, selected)
 
     @property
     def _nodes(self) -> tuple[np.ndarray, ...]:

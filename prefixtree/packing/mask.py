@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree.errors import ForestError
 
 
@@ -59,9 +60,9 @@ class BlockTables:
         q_cost: [NQ].
         q_ptr, q_split: [NQ + 1], [NQ]: query tile i has the full runs q_ptr[i]:q_split[i] and the
             partial runs q_split[i]:q_ptr[i + 1].
-        q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of `packing.kinds`;
-            0 for a full run). A key tile shorter than `tile_k` is never full here: END stands for
-            its dead lanes too.
+        q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of
+            `loops.mask_compares`; 0 for a full run). A key tile shorter than `tile_k` is never
+            full here: END stands for its dead lanes too.
         partial_ptr, partial_tiles: [NQ + 1], [*, 2]: the partial runs once more, a key tile a row
             (key tile, packed start), for kernels whose loop over them must not follow two tables.
         k_cost: [NK].
@@ -168,10 +169,8 @@ class MaskPlan:
 
     def __init__(self, subtree_end: np.ndarray, query_runs: np.ndarray | None) -> None:
         """subtree_end int32 [T]; query_runs int64 [*, 3] (packed start, row in q, length)."""
-        from prefixtree.packing import tables
-
         self.subtree_end = subtree_end
-        self.predictor, self.position, bad = tables.walk(self.subtree_end)
+        self.predictor, self.position, bad = loops.block_tables.walk(self.subtree_end)
         if bad >= 0:
             raise ForestError(
                 f"subtree_end[{bad}] is {self.subtree_end[bad]}: expected more than {bad} and no "
@@ -207,10 +206,8 @@ class MaskPlan:
 
     @cached_property
     def paths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`tables.paths`: blocks of queries along one path, and the key runs above each."""
-        from prefixtree.packing import tables
-
-        return tables.paths(self.predictor, self.query_runs)
+        """Blocks of queries along one path, and the key runs above each: see the loop `paths`."""
+        return loops.block_tables.paths(self.predictor, self.query_runs)
 
     def on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """subtree_end, position_ids and query_tokens (int32) on a device."""
@@ -232,10 +229,10 @@ class MaskPlan:
     def partial_share(self, shape: TileShape, window: int) -> float:
         """Share of the key tiles a forward visits that need a compare."""
         if (shape, window) not in self._shares:
-            from prefixtree.packing import pieces
-
             tables = self.tables(shape, window, torch.device("cpu"))
-            _, full, part = pieces.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+            _, full, part = loops.tile_costs.query_costs(
+                tables.q_ptr.numpy(), tables.q_runs.numpy()
+            )
             self._shares[shape, window] = int(part.sum()) / max(1, int(full.sum() + part.sum()))
         return self._shares[shape, window]
 
@@ -250,37 +247,34 @@ class MaskPlan:
 
     @lasting
     def _build(self, shape: TileShape, window: int) -> BlockTables:
-        from prefixtree.packing import pieces as cuts
-        from prefixtree.packing import tables as loops
-
         ends, positions = self.subtree_end, self.position
-        q_tiles = loops.query_tiles(self.query_runs, shape.tile_q)
+        q_tiles = loops.block_tables.query_tiles(self.query_runs, shape.tile_q)
         if shape.cut:
-            k_tiles = loops.cut_key_tiles(ends, q_tiles, shape.tile_k)
+            k_tiles = loops.block_tables.cut_key_tiles(ends, q_tiles, shape.tile_k)
         else:
-            k_tiles = loops.grid_key_tiles(len(ends), shape.tile_k)
-        k_ends = loops.tile_ranges(ends, k_tiles[:, 0], k_tiles[:, 1])
+            k_tiles = loops.block_tables.grid_key_tiles(len(ends), shape.tile_k)
+        k_ends = loops.block_tables.tile_ranges(ends, k_tiles[:, 0], k_tiles[:, 1])
         if window:
-            k_positions = loops.tile_ranges(positions, k_tiles[:, 0], k_tiles[:, 1])
-            q_positions = loops.tile_ranges(positions, q_tiles[:, 0], q_tiles[:, 2])
+            k_positions = loops.block_tables.tile_ranges(positions, k_tiles[:, 0], k_tiles[:, 1])
+            q_positions = loops.block_tables.tile_ranges(positions, q_tiles[:, 0], q_tiles[:, 2])
         else:
             k_positions, q_positions = k_ends, np.zeros((len(q_tiles), 2), np.int32)
-        q_ptr, q_split, q_runs = loops.forward_runs(
+        q_ptr, q_split, q_runs = loops.block_tables.forward_runs(
             q_tiles, k_tiles, shape.tile_k, k_ends, k_positions, q_positions, window
         )
-        q_cost, _, _ = cuts.query_costs(q_ptr, q_runs)
+        q_cost, _, _ = loops.tile_costs.query_costs(q_ptr, q_runs)
         if window:
-            k_ptr, k_runs = loops.transposed_runs(q_ptr, q_runs, len(k_tiles))
+            k_ptr, k_runs = loops.block_tables.transposed_runs(q_ptr, q_runs, len(k_tiles))
         else:
-            k_ptr, k_runs = loops.backward_runs(q_tiles, k_tiles, k_ends)
-        partial_ptr, partial_tiles = cuts.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
-        k_cost, k_ptr, k_runs, pieces, piece_cost, slots = cuts.cut_pieces(
+            k_ptr, k_runs = loops.block_tables.backward_runs(q_tiles, k_tiles, k_ends)
+        partial_ptr, partial_tiles = loops.tile_costs.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
+        k_cost, k_ptr, k_runs, pieces, piece_cost, slots = loops.tile_costs.cut_pieces(
             k_ptr, k_runs, shape.piece_tiles
         )
         arrays = {
             "q_tiles": q_tiles,
             "k_tiles": k_tiles,
-            "k_spans": loops.key_spans(ends, k_tiles, shape.tile_k),
+            "k_spans": loops.block_tables.key_spans(ends, k_tiles, shape.tile_k),
             "q_order": np.argsort(-q_cost, kind="stable").astype(np.int32),
             "q_cost": q_cost,
             "q_ptr": q_ptr,
@@ -454,11 +448,9 @@ class TreeMask:
 
     def stats(self, shape: TileShape, window: int | None = None) -> MaskStats:
         """Useful share, partial and cut tiles for a tile shape. Counts pairs of one head."""
-        from prefixtree.packing import pieces
-
         window = check_window(window)
         tables = self.plan.tables(shape, window, torch.device("cpu"))
-        _, full, partial = pieces.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+        _, full, partial = loops.tile_costs.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
         visible_pairs = self.plan.visible_pairs(window)
         tile_pairs = int(full.sum()) + int(partial.sum())
         return MaskStats(

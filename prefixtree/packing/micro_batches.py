@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing import _planning as planning
@@ -348,8 +349,6 @@ def plan_micro_batches(
             number of groups than of sequences.
         ValueError: max_tokens, num_ranks or min_steps below 1; keys with a forest.
     """
-    from prefixtree.packing import _planning_loops as loops
-
     max_tokens, num_ranks, min_steps = (
         _at_least_one(name, value)
         for name, value in (
@@ -379,8 +378,8 @@ def plan_micro_batches(
     bin_rank = np.zeros(num_bins, np.int64)
     bin_rank[unit_bin] = unit_rank
     bins = planning.make_sets(unit_bin[units.of_pair], units.ends)
-    tokens = loops.union_weights(tree.parent, tree.length, *bins)
-    costs = loops.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
+    tokens = loops.planning.union_weights(tree.parent, tree.length, *bins)
+    costs = loops.planning.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
     sequence_bin = unit_bin[units.of_sequence]
     by_bin = np.argsort(sequence_bin, kind="stable")
     members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
@@ -394,8 +393,10 @@ def plan_micro_batches(
     for rank in ranks:
         rank += [MicroBatch(forest, nothing, 0, 0.0) for _ in range(steps - len(rank))]
 
-    naive_bin = loops.fill_in_order(lengths, max_tokens)
-    naive = loops.union_weights(tree.parent, tree.length, *planning.make_sets(naive_bin, tree.ends))
+    naive_bin = loops.planning.fill_in_order(lengths, max_tokens)
+    naive = loops.planning.union_weights(
+        tree.parent, tree.length, *planning.make_sets(naive_bin, tree.ends)
+    )
     stats = PlanStats(
         packed_tokens=int(tokens.sum()),
         distinct_tokens=forest.num_tokens,
@@ -416,10 +417,8 @@ def plan_micro_batches(
 
 def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     """The forest of some sequences of a forest: their paths, compressed again."""
-    from prefixtree.packing import _planning_loops as loops
-
     ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
-    nodes = loops.used_nodes(forest.node_parent, ends)
+    nodes = loops.planning.used_nodes(forest.node_parent, ends)
     parent = planning.renumber(forest.node_parent[nodes], nodes)
     # a node continues its parent's where no other child is left and no sequence ends between
     children = np.bincount(parent[parent >= 0], minlength=len(nodes))

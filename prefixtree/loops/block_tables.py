@@ -7,7 +7,7 @@ k <= q < subtree_end[k]. Legend: T tokens, NQ query tiles, NK key tiles.
 import numpy as np
 from numba import njit
 
-from prefixtree.packing.kinds import CAUSAL, END, WINDOW
+from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
 
 
 @njit(cache=True)

@@ -1,0 +1,26 @@
+"""The loops of the forest and of packing, compiled by numba. This module is their only door.
+
+    from prefixtree import loops
+
+    predictor, position, bad = loops.block_tables.walk(subtree_end)
+
+A module of loops is imported where it is first used, because numba takes longer to import than the
+rest of the package together.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefixtree.loops import block_tables, planning, sequence_copies, tile_costs, trie
+
+__all__ = ["block_tables", "planning", "sequence_copies", "tile_costs", "trie"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        # the import makes the module an attribute, so this runs once per module
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
