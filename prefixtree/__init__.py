@@ -9,8 +9,9 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
+from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
 from prefixtree.packing.layout import Edges, PackedForest, pack
-from prefixtree.packing.mask import BlockTables, MaskStats, TileShape, TreeMask
+from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import numpy as np
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.mask import BlockTables, TileShape, TreeMask
+from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.mask import TreeMask
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

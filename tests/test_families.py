@@ -36,7 +36,7 @@ from packaging import version
 import prefixtree as pt
 import prefixtree.integrations.transformers as adapter
 from prefixtree.integrations import families
-from prefixtree.packing.mask import MaskPlan
+from prefixtree.packing.mask_plan import MaskPlan
 
 _CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
 _PROVEN = cases([*FAMILIES, *VARIANTS])

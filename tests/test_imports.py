@@ -61,6 +61,9 @@ def imports(file: Path) -> Iterator[tuple[str, bool]]:
     yield from visit(ast.parse(file.read_text()), True)
 
 
+# what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
+# sequences, so this is all that kernels may know of `packing`
+MASK_ROOMS = ("transfers", "block_tables", "mask_plan", "mask")
 LOOPS = "prefixtree.loops"
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
@@ -204,7 +207,7 @@ def test_imports_point_one_way(module: str) -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])
 def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) -> None:
-    allowed = ("prefixtree.packing.mask",)
+    allowed = {f"prefixtree.packing.{room}" for room in MASK_ROOMS}
     for target, _ in imports(MODULES[module]):
         parts = target.split(".")
         if parts[0] != "prefixtree":
@@ -216,6 +219,14 @@ def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) ->
         ours, theirs = backend_of(module), backend_of(target)
         if ours is not None and theirs is not None:
             assert ours == theirs, f"backend {module} imports backend {target}"
+
+
+@pytest.mark.parametrize("room", MASK_ROOMS)
+def test_the_mask_is_built_of_rooms_one_on_another(room: str) -> None:
+    below = {f"prefixtree.packing.{other}" for other in MASK_ROOMS[: MASK_ROOMS.index(room)]}
+    for target, _ in imports(MODULES[f"prefixtree.packing.{room}"]):
+        if target.startswith("prefixtree"):
+            assert target in below | {LOOPS, "prefixtree.errors"}, f"{room} imports {target}"
 
 
 @pytest.mark.parametrize("module", list(MODULES))

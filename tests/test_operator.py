@@ -24,7 +24,7 @@ import prefixtree as pt
 from prefixtree import ForestError, TreeMask, tree_attention
 from prefixtree.kernels import attention, sdpa
 from prefixtree.kernels.flash.lists import Tiles, lists_of
-from prefixtree.packing import mask as mask_module
+from prefixtree.packing import mask_plan as mask_module
 from prefixtree.packing.gather import GatherPlan
 
 

@@ -33,7 +33,7 @@ from prefixtree import (
     UnsupportedError,
     pack,
 )
-from prefixtree.packing.mask import plan_of
+from prefixtree.packing.mask_plan import plan_of
 
 # ---- layout -------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from prefixtree.cli.rollouts import InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.mask import TileShape, TreeMask
+from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.mask import TreeMask
 from prefixtree.view import plot_forest, plot_mask, require_matplotlib
 
 if TYPE_CHECKING:

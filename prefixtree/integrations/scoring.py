@@ -26,7 +26,7 @@ from prefixtree.integrations.model_checks import check_model, every_layer_attend
 from prefixtree.integrations.scoring_head import Units, logit_rule, scoring_head
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.mask import move
+from prefixtree.packing.transfers import move
 
 # logits up to 3e8 divided by it are finite in float32
 _LEAST_TEMPERATURE = 1e-30

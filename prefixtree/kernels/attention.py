@@ -17,7 +17,8 @@ from prefixtree.kernels.calls import note_call
 from prefixtree.kernels.choice import check_name, choose, module_of, passed_over
 from prefixtree.kernels.options import Options
 from prefixtree.kernels.reference import dense_attention
-from prefixtree.packing.mask import MaskPlan, TreeMask, check_mask, check_window, plan_of
+from prefixtree.packing.mask import TreeMask, check_mask, check_window
+from prefixtree.packing.mask_plan import MaskPlan, plan_of
 
 
 @overload

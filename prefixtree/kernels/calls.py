@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prefixtree.packing.mask import MaskPlan
+from prefixtree.packing.mask_plan import MaskPlan
 
 
 class _Watch(threading.local):

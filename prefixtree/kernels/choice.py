@@ -13,7 +13,8 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import devices
-from prefixtree.packing.mask import MaskPlan, TileShape
+from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.mask_plan import MaskPlan
 
 BACKENDS = ("auto", "reference", "sdpa", "triton", "flash")
 

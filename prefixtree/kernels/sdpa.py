@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from prefixtree.kernels.options import Options
-from prefixtree.packing.mask import MaskPlan
+from prefixtree.packing.mask_plan import MaskPlan
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24

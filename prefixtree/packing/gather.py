@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.mask import move
+from prefixtree.packing.transfers import move
 
 # rows of a backward are summed in pieces of at most so many fp32 numbers
 _CHUNK = 1 << 26

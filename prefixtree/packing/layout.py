@@ -16,8 +16,9 @@ from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherPlan, gather
-from prefixtree.packing.mask import TreeMask, lasting, move
+from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
+from prefixtree.packing.transfers import lasting, move
 
 
 class Edges(NamedTuple):

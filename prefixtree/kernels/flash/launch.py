@@ -18,7 +18,7 @@ import torch
 from prefixtree.kernels import devices
 from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.options import Options
-from prefixtree.packing.mask import MaskPlan
+from prefixtree.packing.mask_plan import MaskPlan
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
 # which a registered operator cannot take apart. So one version; tests/flash holds what we rely on

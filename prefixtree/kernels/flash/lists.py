@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.mask import BlockTables, MaskPlan, TileShape, lasting, move_all
+from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.transfers import lasting, move_all
 
 # places in an index array are sent as int32
 MOST_ENTRIES = 2**31 - 1

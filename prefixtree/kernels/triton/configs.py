@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from prefixtree.packing.mask import MaskPlan, TileShape
+from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.mask_plan import MaskPlan
 
 # the grid on which the share of partial tiles is counted, and the share above which a forest
 # counts as one of short nodes (prototype: its one guess between two sets, right on all ten

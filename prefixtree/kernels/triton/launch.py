@@ -24,7 +24,8 @@ from prefixtree.kernels.triton.backward import (
 )
 from prefixtree.kernels.triton.configs import Choice, Config
 from prefixtree.kernels.triton.forward import forward_kernel
-from prefixtree.packing.mask import BlockTables, MaskPlan, TileShape
+from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.mask_plan import MaskPlan
 
 LOG2E = 1.4426950408889634
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)

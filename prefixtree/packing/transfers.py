@@ -1,0 +1,36 @@
+"""Copies of tensors to a device, without waiting for them."""
+
+from __future__ import annotations
+
+import torch
+
+# Decorates what makes tensors that outlive the call: those made in inference mode could not be
+# saved for a backward later, nor could views of them.
+lasting = torch.inference_mode(False)
+
+
+@lasting
+def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """To `device`; from pageable host memory to CUDA through a pinned copy, without waiting."""
+    device = torch.device(device)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@lasting
+def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """`move` for several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.
+
+    Kernels are compiled for what they may assume of an address, so it must not vary by forest.
+    """
+    step = 64 // tensors[0].element_size()
+    room = [-(-tensor.numel() // step) * step for tensor in tensors]
+    flat = tensors[0].new_zeros(sum(room))
+    for view, tensor in zip(flat.split(room), tensors, strict=True):
+        view[: tensor.numel()] = tensor.reshape(-1)
+    views = move(flat, device).split(room)
+    return [
+        view[: tensor.numel()].view(tensor.shape)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
