@@ -1,15 +1,17 @@
 """`BlockTables`: what kernels read of a mask, in the tiles of a `TileShape`.
 
-Legend: NQ query tiles, NK key tiles.
+Legend: T packed tokens, NQ query tiles, NK key tiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
-from prefixtree.packing.transfers import move_all
+from prefixtree import loops
+from prefixtree.packing.transfers import lasting, move_all
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,69 @@ class MaskStats:
     key_tiles: int
     cut_tiles: int
     pieces: int
+
+
+@lasting
+def build_tables(
+    subtree_end: np.ndarray,
+    position: np.ndarray,
+    query_runs: np.ndarray,
+    shape: TileShape,
+    window: int,
+) -> BlockTables:
+    """The block tables of a mask, on the CPU.
+
+    Args:
+        subtree_end, position: int32 [T].
+        query_runs: int64 [*, 3] (packed start, row in q, length), the tokens that q holds.
+        window: 0 for none.
+    """
+    tables, costs = loops.block_tables, loops.tile_costs
+    q_tiles = tables.query_tiles(query_runs, shape.tile_q)
+    if shape.cut:
+        k_tiles = tables.cut_key_tiles(subtree_end, q_tiles, shape.tile_k)
+    else:
+        k_tiles = tables.grid_key_tiles(len(subtree_end), shape.tile_k)
+    k_ends = tables.tile_ranges(subtree_end, k_tiles[:, 0], k_tiles[:, 1])
+    if window:
+        k_positions = tables.tile_ranges(position, k_tiles[:, 0], k_tiles[:, 1])
+        q_positions = tables.tile_ranges(position, q_tiles[:, 0], q_tiles[:, 2])
+    else:
+        k_positions, q_positions = k_ends, np.zeros((len(q_tiles), 2), np.int32)
+    q_ptr, q_split, q_runs = tables.forward_runs(
+        q_tiles, k_tiles, shape.tile_k, k_ends, k_positions, q_positions, window
+    )
+    q_cost, _, _ = costs.query_costs(q_ptr, q_runs)
+    if window:
+        k_ptr, k_runs = tables.transposed_runs(q_ptr, q_runs, len(k_tiles))
+    else:
+        k_ptr, k_runs = tables.backward_runs(q_tiles, k_tiles, k_ends)
+    partial_ptr, partial_tiles = costs.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
+    k_cost, k_ptr, k_runs, pieces, piece_cost, slots = costs.cut_pieces(
+        k_ptr, k_runs, shape.piece_tiles
+    )
+    arrays = {
+        "q_tiles": q_tiles,
+        "k_tiles": k_tiles,
+        "k_spans": tables.key_spans(subtree_end, k_tiles, shape.tile_k),
+        "q_order": np.argsort(-q_cost, kind="stable").astype(np.int32),
+        "q_cost": q_cost,
+        "q_ptr": q_ptr,
+        "q_split": q_split,
+        "q_runs": q_runs,
+        "partial_ptr": partial_ptr,
+        "partial_tiles": partial_tiles,
+        "k_cost": k_cost,
+        "k_ptr": k_ptr,
+        "k_runs": k_runs,
+        "pieces": pieces,
+        "piece_cost": piece_cost,
+        "slots": slots,
+    }
+    return BlockTables(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def visited_tiles(tables: BlockTables) -> tuple[int, int]:
+    """(query tile, key tile) pairs that a forward visits: full and partial ones. CPU tables."""
+    _, full, partial = loops.tile_costs.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+    return int(full.sum()), int(partial.sum())

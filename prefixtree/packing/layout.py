@@ -31,6 +31,33 @@ class Edges(NamedTuple):
     token: torch.Tensor
 
 
+class _Columns(NamedTuple):
+    """What a packed forest holds per token: all views of one buffer, so that one copy moves all.
+
+    [T] each: two int64, then four int32, as numpy arrays or torch tensors.
+    """
+
+    token: Any
+    position: Any
+    subtree_end: Any
+    predictor: Any
+    multiplicity: Any
+    narrow_position: Any
+
+
+# int32 words of the buffer per token
+_WORDS = 2 * 2 + 4
+
+
+def _columns(buffer: Any) -> _Columns:
+    """The columns of a buffer int32 [_WORDS * T], a numpy array or a torch tensor."""
+    num_tokens = len(buffer) // _WORDS
+    int64: Any = torch.int64 if isinstance(buffer, torch.Tensor) else np.int64
+    wide = buffer[: 4 * num_tokens].view(int64)
+    narrow = buffer[4 * num_tokens :].reshape(4, num_tokens)
+    return _Columns(wide[:num_tokens], wide[num_tokens:], *(narrow[i] for i in range(4)))
+
+
 class PackedForest:
     """Every distinct token of a forest once, in preorder, on one device. Made by `pack`.
 
@@ -49,13 +76,12 @@ class PackedForest:
         self.forest = forest
         self.mask = mask
         self._buffer = buffer
-        num_tokens = mask.num_tokens
-        # one buffer, so that one copy moves all: two int64 columns, then four int32 columns
-        wide = buffer[: 4 * num_tokens].view(torch.int64)
-        narrow = buffer[4 * num_tokens :].view(4, num_tokens)
-        self.input_ids = wide[:num_tokens] if forest.tokens is not None else None
-        self.position_ids = wide[num_tokens:]
-        self.subtree_end, self.predictor, self.multiplicity = narrow[0], narrow[1], narrow[2]
+        columns = _columns(buffer)
+        self.input_ids = columns.token if forest.tokens is not None else None
+        self.position_ids = columns.position
+        self.subtree_end = columns.subtree_end
+        self.predictor = columns.predictor
+        self.multiplicity = columns.multiplicity
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +101,9 @@ class PackedForest:
     def to(self, device: torch.device | str) -> PackedForest:
         """The same packed forest on another device: one copy, asynchronous to CUDA."""
         buffer = move(self._buffer, device)
-        num_tokens = self.num_tokens
-        narrow = buffer[4 * num_tokens :].view(4, num_tokens)
-        return PackedForest(self.forest, buffer, self.mask.adopt(narrow[0], narrow[3]))
+        columns = _columns(buffer)
+        mask = self.mask.adopt(columns.subtree_end, columns.narrow_position)
+        return PackedForest(self.forest, buffer, mask)
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
@@ -345,14 +371,14 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
     subtree_end[: forest.num_tokens] = np.repeat(forest.node_subtree_end, forest.node_length)
     mask = TreeMask(subtree_end)
     plan = mask.plan
-    buffer = np.zeros(8 * num_tokens, np.int32)
-    wide = buffer[: 4 * num_tokens].view(np.int64)
+    buffer = np.zeros(_WORDS * num_tokens, np.int32)
+    columns = _columns(buffer)
     if forest.tokens is not None:
-        wide[: forest.num_tokens] = forest.tokens
-    wide[num_tokens:] = plan.position
-    narrow = buffer[4 * num_tokens :].reshape(4, num_tokens)
-    narrow[0] = subtree_end
-    narrow[1] = plan.predictor
-    narrow[2, : forest.num_tokens] = np.repeat(forest.node_multiplicity, forest.node_length)
-    narrow[3] = plan.position
+        columns.token[: forest.num_tokens] = forest.tokens
+    columns.position[:] = columns.narrow_position[:] = plan.position
+    columns.subtree_end[:] = subtree_end
+    columns.predictor[:] = plan.predictor
+    columns.multiplicity[: forest.num_tokens] = np.repeat(
+        forest.node_multiplicity, forest.node_length
+    )
     return PackedForest(forest, torch.from_numpy(buffer), mask)

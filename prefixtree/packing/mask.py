@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree import loops
 from prefixtree.errors import ForestError
-from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
+from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape, visited_tiles
 from prefixtree.packing.mask_plan import MaskPlan, make_handle
 
 
@@ -97,8 +96,7 @@ class TreeMask:
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> TreeMask:
         """The same mask on the device of these two int32 copies of its arrays, using them."""
-        arrays = {"subtree_end": subtree_end, "position_ids": position_ids}
-        self.plan._arrays.setdefault(subtree_end.device, arrays)
+        self.plan.adopt(subtree_end, position_ids)
         return self.to(subtree_end.device)
 
     def with_options(
@@ -147,14 +145,14 @@ class TreeMask:
         """Useful share, partial and cut tiles for a tile shape. Counts pairs of one head."""
         window = check_window(window)
         tables = self.plan.tables(shape, window, torch.device("cpu"))
-        _, full, partial = loops.tile_costs.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
+        full, partial = visited_tiles(tables)
         visible_pairs = self.plan.visible_pairs(window)
-        tile_pairs = int(full.sum()) + int(partial.sum())
+        computed = (full + partial) * shape.tile_q * shape.tile_k
         return MaskStats(
             visible_pairs=visible_pairs,
-            tile_pairs=tile_pairs,
-            partial_tiles=int(partial.sum()),
-            useful_share=visible_pairs / max(1, tile_pairs * shape.tile_q * shape.tile_k),
+            tile_pairs=full + partial,
+            partial_tiles=partial,
+            useful_share=visible_pairs / max(1, computed),
             key_tiles=len(tables.k_tiles),
             cut_tiles=len(tables.slots),
             pieces=len(tables.pieces),

@@ -15,7 +15,7 @@ import torch
 
 from prefixtree import loops
 from prefixtree.errors import ForestError
-from prefixtree.packing.block_tables import BlockTables, TileShape
+from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
 from prefixtree.packing.transfers import lasting, move_all
 
 
@@ -74,6 +74,12 @@ class MaskPlan:
             self._arrays[device] = dict(zip(names, views, strict=False))
         return self._arrays[device]
 
+    def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Takes these int32 [T] copies for `on` their device, unless it has its own there."""
+        assert not self.is_subset
+        arrays = {"subtree_end": subtree_end, "position_ids": position_ids}
+        self._arrays.setdefault(subtree_end.device, arrays)
+
     def visible_pairs(self, window: int) -> int:
         """(query, key) pairs that attend, a head."""
         if window not in self._pairs:
@@ -84,67 +90,20 @@ class MaskPlan:
     def partial_share(self, shape: TileShape, window: int) -> float:
         """Share of the key tiles a forward visits that need a compare."""
         if (shape, window) not in self._shares:
-            tables = self.tables(shape, window, torch.device("cpu"))
-            _, full, part = loops.tile_costs.query_costs(
-                tables.q_ptr.numpy(), tables.q_runs.numpy()
-            )
-            self._shares[shape, window] = int(part.sum()) / max(1, int(full.sum() + part.sum()))
+            full, partial = visited_tiles(self.tables(shape, window, torch.device("cpu")))
+            self._shares[shape, window] = partial / max(1, full + partial)
         return self._shares[shape, window]
 
     def tables(self, shape: TileShape, window: int, device: torch.device) -> BlockTables:
         """The block tables, built once a (shape, window) and moved once a device."""
         host = (shape, window, torch.device("cpu"))
         if host not in self._tables:
-            self._tables[host] = self._build(shape, window)
+            self._tables[host] = build_tables(
+                self.subtree_end, self.position, self.query_runs, shape, window
+            )
         if (key := (shape, window, device)) not in self._tables:
             self._tables[key] = self._tables[host].to(device)
         return self._tables[key]
-
-    @lasting
-    def _build(self, shape: TileShape, window: int) -> BlockTables:
-        ends, positions = self.subtree_end, self.position
-        q_tiles = loops.block_tables.query_tiles(self.query_runs, shape.tile_q)
-        if shape.cut:
-            k_tiles = loops.block_tables.cut_key_tiles(ends, q_tiles, shape.tile_k)
-        else:
-            k_tiles = loops.block_tables.grid_key_tiles(len(ends), shape.tile_k)
-        k_ends = loops.block_tables.tile_ranges(ends, k_tiles[:, 0], k_tiles[:, 1])
-        if window:
-            k_positions = loops.block_tables.tile_ranges(positions, k_tiles[:, 0], k_tiles[:, 1])
-            q_positions = loops.block_tables.tile_ranges(positions, q_tiles[:, 0], q_tiles[:, 2])
-        else:
-            k_positions, q_positions = k_ends, np.zeros((len(q_tiles), 2), np.int32)
-        q_ptr, q_split, q_runs = loops.block_tables.forward_runs(
-            q_tiles, k_tiles, shape.tile_k, k_ends, k_positions, q_positions, window
-        )
-        q_cost, _, _ = loops.tile_costs.query_costs(q_ptr, q_runs)
-        if window:
-            k_ptr, k_runs = loops.block_tables.transposed_runs(q_ptr, q_runs, len(k_tiles))
-        else:
-            k_ptr, k_runs = loops.block_tables.backward_runs(q_tiles, k_tiles, k_ends)
-        partial_ptr, partial_tiles = loops.tile_costs.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
-        k_cost, k_ptr, k_runs, pieces, piece_cost, slots = loops.tile_costs.cut_pieces(
-            k_ptr, k_runs, shape.piece_tiles
-        )
-        arrays = {
-            "q_tiles": q_tiles,
-            "k_tiles": k_tiles,
-            "k_spans": loops.block_tables.key_spans(ends, k_tiles, shape.tile_k),
-            "q_order": np.argsort(-q_cost, kind="stable").astype(np.int32),
-            "q_cost": q_cost,
-            "q_ptr": q_ptr,
-            "q_split": q_split,
-            "q_runs": q_runs,
-            "partial_ptr": partial_ptr,
-            "partial_tiles": partial_tiles,
-            "k_cost": k_cost,
-            "k_ptr": k_ptr,
-            "k_runs": k_runs,
-            "pieces": pieces,
-            "piece_cost": piece_cost,
-            "slots": slots,
-        }
-        return BlockTables(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 # A registered torch operator takes tensors, not objects, and torch.compile must see one graph for
