@@ -1,8 +1,8 @@
-"""Token ids as people hold them, turned into flat numpy arrays; every complaint in one place."""
+"""Token ids and labels as people hold them, turned into flat numpy arrays and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -106,3 +106,34 @@ def flatten(
             if a.max() > _LARGEST:
                 refuse(i, f"has the token id {a.max()}; token ids are below 2^63")
         raise
+
+
+def label_numbers(
+    labels: Sequence[Hashable], name: str, count: int, none_is_no_label: bool = False
+) -> np.ndarray:
+    """int64 [S]: equal labels get equal numbers, counted from 0 as they first appear.
+
+    Args:
+        labels: S hashable labels, in a list, a numpy array or a torch tensor.
+        name: what the argument is called, in the plural.
+        count: S.
+        none_is_no_label: None gets -1.
+
+    Raises:
+        ForestError: another number of labels than S, or one that is not hashable.
+    """
+    # elements of an array or a tensor would hash by identity
+    labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    if len(labels) != count:
+        raise ForestError(
+            f"{name} must name one {name.removesuffix('s')} a sequence: got {len(labels)} {name} "
+            f"for {count} sequences"
+        )
+    numbers: dict[Hashable, int] = {None: -1} if none_is_no_label else {}
+    unlabelled = len(numbers)
+    try:
+        return np.array(
+            [numbers.setdefault(label, len(numbers) - unlabelled) for label in labels], np.int64
+        )
+    except TypeError as problem:
+        raise ForestError(f"{name} must be hashable: {problem}") from None

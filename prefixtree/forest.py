@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._tokens import check_tokens, flatten, integers, is_nested, to_numpy
+from prefixtree._tokens import check_tokens, flatten, integers, is_nested, label_numbers, to_numpy
 from prefixtree.errors import ForestError
 
 if TYPE_CHECKING:
@@ -271,18 +271,7 @@ class PrefixForest:
         if keys is None:
             key_of, perm = np.zeros(num_sequences, np.int64), np.arange(num_sequences)
         else:
-            # elements of an array or a tensor would hash by identity
-            keys = keys.tolist() if hasattr(keys, "tolist") else list(keys)
-            if len(keys) != num_sequences:
-                raise ForestError(
-                    f"keys must name one key a sequence: got {len(keys)} keys for "
-                    f"{num_sequences} sequences"
-                )
-            numbers: dict[Hashable, int] = {}
-            try:
-                key_of = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
-            except TypeError as problem:
-                raise ForestError(f"keys must be hashable: {problem}") from None
+            key_of = label_numbers(keys, "keys", num_sequences)
             perm = np.argsort(key_of, kind="stable")
         *nodes, sequence_node = loops.trie.find_prefixes(flat, offsets, perm, key_of)
         parent, length, source, first = nodes

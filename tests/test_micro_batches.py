@@ -300,7 +300,7 @@ def test_counts_are_integers_from_1(name, value):
     [
         ({"sequences": []}, "sequences is empty"),
         ({"sequences": [[1], []]}, r"sequences\[1\] is empty"),
-        ({"groups": [1]}, "groups must name one group a sequence: got 1 for 2 sequences"),
+        ({"groups": [1]}, "groups must name one group a sequence: got 1 groups for 2 sequences"),
         ({"groups": [[1], [2]]}, "groups must be hashable"),
         ({"keys": [1]}, "keys must name one key a sequence"),
     ],
@@ -324,7 +324,7 @@ def test_keys_belong_to_sequences():
         ({"constant": 3}, "constant= goes with"),
         ({"normalization": "constant", "constant": 0}, "constant must be above 0"),
         ({"rank_reduction": "max"}, "rank_reduction must be 'mean' or 'sum'"),
-        ({"loss_mask": [[1, 1]]}, "loss_mask must hold one mask a sequence: expected 2, got 1"),
+        ({"loss_mask": [[1, 1]]}, "loss_mask must hold one entry a sequence: expected 2, got 1"),
         ({"loss_mask": [[1, 1], [1, 1]]}, r"loss_mask\[1\] must have the sequence's length 1"),
         ({"loss_mask": [[1, 0], [1]]}, "no token is scored"),
     ],

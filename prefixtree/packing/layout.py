@@ -18,6 +18,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherPlan, gather
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
+from prefixtree.packing.per_sequence import check_lengths, flat_selection
 from prefixtree.packing.transfers import lasting, move
 
 
@@ -226,7 +227,8 @@ class PackedForest:
                 differ (NaN equals NaN).
         """
         tensors = [torch.as_tensor(v, device=self.device) for v in values]
-        self._check_per_sequence("values", [t.shape[0] if t.ndim else -1 for t in tensors])
+        lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
+        check_lengths("values", lengths, self.forest.sequence_lengths)
         if any(t.requires_grad for t in tensors):
             raise ForestError("pack_values takes values without a gradient; detach them")
         flat = torch.cat(tensors)
@@ -262,18 +264,7 @@ class PackedForest:
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
         """Per-sequence masks as one uint8 [R], checked."""
-        if loss_mask is None or len(loss_mask) == 0:
-            raise ForestError("loss_mask must hold one mask a sequence, got none")
-        if all(isinstance(m, torch.Tensor) for m in loss_mask):
-            self._check_per_sequence(
-                "loss_mask", [len(m) if m.ndim == 1 else -1 for m in loss_mask]
-            )
-            flat = (torch.cat(list(loss_mask)) != 0).cpu().numpy()
-        else:
-            arrays = [m.cpu().numpy() if hasattr(m, "cpu") else np.asarray(m) for m in loss_mask]
-            self._check_per_sequence("loss_mask", [len(m) if m.ndim == 1 else -1 for m in arrays])
-            flat = np.concatenate(arrays) != 0
-        return flat.view(np.uint8)
+        return flat_selection(loss_mask, self.forest.sequence_lengths)
 
     def selected_tokens(
         self, selected: np.ndarray, sequences: np.ndarray | None = None
@@ -324,19 +315,6 @@ class PackedForest:
         if values.device != self.device:
             raise ForestError(
                 f"values are on {values.device}, the packed forest is on {self.device}; move one"
-            )
-
-    def _check_per_sequence(self, name: str, lengths: list[int]) -> None:
-        expected = self.forest.sequence_lengths
-        if len(lengths) != len(expected):
-            raise ForestError(
-                f"{name} must hold one entry a sequence: expected {len(expected)}, got "
-                f"{len(lengths)}"
-            )
-        for bad in np.flatnonzero(np.array(lengths) != expected)[:1]:
-            got = "no 1-D array" if lengths[bad] < 0 else f"length {lengths[bad]}"
-            raise ForestError(
-                f"{name}[{bad}] must have the sequence's length {expected[bad]}, got {got}"
             )
 
 

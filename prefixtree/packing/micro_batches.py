@@ -14,14 +14,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from prefixtree import loops
+from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing import _planning as planning
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.packing.per_sequence import flat_selection
 
 
 class MicroBatch:
@@ -39,9 +40,15 @@ class MicroBatch:
     """
 
     def __init__(
-        self, source: PrefixForest, sequence_indices: np.ndarray, num_tokens: int, cost: float
+        self,
+        source: PrefixForest,
+        sequence_indices: np.ndarray,
+        num_tokens: int,
+        cost: float,
+        forest: PrefixForest | None = None,
     ) -> None:
         self._source = source
+        self._forest = forest
         self.sequence_indices = sequence_indices
         self.num_tokens = num_tokens
         self.cost = cost
@@ -51,15 +58,17 @@ class MicroBatch:
         """Whether this is a dummy: no sequence of the batch."""
         return len(self.sequence_indices) == 0
 
-    @cached_property
+    @property
     def forest(self) -> PrefixForest:
         """The forest of these sequences alone, cut out of the whole one without comparing tokens.
 
         Made when it is first asked for, and kept.
         """
-        if self.is_empty:
-            return _dummy_forest(self._source)
-        return _cut_out(self._source, self.sequence_indices)
+        if self._forest is None and self.is_empty:
+            self._forest = _dummy_forest(self._source)
+        elif self._forest is None:
+            self._forest = _cut_out(self._source, self.sequence_indices)
+        return self._forest
 
     @cached_property
     def packed(self) -> PackedForest:
@@ -96,9 +105,7 @@ class MicroBatch:
 def _rebuild(
     forest: PrefixForest, sequence_indices: np.ndarray, num_tokens: int, cost: float
 ) -> MicroBatch:
-    batch = MicroBatch(forest, sequence_indices, num_tokens, cost)
-    batch.__dict__["forest"] = forest
-    return batch
+    return MicroBatch(forest, sequence_indices, num_tokens, cost, forest)
 
 
 @dataclass(frozen=True)
@@ -290,24 +297,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         lengths = self.forest.sequence_lengths
         if loss_mask is None:
             return lengths - 1
-        masks: list[Any] = [m if hasattr(m, "shape") else np.asarray(m) for m in loss_mask]
-        if len(masks) != len(lengths):
-            raise ForestError(
-                f"loss_mask must hold one mask a sequence: expected {len(lengths)}, got "
-                f"{len(masks)}"
-            )
-        for i, (mask, length) in enumerate(zip(masks, lengths, strict=True)):
-            if tuple(mask.shape) != (length,):
-                raise ForestError(
-                    f"loss_mask[{i}] must have the sequence's length {length}, got shape "
-                    f"{list(mask.shape)}"
-                )
-        if all(isinstance(m, torch.Tensor) for m in masks):
-            # one copy from the device, not one a sequence
-            flat = (torch.cat(masks) != 0).cpu().numpy()
-        else:
-            flat = np.concatenate([np.asarray(m.cpu() if hasattr(m, "cpu") else m) for m in masks])
-            flat = flat != 0
+        flat = flat_selection(loss_mask, lengths)
         starts = np.cumsum(lengths) - lengths
         return np.add.reduceat(flat, starts, dtype=np.int64) - flat[starts]
 
@@ -370,7 +360,10 @@ def plan_micro_batches(
             f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it"
         )
     tree = planning.make_tree(forest, cost_model or CostModel())
-    units = planning.make_units(tree, _group_numbers(groups, forest.num_sequences), max_tokens)
+    group = np.full(len(lengths), -1)
+    if groups is not None:
+        group = label_numbers(groups, "groups", len(lengths), none_is_no_label=True)
+    units = planning.make_units(tree, group, max_tokens)
     unit_rank, unit_bin = planning.assign(tree, units, num_ranks, max_tokens)
 
     # bins are numbered rank by rank
@@ -458,22 +451,3 @@ def _at_least_one(name: str, value: Any) -> int:
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
     return number
-
-
-def _group_numbers(groups: Sequence[Hashable] | None, count: int) -> np.ndarray:
-    """int64 [S], -1 for a sequence without a group."""
-    if groups is None:
-        return np.full(count, -1)
-    # elements of an array or a tensor would hash by identity
-    labels = groups.tolist() if hasattr(groups, "tolist") else list(groups)
-    if len(labels) != count:
-        raise ForestError(
-            f"groups must name one group a sequence: got {len(labels)} for {count} sequences"
-        )
-    numbers: dict[Hashable, int] = {}
-    try:
-        return np.array(
-            [-1 if g is None else numbers.setdefault(g, len(numbers)) for g in labels], np.int64
-        )
-    except TypeError as problem:
-        raise ForestError(f"groups must be hashable: {problem}") from None
