@@ -268,7 +268,7 @@ _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 @pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
+    monkeypatch.setattr(adapter, "_check_positions_are_depths", lambda *args: None)
     subtree_end = _packed().subtree_end.numpy()
     run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
     assert_same(run, _reference(model_type))
@@ -288,7 +288,7 @@ def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
 
 def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(adapter, "_check_positions", lambda *args: None)
+    monkeypatch.setattr(adapter, "_check_positions_are_depths", lambda *args: None)
     plan = MaskPlan(_packed().subtree_end.numpy(), None)
     plan.position = np.arange(len(plan.position), dtype=np.int32)
     mask = pt.TreeMask.__new__(pt.TreeMask)._init(plan, torch.device("cpu"), "reference", False)

@@ -66,7 +66,7 @@ def ordinary_attention(
             f"{_LOST_CACHE}"
         )
     if shows_positions(module) and (length > 1 or attention_mask is None):
-        _check_positions(kwargs.get("position_ids"), attention_mask, length)
+        _check_positions_do_not_jump(kwargs.get("position_ids"), attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or length != keys):
         # fewer queries than keys: the last ones, of a model that drops rows where layers share keys
@@ -119,7 +119,7 @@ def ordinary_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.T
     return sdpa_mask(**{**kwargs, "attention_mask": attention_mask, "allow_is_causal_skip": False})
 
 
-def _check_positions(
+def _check_positions_do_not_jump(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, length: int
 ) -> None:
     """Packed positions jump at branches; an ordinary row's only at padding, which nobody sees."""

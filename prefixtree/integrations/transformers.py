@@ -111,7 +111,7 @@ def prefixtree_attention(
         raise UnsupportedError(LABELS)
     check_config(module.config, module.training)
     if shows_positions(module):
-        _check_positions(kwargs.get("position_ids"), tree_mask)
+        _check_positions_are_depths(kwargs.get("position_ids"), tree_mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -146,7 +146,7 @@ def _slides(module: nn.Module) -> bool:
     return index is not None and bool(layer_types[index] == "sliding_attention")
 
 
-def _check_positions(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
+def _check_positions_are_depths(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
     without a trace; one comparison a forward, where nothing forbids to look at the values."""
     if position_ids is None:

@@ -120,7 +120,7 @@ def check_batch(data: TensorDict) -> None:
     ):
         if refused:
             raise UnsupportedError(f"{_PREFIX}{why}")
-    _check_positions(data["input_ids"], data["position_ids"])
+    _check_positions_are_indices(data["input_ids"], data["position_ids"])
 
 
 def check_loss(loss_function: Any, dynamic: bool) -> None:
@@ -166,7 +166,7 @@ def check_loss(loss_function: Any, dynamic: bool) -> None:
         )
 
 
-def _check_positions(input_ids: Any, position_ids: Any) -> None:
+def _check_positions_are_indices(input_ids: Any, position_ids: Any) -> None:
     """In a forest a token's position is its depth, so it must be its index in its sequence.
 
     Both jagged [B, n]."""
