@@ -21,7 +21,7 @@ from replicated import PEERS, pairs, peer, skip_missing
 from suite import Row, measure
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.cli.bench import LIMITS, Attention, Replication, Setting, differences
+from prefixtree.testing.attention import LIMITS, Attention, Replication, Setting, differences
 
 # what runs over the forest itself, with none of our code
 PACKED = ("flex",)

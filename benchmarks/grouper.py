@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from prefixtree.cli.bench import Attention, replicated_attention
+from prefixtree.testing.attention import Attention, replicated_attention
 
 
 def grouped_attention(

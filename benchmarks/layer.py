@@ -29,7 +29,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from prefixtree import PrefixForest, pack
-from prefixtree.cli.compare import gradient_differences
+from prefixtree.testing.compare import gradient_differences
 
 PROMPTS = (5120, 8192, 16384, 32768, 65536, 131072)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)

@@ -18,16 +18,16 @@ from replicated import attending, chains, in_pieces
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from prefixtree import PackedForest, PrefixForest, pack
-from prefixtree.cli.bench import Attention
-from prefixtree.cli.compare import (
+from prefixtree.packing.cost_model import CostModel
+from prefixtree.testing.attention import Attention
+from prefixtree.testing.compare import (
     Run,
     gradient_differences,
     run_packed,
     run_replicated,
     worst_difference,
 )
-from prefixtree.cli.verify import random_objective
-from prefixtree.packing.cost_model import CostModel
+from prefixtree.testing.verify import random_objective
 
 # R of the paper's tables
 RESPONSES = (131, 2048)
@@ -170,7 +170,7 @@ def faster_layers(model: Any, by: str) -> None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward, by what they are spent on; see `prefixtree.cli.estimate` for the formulas."""
+    """Of one forward, by what they are spent on; formulas: see `prefixtree.sharing.estimate`."""
 
     linear: float
     attention: float

@@ -28,7 +28,7 @@ from replicated import PEERS, skip_missing
 from rich.table import Table
 from suite import GIB, Report, Row, parse, parser, verdict
 
-from prefixtree.cli.compare import Meter
+from prefixtree.testing.compare import Meter
 
 PROMPTS, COUNTS, RESPONSE = (2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32), 512
 TERMS = {"packed": "M0 + a P + b N R", "replicated": "M0 + a N P + b N R"}

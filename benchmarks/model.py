@@ -55,9 +55,9 @@ from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 
 from prefixtree import pack, plan_micro_batches
-from prefixtree.cli.bench import pieces
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
+from prefixtree.testing.attention import pieces
 
 PROMPT, RESPONSES, BUDGET = 8192, 32, 32768
 # mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random

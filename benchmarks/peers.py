@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import AIRLINE, NAMES, skip_airline, workload
 
 from prefixtree import PrefixForest
-from prefixtree.cli.bench import LIMITS, Attention, differences
+from prefixtree.testing.attention import LIMITS, Attention, differences
 
 SEQUENCES, TOKENS = 4, 8192
 CEILINGS = ("own", "fa4", "cudnn", "fa2")

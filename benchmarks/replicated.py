@@ -5,7 +5,7 @@ inside `attending` its attention is another's: FA2 or flash-attn-4 over variable
 sides share everything else, the chunked head included, and no copy of the model is needed.
 
 Sides, by name: "packed" (the forest), "own" (the replicated batch through our own backend, from
-which the bound is made), "fa2" (`prefixtree.cli.bench.replicated_attention`), "fa4".
+which the bound is made), "fa2" (`prefixtree.testing.attention.replicated_attention`), "fa4".
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from transformers import AttentionInterface
 
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.cli.bench import PIECE, Attention, pieces, replicated_attention
-from prefixtree.cli.estimate import visible_pairs
 from prefixtree.integrations import scoring
 from prefixtree.integrations.transformers import prefixtree_attention
+from prefixtree.sharing.estimate import visible_pairs
+from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")
 

@@ -29,11 +29,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefixtree.cli.groups import measure_groups
-from prefixtree.cli.near_misses import find_near_misses
 from prefixtree.cli.report import measure
-from prefixtree.cli.rollouts import read_rollouts
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.sharing.groups import measure_groups
+from prefixtree.sharing.near_misses import find_near_misses
 
 SEQUENCES, MEMBERS, VOCABULARY = 100_000, 8, 150_000
 SYSTEM, TASK, STAMP, TURN, TURNS = 60, 90, 4, 50, 7

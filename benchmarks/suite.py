@@ -19,7 +19,7 @@ from attention import about, median_ms
 from rich.console import Console
 from rich.table import Table
 
-from prefixtree.cli.compare import Meter
+from prefixtree.testing.compare import Meter
 
 Row = dict[str, Any]
 GIB = 2**30

@@ -50,7 +50,7 @@ from rich.table import Table
 from suite import GIB, Report, Row, number, parse, parser, verdict
 
 from prefixtree import PrefixForest
-from prefixtree.cli.compare import Meter, worst_difference
+from prefixtree.testing.compare import Meter, worst_difference
 
 SIDES = {
     "fa2": "replicated, split by verl",

@@ -1,6 +1,6 @@
 """GRPO in plain torch and transformers on multi-turn rollouts that fork, each distinct token once.
 
-A tiny Qwen3 with random weights learns to fetch parcels (`prefixtree.cli.depot`, where `prefixtree
+A tiny Qwen3 with random weights learns to fetch parcels (`prefixtree.demo.depot`, where `prefixtree
 demo` plays). Rollouts fork at their turns, so those of a task are a tree, and whatever is scored
 (old and reference log-probabilities, every inner epoch) is scored on packed forests.
 `--replicated` scores every rollout in full instead: the same training, slower. (Rounding grows with
@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 from prefixtree import MicroBatch, plan_micro_batches
-from prefixtree.cli import depot
+from prefixtree.demo import depot
 from prefixtree.integrations.transformers import sequence_logprobs
 
 TURN_WORDS = 3

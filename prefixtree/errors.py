@@ -7,3 +7,7 @@ class ForestError(ValueError):
 
 class UnsupportedError(NotImplementedError):
     """A request that this build, device or model cannot serve exactly; it says what can."""
+
+
+class InputError(ValueError):
+    """A file, a name or a setting that cannot be used; the message says which and why."""

@@ -10,7 +10,7 @@ from attention_checks import Case, assert_numerics, ours
 from strategies import mask_of, random_forest
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.cli.compare import Meter
+from prefixtree.testing.compare import Meter
 
 HALVES = [torch.bfloat16, torch.float16]
 # of tree_attention, and of what is asked of it besides out

@@ -10,7 +10,7 @@ import torch
 from cli_runs import one_thread, run, run_json, write_rollouts
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.cli import bench as command
+from prefixtree.testing import attention as command
 
 SMALL = ("--heads", 4, 2, "--head-dim", 16, "--device", "cpu", "--repeats", 2)
 TREE = ("--depth", 3, "--branching", 3, "--node", 7)

@@ -10,7 +10,7 @@ import torch
 from cli_runs import one_thread, run, run_json
 
 from prefixtree import PrefixForest
-from prefixtree.cli import depot
+from prefixtree.demo import depot
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _one_thread():
 
 @pytest.fixture
 def short_demo(monkeypatch):
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     monkeypatch.setattr(demo, "BRANCHING", (2, 2))
     monkeypatch.setattr(demo, "BATCHES", 1)
@@ -30,7 +30,7 @@ def short_demo(monkeypatch):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     def started(*_):
         raise AssertionError("a model was made before the paths were checked")
@@ -80,7 +80,7 @@ def test_every_word_of_the_depot_is_a_token():
 
 
 def test_rollouts_branch_and_are_scored_turn_by_turn():
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     torch.manual_seed(0)
     trees = demo.roll_out(demo._model(3))
@@ -120,7 +120,7 @@ def test_rollouts_branch_and_are_scored_turn_by_turn():
 
 
 def test_a_pad_that_the_model_said_is_read_like_any_other_word():
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     class Model:
         def generate(self, input_ids, attention_mask, **_):
@@ -133,7 +133,7 @@ def test_a_pad_that_the_model_said_is_read_like_any_other_word():
 
 
 def test_the_loss_is_grpos_clipped_one():
-    from prefixtree.cli.demo import Batch
+    from prefixtree.demo.training import Batch
 
     batch = Batch([np.array([1, 2, 3, 4])], [np.array([0, 0, 1, 1], bool)], [2.0], 0.0)
     assert batch.scored == 2
@@ -202,7 +202,7 @@ def test_demo_says_what_was_learnt(short_demo):
 
 
 def test_the_rollout_in_words_is_one_that_took_its_parcel():
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     def play(words, task=0):
         """A task in which every turn is continued once."""
@@ -250,7 +250,7 @@ def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, tmp_p
 
 
 def test_demo_turns_red(short_demo, monkeypatch):
-    from prefixtree.cli import demo
+    from prefixtree.demo import training as demo
 
     original = demo._gradients
     calls = []

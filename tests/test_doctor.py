@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import prefixtree
-from prefixtree.cli import doctor
+from prefixtree import doctor
 
 ROOT = Path(__file__).parents[1]
 LOOKED_UP = {wanted.name: wanted for wanted in doctor.WANTED}

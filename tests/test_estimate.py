@@ -20,9 +20,10 @@ from transformers import (
     Starcoder2Config,
 )
 
-from prefixtree.cli.estimate import estimate, read_shape, visible_pairs
-from prefixtree.cli.rollouts import InputError, read_rollouts
+from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.sharing.estimate import estimate, read_shape, visible_pairs
 
 # measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the
 # launch of small operations) keeps a small model on a CPU within this factor of them

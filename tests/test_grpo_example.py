@@ -16,7 +16,7 @@ from cli_runs import one_thread
 from typer.testing import CliRunner
 
 from prefixtree import PrefixForest, pack
-from prefixtree.cli import depot
+from prefixtree.demo import depot
 from prefixtree.integrations.transformers import sequence_logprobs
 
 PATH = Path(__file__).parents[1] / "examples" / "grpo.py"

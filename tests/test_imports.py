@@ -70,11 +70,12 @@ COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)
 
 
 def layer_of(module: str) -> int:
-    """0 for the forest, up to 4 for the CLI; the package's own __init__ stands on top of all."""
+    """0 for the forest, up to 5 for the CLI; the package's own __init__ stands on top of all."""
     parts = module.split(".")[1:]
-    if not parts or parts[0] in ("cli", "__main__"):
-        return 4
-    return {"packing": 1, "kernels": 2, "integrations": 3, "view": 3}.get(parts[0], 0)
+    if not parts or parts[0] in ("cli", "__main__", "doctor"):
+        return 5
+    tools = dict.fromkeys(("view", "rollouts", "sharing", "testing", "demo"), 5)
+    return ({"packing": 1, "kernels": 2, "integrations": 3} | tools).get(parts[0], 0)
 
 
 def backend_of(module: str) -> str | None:

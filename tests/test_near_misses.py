@@ -9,10 +9,10 @@ import pytest
 from chat_tokenizer import CHATML, save_tokenizer
 from cli_runs import run, run_json
 
-from prefixtree.cli import realign
-from prefixtree.cli.near_misses import find_near_misses
-from prefixtree.cli.rollouts import read_rollouts
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.sharing import realign
+from prefixtree.sharing.near_misses import find_near_misses
 
 AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"
 RUN = realign.GRAM + realign.WINDOW - 1

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from chat_tokenizer import CHATML, save_tokenizer
 
-from prefixtree.cli.chat import ChatTokenizer
-from prefixtree.cli.rollouts import InputError, expand_turns, read_rollouts
+from prefixtree.errors import InputError
+from prefixtree.rollouts.chat import ChatTokenizer
+from prefixtree.rollouts.reading import expand_turns, read_rollouts
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def test_a_name_that_is_in_the_cache(tmp_path, rollout_file, config_file):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_it_takes_was_said_before(tmp_path, dtype):
     """The estimate against the most that this process held beyond what it held before."""
-    from prefixtree.cli.compare import Meter
+    from prefixtree.testing.compare import Meter
 
     rng = np.random.default_rng(0)
     rows = [[i, *rng.integers(0, 9000, 1200).tolist()] for i in range(3)]
@@ -288,7 +288,7 @@ def test_what_it_takes_was_said_before(tmp_path, dtype):
 
 
 def test_a_device_is_chosen(monkeypatch):
-    from prefixtree.cli.models import Setting
+    from prefixtree.testing.models import Setting
 
     for has_gpu, device in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
@@ -305,7 +305,7 @@ def test_a_device_is_chosen(monkeypatch):
 )
 def test_what_trainers_run(monkeypatch, device, dtype, first):
     """FA2 where it can be, sdpa, and eager where transformers refuses both."""
-    from prefixtree.cli import models
+    from prefixtree.testing import models
 
     tried = []
 
@@ -322,7 +322,7 @@ def test_what_trainers_run(monkeypatch, device, dtype, first):
 
 def test_an_attention_that_computes_something_else_is_said(monkeypatch, rollout_file, config_file):
     """The verdict is eager's, whatever the side that is timed computes."""
-    from prefixtree.cli import verify
+    from prefixtree.testing import verify
 
     original = verify.build_as_trained
 
@@ -358,9 +358,9 @@ def test_verify_needs_something_scored(tmp_path, config_file):
 
 def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):
     """The chunked backward against one differentiation of the whole loss."""
-    from prefixtree.cli import compare
-    from prefixtree.cli.models import Setting, build
-    from prefixtree.cli.verify import random_objective
+    from prefixtree.testing import compare
+    from prefixtree.testing.models import Setting, build
+    from prefixtree.testing.verify import random_objective
 
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 300, n) for n in (9, 1, 14, 2)]
@@ -389,7 +389,7 @@ def test_the_replicated_run_is_plain_autograd(monkeypatch, config_file):
 
 
 def test_gradient_differences():
-    from prefixtree.cli.compare import gradient_differences
+    from prefixtree.testing.compare import gradient_differences
 
     big, one = torch.tensor([3e6, 4e6]), torch.tensor([1.0])
     expected = {"big": big, "noise": one, "none": None, "missing": torch.tensor([3e6])}
@@ -410,7 +410,7 @@ def test_gradient_differences():
 
 
 def test_worst_difference():
-    from prefixtree.cli.compare import worst_difference
+    from prefixtree.testing.compare import worst_difference
 
     a = [torch.tensor([1.0, 2.0]), torch.tensor([])]
     assert worst_difference(a, a) == 0

@@ -11,9 +11,9 @@ from family_configs import FAMILIES, VOCABULARY
 from models import build, cases
 from torch.nn import functional as F
 
-from prefixtree.cli import reference
-from prefixtree.cli.compare import gradient_differences
-from prefixtree.cli.reference import EAGER_BY_ROWS, FaithfulSums
+from prefixtree.testing import reference
+from prefixtree.testing.compare import gradient_differences
+from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -73,7 +73,7 @@ def verify(tmp_path, long_rollouts):
 def test_the_verdict_does_not_hang_on_torchs_sums(monkeypatch, verify, config):
     """torch's CPU backward of an embedding sums in bfloat16, worse the more tokens a call has."""
     limit = verify(config)["checks"]["gradients"]["limit"]
-    monkeypatch.setattr("prefixtree.cli.verify.FaithfulSums", nullcontext)
+    monkeypatch.setattr("prefixtree.testing.verify.FaithfulSums", nullcontext)
     loose = verify(config, exit_code=1)["checks"]["gradients"]
     # of the qwen3 its embedding, of the opt a layer norm's bias; and the limit was the stricter one
     assert not loose["passed"] and limit < loose["limit"]

@@ -23,8 +23,8 @@ from table_checks import listed_forward
 
 from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, view
 from prefixtree.cli.pictures import check_picture_path, write_pictures
-from prefixtree.cli.rollouts import InputError, expand_turns, read_rollouts
-from prefixtree.errors import ForestError
+from prefixtree.errors import ForestError, InputError
+from prefixtree.rollouts.reading import expand_turns, read_rollouts
 from prefixtree.view import plot_forest, plot_mask
 
 ROOT = Path(__file__).parents[1]

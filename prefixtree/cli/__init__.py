@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from prefixtree.cli.rollouts import InputError, Rollouts
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, InputError, UnsupportedError
+from prefixtree.rollouts.reading import Rollouts
 
 
 class _Commands(TyperGroup):
@@ -200,17 +200,17 @@ def _report(
             pictures = write_pictures(plot, forest)
     facts["groups"] = facts["near_misses"] = facts["estimate"] = None
     if rollouts.groups is not None:
-        from prefixtree.cli.groups import measure_groups
+        from prefixtree.sharing.groups import measure_groups
 
         with status("groups"):
             facts["groups"] = measure_groups(forest, rollouts, chat)
     if near_misses:
-        from prefixtree.cli.near_misses import find_near_misses
+        from prefixtree.sharing.near_misses import find_near_misses
 
         misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
         facts["near_misses"] = report.near_miss_facts(misses, rollouts)
     if model is not None:
-        from prefixtree.cli.estimate import estimate, read_shape
+        from prefixtree.sharing.estimate import estimate, read_shape
 
         with status("estimate"):
             shape = read_shape(model)
@@ -294,8 +294,8 @@ def _verify(
     if limit is not None:
         rollouts = rollouts.first(limit)
 
-    from prefixtree.cli.models import Setting
-    from prefixtree.cli.verify import show, verify
+    from prefixtree.testing.models import Setting
+    from prefixtree.testing.verify import show, verify
 
     facts = verify(rollouts, Setting(model, dtype, device, seed, gradient_checkpointing))
     if as_json:
@@ -334,8 +334,8 @@ def _demo(
     Exits with 1 when the two ways differ.
     """
     from prefixtree.cli.console import out, print_json
-    from prefixtree.cli.demo import rollout_rows, train
-    from prefixtree.cli.demo_output import show
+    from prefixtree.cli.demo import show
+    from prefixtree.demo.training import rollout_rows, train
 
     if save is not None:
         # before minutes of training, not after
@@ -403,9 +403,9 @@ def _bench(
 
     Exits with 1 when the two differ.
     """
-    from prefixtree.cli.bench import Setting, bench, show, synthetic
     from prefixtree.cli.console import out, print_json
     from prefixtree.forest import PrefixForest
+    from prefixtree.testing.attention import Setting, bench, show, synthetic
 
     source = f"a tree of {depth} levels, {branching} children a node, {node} tokens each"
     left_out = 0
@@ -442,7 +442,7 @@ def _doctor(as_json: _AsJson = False) -> None:
     Exits with 1 when something required is missing or broken.
     """
     from prefixtree.cli.console import out, print_json, status
-    from prefixtree.cli.doctor import examine, show
+    from prefixtree.doctor import examine, show
 
     with status("importing what is installed"):
         health = examine()
@@ -475,14 +475,14 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def _chat_tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from prefixtree.cli.chat import ChatTokenizer
+    from prefixtree.rollouts.chat import ChatTokenizer
 
     return ChatTokenizer(name)
 
 
 def _read(file: str, per_turn: bool, strict: bool, tokenizer: Any) -> Rollouts:
     from prefixtree.cli.console import Reading, complain, complain_about
-    from prefixtree.cli.rollouts import expand_turns, read_rollouts
+    from prefixtree.rollouts.reading import expand_turns, read_rollouts
 
     with Reading() as reading:
         rollouts = read_rollouts(file, strict=strict, watch=reading.watch, tokenizer=tokenizer)

@@ -1,473 +1,132 @@
-"""`prefixtree demo`: GRPO on live rollouts that branch, every update replicated and packed.
-
-A tiny Qwen3 with random weights acts in `cli.depot`. Every turn is continued several times, which
-makes a tree a task; a turn's reward is the mean over the rollouts that go on from it. Two copies of
-the model take the same updates, one on every sequence alone, one on the packed forest. Then the
-packed one goes on without the other, to see what it learns.
-"""
+"""What `prefixtree demo` prints: the first task's tree, the updates both ways, what was learnt."""
 
 from __future__ import annotations
 
-import copy
 import math
-import time
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
-from prefixtree import PackedForest, PrefixForest, pack
-from prefixtree.cli import depot
-from prefixtree.cli.compare import Meter, gradient_differences
-from prefixtree.cli.console import status, steps
-from prefixtree.cli.report import measure
-
-# continuations of each turn: 3 x 2 x 2 rollouts a task
-BRANCHING = (3, 2, 2, 1, 1)
-# batches that both copies train on, and further ones of the packed copy; of its last one only the
-# rollouts are taken
-BATCHES, ALONE, EPOCHS = 3, 3, 2
-_TURN_WORDS = 6
-_CLIP = 0.2
-_LEARNING_RATE = 1e-2
-_LIMIT = 1e-4
+from prefixtree.demo import depot
+from prefixtree.demo.training import BRANCHING, EPOCHS, Turn
 
 
-@dataclass
-class Turn:
-    """One turn of the agent, and the turns that go on from it.
-
-    Attributes:
-        tokens: the history and the turn itself.
-        begin: where the turn begins in them.
-        end: where the words that the agent chose end; behind them an <end> it left out.
-        state: the depot after the turn.
-        children: the next turns.
-    """
-
-    tokens: list[int]
-    begin: int
-    end: int
-    state: depot.Depot
-    children: list[Turn] = field(default_factory=list)
-
-    @property
-    def words(self) -> str:
-        """The words that the agent chose."""
-        chosen = depot.decode(self.tokens[self.begin : self.end])
-        return chosen.replace(depot.END, "").strip() or "(nothing)"
-
-    @property
-    def rewards(self) -> list[float]:
-        """Of all rollouts that go through this turn."""
-        below = [reward for child in self.children for reward in child.rewards]
-        return below or [self.state.reward]
+def picture(turns: list[Turn]) -> Tree:
+    """One task's turns as a tree: what was said, and the mean reward of what came of it."""
+    prompt = turns[0].tokens[: turns[0].begin]
+    top = Tree(f"[bold]task 1[/] [dim]{len(prompt)} words: … {depot.decode(prompt[-12:])}[/]")
+    _grow(top, turns)
+    return top
 
 
-@dataclass
-class Batch:
-    """The training sequences of one batch of trees: one per turn, scored on the turn's own words.
-
-    Attributes:
-        sequences: int64 token ids. loss_masks: bool, one per token.
-        advantages: one a sequence, normalised within its task, GRPO's way.
-        old_logprobs: float32 [n - 1] a sequence, from the update before the first; None until then.
-    """
-
-    sequences: list[np.ndarray]
-    loss_masks: list[np.ndarray]
-    advantages: list[float]
-    mean_reward: float
-    old_logprobs: list[torch.Tensor] | None = None
-
-    @classmethod
-    def of(cls, roots: list[list[Turn]]) -> Batch:
-        sequences, masks, advantages, rewards = [], [], [], []
-        for task in roots:
-            leaves = [reward for turn in task for reward in turn.rewards]
-            rewards += leaves
-            for turn in _walk(task):
-                place = np.arange(len(turn.tokens))
-                sequences.append(np.array(turn.tokens))
-                masks.append((place >= turn.begin) & (place < turn.end))
-                gain = float(np.mean(turn.rewards) - np.mean(leaves))
-                advantages.append(gain / (float(np.std(leaves)) + 1e-6))
-        return cls(sequences, masks, advantages, float(np.mean(rewards)))
-
-    def loss(self, index: int, logprobs: torch.Tensor) -> torch.Tensor:
-        """GRPO's clipped loss of one sequence (arXiv 2402.03300), its share of the token mean."""
-        mask = torch.from_numpy(self.loss_masks[index][1:])
-        old = logprobs.detach() if self.old_logprobs is None else self.old_logprobs[index]
-        ratio = torch.exp(logprobs - old)
-        clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
-        gain = torch.minimum(ratio * self.advantages[index], clipped * self.advantages[index])
-        return -(gain * mask).sum() / self.scored
-
-    @cached_property
-    def scored(self) -> int:
-        """Scored tokens of all sequences."""
-        return sum(int(mask[1:].sum()) for mask in self.loss_masks)
-
-
-def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list[list[Turn]]]:
-    """Runs `BATCHES` x `EPOCHS` updates both ways, then `ALONE` batches packed.
-
-    Returns:
-        The facts, ready for JSON, and the first trees.
-
-    Raises:
-        InputError: `pictures` is no folder that can be written to; before anything is trained.
-        UnsupportedError: `pictures` without matplotlib; likewise.
-    """
-    if pictures is not None:
-        from prefixtree.cli.pictures import check_picture_folder
-
-        check_picture_folder(pictures)
-    replicated = _model(seed)
-    packed = copy.deepcopy(replicated)
-    packed.set_attn_implementation("prefixtree")
-    optimizers = [
-        # a large epsilon: Adam would blow rounding noise in a gradient near zero up to a full step
-        torch.optim.Adam(model.parameters(), _LEARNING_RATE, eps=1e-3)
-        for model in (replicated, packed)
-    ]
-    updates: list[dict[str, Any]] = []
-    drawn: list[Path] = []
-    first_forest: PrefixForest | None = None
-    first_trees: list[list[Turn]] = []
-    played: list[list[list[Turn]]] = []
-    with status("compiling, once"):
-        _warm_up(replicated, packed)
-    for number in steps(range(BATCHES * EPOCHS), "rollouts and updates", BATCHES * EPOCHS):
-        if number % EPOCHS == 0:
-            torch.manual_seed(seed + number)
-            trees, rollout_seconds = _timed(lambda: roll_out(replicated))
-            played.append(trees)
-            batch = Batch.of(trees)
-            forest = pack(PrefixForest.from_sequences(batch.sequences))
-            if first_forest is None:
-                first_trees, first_forest = trees, forest.forest
-                drawn = [] if pictures is None else _draw(pictures, forest)
-        else:
-            rollout_seconds = 0.0
-        facts = _update(replicated, packed, batch, forest)
-        for optimizer in optimizers:
-            optimizer.step()
-        updates.append(
-            {**facts, "mean_reward": batch.mean_reward, "rollout_seconds": rollout_seconds}
+def _grow(above: Tree, turns: list[Turn]) -> None:
+    for turn in turns:
+        reward = float(np.mean(turn.rewards))
+        colour = "bold green" if reward > 0.5 else "yellow" if reward > 0.25 else "red"
+        label = Text.assemble(
+            (f"{reward:.2f}  ", colour), turn.words, no_wrap=True, overflow="ellipsis"
         )
-    assert first_forest is not None
-    passed = all(
-        math.isfinite(d) and d <= _LIMIT for u in updates for d in u["differences"].values()
-    )
-    seconds = {s: sum(u["seconds"][s] for u in updates) for s in ("replicated", "packed")}
-    difference = _worst_weight(replicated, packed)
-    alone_seconds = 0.0
-    if passed:
-        more, alone_seconds = _timed(lambda: _go_on(packed, optimizers[1], seed + BATCHES * EPOCHS))
-        played += more
-    return {
-        "passed": passed,
-        "seed": seed,
-        "parameters": sum(p.numel() for p in packed.parameters()),
-        "tasks": depot.TASKS,
-        "rollouts": depot.TASKS * math.prod(BRANCHING),
-        "scored_tokens": batch.scored,
-        "forest": measure(first_forest),
-        "updates": updates,
-        "weights_difference": difference,
-        "limit": _LIMIT,
-        "pictures": [str(file) for file in drawn],
-        "seconds": seconds,
-        "learnt": {**_learnt(played), "seconds_alone": alone_seconds},
-        # a speed-up of a wrong result is none
-        "speedup": seconds["replicated"] / seconds["packed"] if passed else None,
-    }, first_trees
+        _grow(above.add(label), turn.children)
 
 
-# ---- rollouts ------------------------------------------------------------------------------------
+def show(
+    facts: dict[str, Any], tree: list[Turn], console: Console, saved: Path | None = None
+) -> None:
+    """Prints the first task's tree, every update both ways, and what was learnt.
 
-
-def roll_out(model: Any) -> list[list[Turn]]:
-    """Plays every task with `BRANCHING` continuations a turn; the first turns, a list a task."""
-    states = [depot.Depot(task) for task in range(depot.TASKS)]
-    trees: list[list[Turn]] = [[] for _ in states]
-    # what is to be continued: the tokens so far, the depot, and where its turns are kept
-    open_: list[tuple[list[int], depot.Depot, list[Turn]]] = [
-        (depot.encode(state.prompt), state, trees[state.task]) for state in states
-    ]
-    for continuations in BRANCHING:
-        following = []
-        answers = _generate(model, [tokens for tokens, _, _ in open_], continuations)
-        for (tokens, state, turns), spoken in zip(open_, answers, strict=True):
-            for words in spoken:
-                ended = words[-1] == depot.END_TOKEN
-                after, reply = state.call(depot.decode(words))
-                whole = tokens + words + [depot.END_TOKEN] * (not ended)
-                turn = Turn(whole, len(tokens), len(tokens) + len(words), after)
-                turns.append(turn)
-                following.append((whole + depot.encode(reply), after, turn.children))
-        open_ = following
-    return trees
-
-
-def rollout_rows(trees: list[list[Turn]]) -> list[dict[str, Any]]:
-    """The rollouts as lines of a rollout file: every path from a task to a last turn."""
-    rows: list[dict[str, Any]] = []
-
-    def follow(task: int, turns: list[Turn], above: list[Turn]) -> None:
-        for turn in turns:
-            path = [*above, turn]
-            if turn.children:
-                follow(task, turn.children, path)
-                continue
-            mask = np.zeros(len(turn.tokens), int)
-            for part in path:
-                mask[part.begin : part.end] = 1
-            rows.append(
-                {
-                    "id": f"rollout {len(rows)}",
-                    "group": f"task {task + 1}",
-                    "reward": turn.state.reward,
-                    "token_ids": turn.tokens,
-                    "loss_mask": mask.tolist(),
-                    "turn_ends": [len(part.tokens) for part in path],
-                }
-            )
-
-    for task, turns in enumerate(trees):
-        follow(task, turns, [])
-    return rows
-
-
-def _generate(model: Any, prompts: list[list[int]], continuations: int) -> list[list[list[int]]]:
-    """Sampled words after each prompt, up to its <end>."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), depot.PAD_TOKEN)
-    # not by the token: a model may well say <pad>
-    mask = torch.zeros_like(ids)
-    for row, seen, prompt in zip(ids, mask, prompts, strict=True):
-        row[longest - len(prompt) :] = torch.tensor(prompt)
-        seen[longest - len(prompt) :] = 1
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            num_return_sequences=continuations,
-            max_new_tokens=_TURN_WORDS,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=depot.END_TOKEN,
-            pad_token_id=depot.PAD_TOKEN,
-        )
-    turns = [_until_end(row) for row in out[:, longest:].tolist()]
-    return [turns[i : i + continuations] for i in range(0, len(turns), continuations)]
-
-
-def _until_end(words: list[int]) -> list[int]:
-    if depot.END_TOKEN in words:
-        return words[: words.index(depot.END_TOKEN) + 1]
-    return words
-
-
-def _walk(turns: list[Turn]) -> list[Turn]:
-    return [node for turn in turns for node in (turn, *_walk(turn.children))]
-
-
-# ---- what was learnt -----------------------------------------------------------------------------
-
-
-def _go_on(packed: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[list[list[Turn]]]:
-    """Trains the packed copy alone on `ALONE` batches, of which the last is only played."""
-    played: list[list[list[Turn]]] = []
-    for number in steps(range(ALONE), "the packed model alone", ALONE):
-        torch.manual_seed(seed + number)
-        trees = roll_out(packed)
-        played.append(trees)
-        if number == ALONE - 1:
-            break
-        batch = Batch.of(trees)
-        forest = pack(PrefixForest.from_sequences(batch.sequences))
-        for _ in range(EPOCHS):
-            packed_update(packed, batch, forest)
-            optimizer.step()
-    return played
-
-
-def _learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
-    """Mean rewards and parcels taken, one per batch, and the last batch's best rollout in words."""
-    paths = [[path for turns in trees for path in _paths(turns)] for trees in played]
-    rewards = [[path[-1].state.reward for path in batch] for batch in paths]
-    taken = [sum(path[-1].state.taken for path in batch) for batch in paths]
-    # the last batch with a parcel, or else the last
-    batch = max((n for n, count in enumerate(taken) if count), default=len(played) - 1)
-    # of equal rewards the one that takes its parcel soonest
-    best = max(paths[batch], key=lambda path: (path[-1].state.reward, -len(_until_taken(path))))
-    shown = _until_taken(best)
-    return {
-        "mean_rewards": [float(np.mean(batch)) for batch in rewards],
-        "parcels_taken": taken,
-        "rollouts_per_batch": len(paths[0]),
-        "best": {
-            "batch": batch + 1,
-            "task": best[-1].state.task + 1,
-            "reward": best[-1].state.reward,
-            "taken": best[-1].state.taken,
-            "customer": depot.OPENINGS[best[-1].state.task],
-            "turns": [
-                {"agent": turn.words, "depot": _reply(turn, above)}
-                for above, turn in zip([None, *shown], shown, strict=False)
-            ],
-        },
-    }
-
-
-def _paths(turns: list[Turn]) -> list[list[Turn]]:
-    """The rollouts below some turns: the turns of each, first to last."""
-    return [[turn, *rest] for turn in turns for rest in (_paths(turn.children) or [[]])]
-
-
-def _until_taken(path: list[Turn]) -> list[Turn]:
-    taken = next((n for n, turn in enumerate(path, 1) if turn.state.taken), len(path))
-    return path[:taken]
-
-
-def _reply(turn: Turn, above: Turn | None) -> str:
-    """What the depot answered a turn; `above` is the turn before, None for the first."""
-    before = depot.Depot(turn.state.task) if above is None else above.state
-    _, reply = before.call(depot.decode(turn.tokens[turn.begin : turn.end]))
-    return reply.replace(depot.END, "").strip()
-
-
-# ---- one update, both ways -----------------------------------------------------------------------
-
-
-def _update(replicated: Any, packed: Any, batch: Batch, forest: PackedForest) -> dict[str, Any]:
-    """Loss and gradients on both models, and how far apart they are."""
-    device = torch.device("cpu")
-    replicated.zero_grad()
-    total, kept = 0.0, []
-    with Meter(device) as one_by_one:
-        for i, tokens in enumerate(batch.sequences):
-            ids = torch.from_numpy(tokens)
-            logits = replicated(input_ids=ids[None], use_cache=False).logits[0, :-1]
-            logprobs = logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            loss = batch.loss(i, logprobs)
-            loss.backward()
-            total += float(loss.detach())
-            kept.append(logprobs.detach())
-    old_logprobs = batch.old_logprobs
-    with Meter(device) as at_once:
-        at_once_loss, scored = packed_update(packed, batch, forest)
-    worst = max(
-        float(((a - b).abs() * torch.from_numpy(mask[1:])).max())
-        for a, b, mask in zip(kept, scored, batch.loss_masks, strict=True)
-    )
-    of_packed, of_replicated = _gradients(packed), _gradients(replicated)
-    gradients = gradient_differences(of_packed, of_replicated)
-    # both copies are held to the same old policy
-    batch.old_logprobs = old_logprobs or kept
-    meters = {"replicated": one_by_one, "packed": at_once}
-    return {
-        "loss": {"replicated": total, "packed": at_once_loss},
-        "gradient_norm": {"replicated": _norm(of_replicated), "packed": _norm(of_packed)},
-        "differences": {
-            "loss": abs(total - at_once_loss),
-            "logprobs": worst,
-            "gradients": max(gradients.values()),
-        },
-        "seconds": {name: meter.seconds for name, meter in meters.items()},
-        "peak_bytes": {name: meter.peak_bytes for name, meter in meters.items()},
-    }
-
-
-def packed_update(
-    packed: Any, batch: Batch, forest: PackedForest
-) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of the packed batch; the loss and the log-probabilities, detached.
-
-    The first call of a batch makes its log-probabilities the old policy's.
+    Args:
+        facts, tree: of `train`, the tree of the first task.
+        saved: the file that the first rollouts were written to, None for none.
     """
-    from prefixtree.integrations.transformers import sequence_logprobs
-
-    packed.zero_grad()
-    scores = sequence_logprobs(packed, forest, loss_mask=batch.loss_masks)
-    losses = [batch.loss(i, logprobs) for i, logprobs in enumerate(scores.logprobs)]
-    loss = torch.stack(losses).sum()
-    loss.backward()
-    scored = [logprobs.detach() for logprobs in scores.logprobs]
-    batch.old_logprobs = batch.old_logprobs or scored
-    return float(loss.detach()), scored
-
-
-def _norm(gradients: dict[str, torch.Tensor | None]) -> float:
-    return math.sqrt(
-        sum(float(g.double().square().sum()) for g in gradients.values() if g is not None)
+    forest = facts["forest"]
+    tokens = forest["tokens"]
+    console.print(
+        f"A parcel depot with tools: {facts['tasks']} tasks, a turn continued "
+        f"{' x '.join(str(b) for b in BRANCHING)} times, {facts['rollouts']} rollouts. One "
+        f"training sequence per turn makes {forest['sequences']} sequences of "
+        f"{tokens['replicated']:,} tokens; only {tokens['distinct']:,} of them are distinct "
+        f"([bold]{tokens['ratio']:.1f}x[/]).\n"
     )
-
-
-def _gradients(model: Any) -> dict[str, torch.Tensor | None]:
-    return {
-        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
-    }
-
-
-def _worst_weight(replicated: Any, packed: Any) -> float:
-    pairs = zip(replicated.parameters(), packed.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-
-def _warm_up(replicated: Any, packed: Any) -> None:
-    """A tiny update that changes nothing: what is compiled or loaded once is not timed."""
-    tokens = np.array(depot.encode(depot.Depot(0).prompt)[:16])
-    pair = [tokens, np.append(tokens[:8], tokens[:3])]
-    batch = Batch(pair, [np.ones(len(s), bool) for s in pair], [1.0, -1.0], 0.0)
-    _update(replicated, packed, batch, pack(PrefixForest.from_sequences(pair)))
-
-
-def _model(seed: int) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
-
-    config = Qwen3Config(
-        vocab_size=len(depot.WORDS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        # lively enough that a wrong mask would show in every figure
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=depot.END_TOKEN,
-        pad_token_id=depot.PAD_TOKEN,
+    console.print(picture(tree))
+    console.print(_updates_table(facts))
+    if not facts["passed"]:
+        console.print(f"[bold red]The updates differ[/] by more than {facts['limit']:g}.")
+        return
+    console.print(
+        f"[bold green]The same training, {facts['speedup']:.1f}x faster[/] "
+        f"({facts['seconds']['replicated']:.1f} s → {facts['seconds']['packed']:.1f} s): after "
+        f"{len(facts['updates'])} updates the two models' weights differ by "
+        f"{facts['weights_difference']:.1e}."
     )
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    if facts["pictures"]:
+        console.print(f"Pictures of the first forest: {', '.join(facts['pictures'])}.")
+    _show_learnt(facts["learnt"], console)
+    _show_next(saved, console)
 
 
-def _timed(run: Any) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = run()
-    return result, time.perf_counter() - start
-
-
-def _draw(folder: Path, packed: PackedForest) -> list[Path]:
-    """Draws the forest and its block mask; the files."""
-    from prefixtree import TileShape
-    from prefixtree.cli.pictures import save
-    from prefixtree.view import plot_forest, plot_mask
-
-    return save(
-        {
-            folder / "forest.png": plot_forest(packed.forest),
-            folder / "mask.png": plot_mask(packed.mask, TileShape(64, 64)),
-        }
+def _updates_table(facts: dict[str, Any]) -> Table:
+    # not the loss: GRPO's is 0 in the first update of a batch, whatever its gradient
+    table = Table(
+        "update",
+        "reward",
+        "|gradient|, replicated",
+        "|gradient|, packed",
+        "gradients differ",
+        "seconds",
+        "packed",
+        title=f"\nGRPO on a Qwen3 of {facts['parameters']:,} random weights, float32, this CPU",
+        title_justify="left",
     )
+    for column in table.columns:
+        column.justify = "right"
+    for number, update in enumerate(facts["updates"], 1):
+        gap = update["differences"]["gradients"]
+        table.add_row(
+            str(number),
+            f"{update['mean_reward']:.3f}",
+            *(f"{update['gradient_norm'][side]:.6f}" for side in ("replicated", "packed")),
+            f"{gap:.1e}" if math.isfinite(gap) else "not finite",
+            *(f"{update['seconds'][side]:.2f}" for side in ("replicated", "packed")),
+            end_section=number % EPOCHS == 0,
+        )
+    return table
+
+
+def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
+    rewards, taken, best = learnt["mean_rewards"], learnt["parcels_taken"], learnt["best"]
+    console.print(
+        f"\nThe packed model then went on alone for {learnt['seconds_alone']:.1f} s. Mean reward "
+        f"per batch: [bold]{rewards[0]:.2f}[/] → "
+        + " → ".join(f"{reward:.2f}" for reward in rewards[1:-1])
+        + f" → [bold]{rewards[-1]:.2f}[/]. Parcels taken, of {learnt['rollouts_per_batch']} "
+        f"rollouts per batch: {', '.join(map(str, taken))}."
+    )
+    what = "took its parcel" if best["taken"] else "came nearest"
+    console.print(
+        f"\nA rollout of batch {best['batch']} that {what} (task {best['task']}, reward "
+        f"{best['reward']:.2f}):"
+    )
+    console.print(f"  [dim]{best['customer']}[/]")
+    for turn in best["turns"]:
+        console.print(f"  [bold]agent :[/] {turn['agent']}")
+        console.print(f"  depot : {turn['depot']}")
+
+
+def _show_next(saved: Path | None, console: Console) -> None:
+    """Commands to go on with; never wrapped, to be copied."""
+    file = "rollouts.jsonl" if saved is None else str(saved)
+    lines = [
+        (f"prefixtree report {file} --per-turn", "what rollouts share, and what they fail to"),
+        (f"prefixtree verify --model MODEL {file} --limit 16", "packing is exact for a model"),
+    ]
+    if saved is None:
+        lines.insert(0, (f"prefixtree demo --save {file}", "these rollouts, or take your own"))
+    width = max(len(command) for command, _ in lines)
+    console.print("\nNext:")
+    for command, what in lines:
+        console.print(Text(f"  {command:<{width}}  # {what}"), soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prefixtree.cli.rollouts import InputError
+from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.mask import TreeMask

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from prefixtree.cli.near_misses import NearMisses
-from prefixtree.cli.rollouts import Rollouts
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import Rollouts
+from prefixtree.sharing.near_misses import NearMisses
 
 _GIB = 2**30
 _KINDS = {

@@ -12,8 +12,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from prefixtree import PrefixForest, pack
-from prefixtree.cli.compare import (
+from prefixtree.cli.console import complain, status, steps
+from prefixtree.errors import InputError
+from prefixtree.forest import PrefixForest
+from prefixtree.hub import load_config
+from prefixtree.packing.layout import pack
+from prefixtree.rollouts.reading import Rollouts
+from prefixtree.sharing.estimate import ModelShape, read_shape
+from prefixtree.testing.compare import (
     Objective,
     Run,
     gradient_differences,
@@ -22,12 +28,8 @@ from prefixtree.cli.compare import (
     scored_tokens,
     worst_difference,
 )
-from prefixtree.cli.console import complain, status, steps
-from prefixtree.cli.estimate import ModelShape, read_shape
-from prefixtree.cli.models import Setting, build, build_as_trained, check_vocabulary
-from prefixtree.cli.names import load_config
-from prefixtree.cli.reference import EAGER_BY_ROWS, FaithfulSums
-from prefixtree.cli.rollouts import InputError, Rollouts
+from prefixtree.testing.models import Setting, build, build_as_trained, check_vocabulary
+from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 
 FLOAT32_LIMIT = 1e-4
 _ENTROPY_SHARE = 0.1

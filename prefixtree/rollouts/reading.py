@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from prefixtree.cli import parquet
+from prefixtree.errors import InputError
+from prefixtree.rollouts import parquet
 
 if TYPE_CHECKING:
-    from prefixtree.cli.chat import ChatTokenizer
+    from prefixtree.rollouts.chat import ChatTokenizer
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _WHOLE, _RESPONSE = ("token_ids", "input_ids"), ("response_ids", "completion_ids")
@@ -50,10 +51,6 @@ _FIELDS = frozenset(
     )
 )
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-
-
-class InputError(ValueError):
-    """What was handed to the command line cannot be used; the message says what and why."""
 
 
 @dataclass(frozen=True)

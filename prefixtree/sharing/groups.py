@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cli.differences import describe
-from prefixtree.cli.rollouts import Rollouts
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import Rollouts
+from prefixtree.sharing.differences import describe
 
 _SHOWN = 5
 
@@ -29,7 +29,7 @@ def measure_groups(
         rollouts: at least one with a group.
         tokenizer: gives the text where groups part, where there is one.
     """
-    from prefixtree.cli.near_misses import with_shared_masks
+    from prefixtree.sharing.near_misses import with_shared_masks
 
     if rollouts.groups is None:
         return None

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cli.differences import Difference, describe
-from prefixtree.cli.rollouts import Rollouts
 from prefixtree.forest import PrefixForest
+from prefixtree.rollouts.reading import Rollouts
+from prefixtree.sharing.differences import Difference, describe
 
 # other branches of a fork that a branch is compared with, besides the heaviest
 _TRIES = 3
@@ -102,7 +102,7 @@ def find_near_misses(
         most: how many to describe.
         watch: wraps a loop (items, description, total) to show progress.
     """
-    from prefixtree.cli import realign
+    from prefixtree.sharing import realign
 
     assert forest.tokens is not None
     rollouts = with_shared_masks(forest, rollouts)
@@ -171,7 +171,7 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
     the turn is prompt. So a token counts as sampled if any sequence through it scores it, or if a
     chat template told (`Rollouts.sampled`).
     """
-    from prefixtree.cli.realign import share_masks
+    from prefixtree.sharing.realign import share_masks
 
     if rollouts.loss_masks is None:
         return rollouts

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from prefixtree.cli.names import explain, load_config
-from prefixtree.cli.rollouts import InputError, Rollouts
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import InputError, UnsupportedError
+from prefixtree.hub import explain, load_config
+from prefixtree.rollouts.reading import Rollouts
 
 _HALF = ("bfloat16", "float16")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prefixtree.cli.rollouts import InputError
+from prefixtree.errors import InputError
 
 
 def load_config(model: str | Path) -> Any:

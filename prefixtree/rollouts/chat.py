@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cli.names import explain, first_line
-from prefixtree.cli.rollouts import InputError
+from prefixtree.errors import InputError
+from prefixtree.hub import explain, first_line
 
 
 @dataclass(frozen=True)

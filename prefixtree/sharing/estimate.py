@@ -34,9 +34,10 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cli.names import explain, load_config
-from prefixtree.cli.rollouts import InputError, Rollouts
+from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
+from prefixtree.hub import explain, load_config
+from prefixtree.rollouts.reading import Rollouts
 
 _KINDS = {"full_attention", "sliding_attention"}
 # the projection back to the hidden size, which every family's MLPs end in: dense, shared, routed

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from prefixtree.cli.compare import Meter
 from prefixtree.cli.console import steps
-from prefixtree.cli.estimate import visible_pairs
-from prefixtree.cli.models import choose_device
-from prefixtree.cli.rollouts import InputError
+from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import pack
+from prefixtree.sharing.estimate import visible_pairs
+from prefixtree.testing.compare import Meter
+from prefixtree.testing.models import choose_device
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 RESULTS = ("out", "dq", "dk", "dv")

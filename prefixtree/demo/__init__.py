@@ -1,0 +1,1 @@
+"""A small tool-use environment, and GRPO on it both ways."""

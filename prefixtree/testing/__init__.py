@@ -1,0 +1,1 @@
+"""Packed against replicated: run both, compare them, and measure time and memory."""
