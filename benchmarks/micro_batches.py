@@ -38,7 +38,7 @@ from workloads import AIRLINE
 
 from prefixtree import PrefixForest, plan_micro_batches
 from prefixtree.packing.cost_model import CostModel
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 
 RANKS, BUDGETS = 8, (16384, 32768)
 BALANCE = 1.05

@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.testing.attention import Attention
 
 CLIP = 0.2

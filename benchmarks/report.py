@@ -29,10 +29,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prefixtree.cli.report import measure
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.groups import measure_groups
+from prefixtree.sharing.measure import measure
 from prefixtree.sharing.near_misses import find_near_misses
 
 SEQUENCES, MEMBERS, VOCABULARY = 100_000, 8, 150_000

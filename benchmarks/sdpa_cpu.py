@@ -22,7 +22,7 @@ import typer
 from environment import environment
 
 import prefixtree as pt
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 
 HEADS, HEAD_DIM = 8, 64
 

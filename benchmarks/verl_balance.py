@@ -25,7 +25,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from prefixtree import PrefixForest
 from prefixtree.integrations.verl.balance import GroupCosts, balance
 from prefixtree.integrations.verl.batches import plan_bins
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 
 
 def workload(lengths: Any) -> np.ndarray:

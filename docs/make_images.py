@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from prefixtree import PrefixForest, TileShape, pack
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.view import plot_forest, plot_mask
 
 IMAGES = Path(__file__).parent / "images"

@@ -1,4 +1,4 @@
-"""`prefixtree doctor`: what is installed here, what would run and why, to paste into an issue.
+"""What is installed here, what would run and why: what `prefixtree doctor` shows.
 
 Nothing that is missing or broken stops it, except what `import prefixtree` itself needs.
 """
@@ -17,12 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 import prefixtree
 from prefixtree import PrefixForest, TreeMask
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -297,41 +294,3 @@ def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     if gpus or _built_for() is None:
         return tuple(gpus), None
     return (), _in_a_line(said[-1].message) if said else "torch finds none"  # type: ignore[arg-type]
-
-
-# ---- what is shown -------------------------------------------------------------------------------
-
-
-def show(health: Health, console: Console) -> None:
-    """Prints about twenty plain lines, to be pasted."""
-
-    def line(name: str, text: str) -> None:
-        console.print(f"{name:<13} {text}", markup=False, soft_wrap=True)
-
-    line("prefixtree", f"{health.prefixtree} in {health.folder}")
-    line("python", f"{health.python}, {health.system}")
-    for package in health.packages:
-        line(package.wanted.name, _described(package, health.cuda))
-    for i, gpu in enumerate(health.gpus):
-        memory = f"{gpu.memory / _GIB:.0f} GiB"
-        line(f"GPU {i}", f"{gpu.name}, compute capability {gpu.capability}, {memory}")
-    if not health.gpus:
-        line("GPU", f"none: {health.gpu_problem}" if health.gpu_problem else "none")
-    for backend in health.backends:
-        line("backend", f"{', '.join(backend.heads)}: {backend.says}")
-    for problem in health.broken:
-        line("BROKEN", problem)
-    if not health.broken:
-        line("ok", "nothing that is required is missing or broken")
-
-
-def _described(package: Package, cuda: str | None) -> str:
-    wanted = package.wanted
-    if package.version is None:
-        what = f" (for {wanted.used_for})" if wanted.used_for else ""
-        return f"not installed{what}: {wanted.install}"
-    if wanted.name == "torch":
-        version = f"{package.version}, built for {cuda or 'the CPU'}"
-    else:
-        version = package.version
-    return version if package.problem is None else f"{version}, {package.problem}"

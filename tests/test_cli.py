@@ -11,8 +11,8 @@ from chat_tokenizer import CHATML, save_tokenizer
 from cli_runs import run, run_json, write_rollouts
 
 import prefixtree
-from prefixtree.cli.report import measure
 from prefixtree.forest import PrefixForest
+from prefixtree.sharing.measure import measure
 
 AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"
 
@@ -50,7 +50,7 @@ def test_an_interrupt_exits_130(monkeypatch, rollout_file):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("prefixtree.rollouts.reading.read_rollouts", interrupted)
+    monkeypatch.setattr("prefixtree.rollouts.read_rollouts", interrupted)
     result = run("report", rollout_file)
     assert result.exit_code == 130
     assert "Traceback" not in result.stderr
@@ -344,7 +344,7 @@ def test_other_errors_of_the_system_name_their_file(monkeypatch, rollout_file):
     def fails(*_, **__):
         raise PermissionError(13, "Permission denied", "somewhere")
 
-    monkeypatch.setattr("prefixtree.cli.report.measure", fails)
+    monkeypatch.setattr("prefixtree.sharing.measure.measure", fails)
     result = run("report", rollout_file)
     assert result.exit_code == 2
     assert result.stderr == "prefixtree: somewhere: Permission denied\n"

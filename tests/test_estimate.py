@@ -22,7 +22,7 @@ from transformers import (
 
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.estimate import estimate, read_shape, visible_pairs
 
 # measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the

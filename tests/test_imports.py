@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 import prefixtree
@@ -36,8 +37,11 @@ def run_python(code: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def imports(file: Path) -> Iterator[tuple[str, bool]]:
-    """(module, at import time) for every import of a file; TYPE_CHECKING blocks are left out."""
+def imports(file: Path, types: bool = False) -> Iterator[tuple[str, bool]]:
+    """(module, at import time) for every import of a file.
+
+    Imports in TYPE_CHECKING blocks are left out, or yielded too with `types`.
+    """
 
     def is_type_checking(node: ast.AST) -> bool:
         return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -53,7 +57,7 @@ def imports(file: Path) -> Iterator[tuple[str, bool]]:
                 # `from package import module` imports the module
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in MODULES else node.module, at_import
-        elif not is_type_checking(node):
+        elif types or not is_type_checking(node):
             inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             for child in ast.iter_child_nodes(node):
                 yield from visit(child, at_import and not inside)
@@ -69,13 +73,26 @@ LOOPS = "prefixtree.loops"
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
 
 
+# each room may import those before it, and modules of its own; what is not named is at 0
+LAYERS = (
+    ("forest", "errors", "hub", "progress"),
+    ("packing",),
+    ("kernels",),
+    ("integrations",),
+    ("rollouts", "view"),
+    ("sharing",),
+    ("testing",),
+    ("demo",),
+    ("doctor", "cli", "__main__"),
+)
+
+
 def layer_of(module: str) -> int:
-    """0 for the forest, up to 5 for the CLI; the package's own __init__ stands on top of all."""
+    """A module's place in LAYERS; the package's own __init__ stands on top of all."""
     parts = module.split(".")[1:]
-    if not parts or parts[0] in ("cli", "__main__", "doctor"):
-        return 5
-    tools = dict.fromkeys(("view", "rollouts", "sharing", "testing", "demo"), 5)
-    return ({"packing": 1, "kernels": 2, "integrations": 3} | tools).get(parts[0], 0)
+    if not parts:
+        return len(LAYERS) - 1
+    return next((n for n, rooms in enumerate(LAYERS) if parts[0] in rooms), 0)
 
 
 def backend_of(module: str) -> str | None:
@@ -192,8 +209,11 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
         ("torch", False),
     ]
     assert layer_of("prefixtree.loops.planning") == layer_of("prefixtree.forest") == 0
+    assert ("networkx", True) in imports(file, types=True)
     assert layer_of("prefixtree.forest") < layer_of("prefixtree.packing.mask")
     assert layer_of("prefixtree.kernels.sdpa") < layer_of("prefixtree.integrations.transformers")
+    assert layer_of("prefixtree.rollouts") < layer_of("prefixtree.testing.verify")
+    assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
     assert backend_of("prefixtree.kernels.triton.forward") == "triton"
     assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)
 
@@ -204,6 +224,42 @@ def test_imports_point_one_way(module: str) -> None:
         if target.split(".")[0] == "prefixtree":
             # from `prefixtree` itself only what stands above all may import
             assert layer_of(target) <= layer_of(module), f"{module} imports {target}"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Not inside functions and not for types either."""
+    graph: networkx.DiGraph = networkx.DiGraph()
+    for module, file in MODULES.items():
+        # `from prefixtree.room import name` may name a module or what the room's __init__ exports
+        graph.add_edges_from((module, m) for m, _ in imports(file, types=True) if m in MODULES)
+    assert graph.has_edge("prefixtree.cli", "prefixtree.rollouts")
+    circles = [sorted(c) for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+    assert circles == []
+
+
+def test_the_rooms_are_known() -> None:
+    """A new room has to say where it stands."""
+    folders = {m.split(".")[1] for m in MODULES if m.count(".") > 1}
+    assert folders <= {room for rooms in LAYERS for room in rooms}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if "cli" not in m.split(".")])
+def test_libraries_import_no_command_line(module: str) -> None:
+    if module == "prefixtree.__main__":
+        return
+    found = {target.split(".")[0] for target, _ in imports(MODULES[module], types=True)}
+    assert not found & {"rich", "typer"}, f"{module} prints"
+    for target, _ in imports(MODULES[module], types=True):
+        assert not target.startswith("prefixtree.cli"), f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "docs"])
+def test_benchmarks_and_examples_import_no_command_line(folder: str) -> None:
+    files = sorted((ROOT.parent / folder).rglob("*.py"))
+    assert files
+    for file in files:
+        for target, _ in imports(file, types=True):
+            assert not target.startswith("prefixtree.cli"), f"{file} imports {target}"
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])

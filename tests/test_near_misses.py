@@ -10,7 +10,7 @@ from chat_tokenizer import CHATML, save_tokenizer
 from cli_runs import run, run_json
 
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import read_rollouts
+from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing import realign
 from prefixtree.sharing.near_misses import find_near_misses
 

@@ -12,8 +12,7 @@ import pytest
 from chat_tokenizer import CHATML, save_tokenizer
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts.chat import ChatTokenizer
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from table_checks import listed_forward
 from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, view
 from prefixtree.cli.pictures import check_picture_path, write_pictures
 from prefixtree.errors import ForestError, InputError
-from prefixtree.rollouts.reading import expand_turns, read_rollouts
+from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.view import plot_forest, plot_mask
 
 ROOT = Path(__file__).parents[1]

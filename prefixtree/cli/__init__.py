@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from prefixtree.errors import ForestError, InputError, UnsupportedError
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.rollouts import Rollouts
 
 
 class _Commands(TyperGroup):
@@ -184,6 +185,7 @@ def _report(
     from prefixtree.cli import report
     from prefixtree.cli.console import out, print_json, status, steps
     from prefixtree.forest import PrefixForest
+    from prefixtree.sharing.measure import measure
 
     if plot is not None:
         from prefixtree.cli.pictures import check_picture_path, write_pictures
@@ -193,7 +195,7 @@ def _report(
     rollouts = _read(file, per_turn, strict, chat)
     with status("forest"):
         forest = PrefixForest.from_sequences(rollouts.sequences)
-        facts = report.measure(forest)
+        facts = measure(forest)
     pictures = []
     if plot is not None:
         with status("pictures"):
@@ -205,10 +207,10 @@ def _report(
         with status("groups"):
             facts["groups"] = measure_groups(forest, rollouts, chat)
     if near_misses:
-        from prefixtree.sharing.near_misses import find_near_misses
+        from prefixtree.sharing.near_misses import find_near_misses, near_miss_facts
 
         misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
-        facts["near_misses"] = report.near_miss_facts(misses, rollouts)
+        facts["near_misses"] = near_miss_facts(misses, rollouts)
     if model is not None:
         from prefixtree.sharing.estimate import estimate, read_shape
 
@@ -286,7 +288,7 @@ def _verify(
 
     Exits with 1 when a check is red.
     """
-    from prefixtree.cli.console import out, print_json
+    from prefixtree.cli.console import complain, out, print_json, status, steps
 
     rollouts = _read(file, per_turn, strict, _chat_tokenizer(tokenizer))
     if tasks is not None:
@@ -294,10 +296,12 @@ def _verify(
     if limit is not None:
         rollouts = rollouts.first(limit)
 
+    from prefixtree.cli.verify import show
     from prefixtree.testing.models import Setting
-    from prefixtree.testing.verify import show, verify
+    from prefixtree.testing.verify import verify
 
-    facts = verify(rollouts, Setting(model, dtype, device, seed, gradient_checkpointing))
+    setting = Setting(model, dtype, device, seed, gradient_checkpointing)
+    facts = verify(rollouts, setting, watch=steps, status=status, announce=complain)
     if as_json:
         print_json(
             {"file": file, "per_turn": per_turn, "left_out": len(rollouts.problems), **facts}
@@ -333,14 +337,20 @@ def _demo(
 
     Exits with 1 when the two ways differ.
     """
-    from prefixtree.cli.console import out, print_json
+    from prefixtree.cli.console import out, print_json, status, steps
     from prefixtree.cli.demo import show
     from prefixtree.demo.training import rollout_rows, train
 
+    draw = None
+    # what cannot be written shows before minutes of training, not after
     if save is not None:
-        # before minutes of training, not after
         _check_writable(save)
-    facts, trees = train(seed, pictures)
+    if pictures is not None:
+        from prefixtree.cli.pictures import check_picture_folder, write_demo_pictures
+
+        check_picture_folder(pictures)
+        draw = partial(write_demo_pictures, pictures)
+    facts, trees = train(seed, draw=draw, watch=steps, status=status)
     if save is not None:
         _write(save, rollout_rows(trees))
     if as_json:
@@ -403,9 +413,10 @@ def _bench(
 
     Exits with 1 when the two differ.
     """
-    from prefixtree.cli.console import out, print_json
+    from prefixtree.cli.bench import show
+    from prefixtree.cli.console import out, print_json, steps
     from prefixtree.forest import PrefixForest
-    from prefixtree.testing.attention import Setting, bench, show, synthetic
+    from prefixtree.testing.attention import Setting, bench, synthetic
 
     source = f"a tree of {depth} levels, {branching} children a node, {node} tokens each"
     left_out = 0
@@ -421,7 +432,8 @@ def _bench(
         source, left_out = rollouts.source, len(rollouts.problems)
     if heads != (0, 0) and (min(heads) < 1 or heads[0] % heads[1]):
         raise InputError(f"--heads {heads[0]} {heads[1]}: query heads are a multiple of kv heads")
-    facts = bench(forest, Setting(device, dtype, *heads, head_dim, backend, repeats, seed))
+    setting = Setting(device, dtype, *heads, head_dim, backend, repeats, seed)
+    facts = bench(forest, setting, watch=steps)
     if as_json:
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
     else:
@@ -442,7 +454,8 @@ def _doctor(as_json: _AsJson = False) -> None:
     Exits with 1 when something required is missing or broken.
     """
     from prefixtree.cli.console import out, print_json, status
-    from prefixtree.doctor import examine, show
+    from prefixtree.cli.doctor import show
+    from prefixtree.doctor import examine
 
     with status("importing what is installed"):
         health = examine()
@@ -475,14 +488,14 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 def _chat_tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from prefixtree.rollouts.chat import ChatTokenizer
+    from prefixtree.rollouts import ChatTokenizer
 
     return ChatTokenizer(name)
 
 
 def _read(file: str, per_turn: bool, strict: bool, tokenizer: Any) -> Rollouts:
     from prefixtree.cli.console import Reading, complain, complain_about
-    from prefixtree.rollouts.reading import expand_turns, read_rollouts
+    from prefixtree.rollouts import expand_turns, read_rollouts
 
     with Reading() as reading:
         rollouts = read_rollouts(file, strict=strict, watch=reading.watch, tokenizer=tokenizer)

@@ -12,6 +12,7 @@ import numpy as np
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.view import plot_forest, plot_mask, require_matplotlib
 
@@ -65,6 +66,16 @@ def write_pictures(path: Path, forest: PrefixForest) -> list[Path]:
         path.with_stem(f"{path.stem}-mask"): plot_mask(mask, TileShape(tile, tile)),
     }
     return save(figures)
+
+
+def write_demo_pictures(folder: Path, packed: PackedForest) -> list[Path]:
+    """Writes forest.png and mask.png, with tiles of 64 x 64, into the folder; both files."""
+    return save(
+        {
+            folder / "forest.png": plot_forest(packed.forest),
+            folder / "mask.png": plot_mask(packed.mask, TileShape(64, 64)),
+        }
+    )
 
 
 def save(figures: dict[Path, Figure]) -> list[Path]:

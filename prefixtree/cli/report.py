@@ -1,17 +1,12 @@
-"""`prefixtree report`: what a file of rollouts shares, and what it fails to share."""
+"""What `prefixtree report` prints: what a file of rollouts shares, and what it fails to share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import Rollouts
-from prefixtree.sharing.near_misses import NearMisses
 
 _GIB = 2**30
 _KINDS = {
@@ -23,41 +18,6 @@ _KINDS = {
     "thinking": "thinking that one of them lacks",
     "unknown": "no loss mask tells who wrote it",
 }
-
-
-def measure(forest: PrefixForest) -> dict[str, Any]:
-    """The figures of a forest as plain numbers, ready for JSON."""
-    parent, length = forest.node_parent, forest.node_length.astype(np.int64)
-    children = np.bincount(parent[parent >= 0], minlength=forest.num_nodes)
-    branching = children[children > 1]
-    sequence_lengths = forest.sequence_lengths
-    # a token attends to its position + 1 keys; summed over a node that is a trapezoid
-    packed_pairs = int((length * forest.node_depth + length * (length + 1) // 2).sum())
-    replicated_pairs = int((sequence_lengths * (sequence_lengths + 1) // 2).sum())
-    return {
-        "sequences": forest.num_sequences,
-        "tokens": {
-            "replicated": forest.num_replicated_tokens,
-            "distinct": forest.num_tokens,
-            "ratio": forest.replication_ratio,
-        },
-        "attention": {
-            "replicated_pairs": replicated_pairs,
-            "packed_pairs": packed_pairs,
-            "flop_ratio": replicated_pairs / packed_pairs,
-        },
-        "sequence_length": _spread(sequence_lengths),
-        "nodes": forest.num_nodes,
-        "trees": int((parent < 0).sum()),
-        "leaves": int((children == 0).sum()),
-        "depth": forest.depth,
-        "branching": {
-            "nodes": len(branching),
-            "mean_children": float(branching.mean()) if len(branching) else 0.0,
-            "max_children": int(branching.max(initial=0)),
-        },
-        "node_length": _spread(length),
-    }
 
 
 def show(facts: dict[str, Any], console: Console, title: str) -> None:
@@ -88,30 +48,6 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     )
     table.add_row("node lengths", *_spread_cells(facts["node_length"]))
     console.print(table)
-
-
-def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
-    """What `find_near_misses` found, ready for JSON; sequences by their ids and groups."""
-    return {
-        "forks": misses.num_forks,
-        "policy_tokens_known": rollouts.loss_masks is not None,
-        "tokens_to_win": misses.win,
-        "tokens_to_win_at_sampled_forks": misses.win_sampled,
-        "largest": [
-            {
-                "tokens_to_win": miss.win,
-                "by_this_difference_alone": miss.alone,
-                "run_again": miss.again,
-                "branches": miss.branches,
-                "rollouts": [rollouts.ids[i] for i in miss.sequences],
-                "groups": None
-                if rollouts.groups is None
-                else [rollouts.groups[i] for i in miss.sequences],
-                **miss.difference.facts(),
-            }
-            for miss in misses.shown
-        ],
-    }
 
 
 def show_groups(groups: dict[str, Any], distinct: int, console: Console) -> None:
@@ -233,15 +169,6 @@ def _who(miss: dict[str, Any]) -> str:
 
 def _quoted(text: str) -> str:
     return escape(repr(text))
-
-
-def _spread(lengths: np.ndarray) -> dict[str, Any]:
-    return {
-        "min": int(lengths.min()),
-        "median": float(np.median(lengths)),
-        "mean": float(lengths.mean()),
-        "max": int(lengths.max()),
-    }
 
 
 def _spread_cells(spread: dict[str, Any]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""`prefixtree demo`: GRPO on live rollouts that branch, every update replicated and packed.
+"""GRPO on live rollouts that branch, every update replicated and packed: `prefixtree demo`.
 
 A tiny Qwen3 with random weights acts in `demo.depot`. Every turn is continued several times, which
 makes a tree a task; a turn's reward is the mean over the rollouts that go on from it. Two copies of
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree.cli.console import status, steps
-from prefixtree.cli.report import measure
 from prefixtree.demo import depot
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.progress import Status, Watch, unannounced, unwatched
+from prefixtree.sharing.measure import measure
 from prefixtree.testing.compare import Meter, gradient_differences
 
 # continuations of each turn: 3 x 2 x 2 rollouts a task
@@ -113,20 +114,23 @@ class Batch:
         return sum(int(mask[1:].sum()) for mask in self.loss_masks)
 
 
-def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list[list[Turn]]]:
+def train(
+    seed: int,
+    *,
+    draw: Callable[[PackedForest], list[Path]] | None = None,
+    watch: Watch = unwatched,
+    status: Status = unannounced,
+) -> tuple[dict[str, Any], list[list[Turn]]]:
     """Runs `BATCHES` x `EPOCHS` updates both ways, then `ALONE` batches packed.
+
+    Args:
+        seed: of the weights and the rollouts.
+        draw: called with the first batch's packed forest; returns the files it wrote.
+        watch, status: show progress.
 
     Returns:
         The facts, ready for JSON, and the first trees.
-
-    Raises:
-        InputError: `pictures` is no folder that can be written to; before anything is trained.
-        UnsupportedError: `pictures` without matplotlib; likewise.
     """
-    if pictures is not None:
-        from prefixtree.cli.pictures import check_picture_folder
-
-        check_picture_folder(pictures)
     replicated = _model(seed)
     packed = copy.deepcopy(replicated)
     packed.set_attn_implementation("prefixtree")
@@ -142,7 +146,7 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
     played: list[list[list[Turn]]] = []
     with status("compiling, once"):
         _warm_up(replicated, packed)
-    for number in steps(range(BATCHES * EPOCHS), "rollouts and updates", BATCHES * EPOCHS):
+    for number in watch(range(BATCHES * EPOCHS), "rollouts and updates", BATCHES * EPOCHS):
         if number % EPOCHS == 0:
             torch.manual_seed(seed + number)
             trees, rollout_seconds = _timed(lambda: roll_out(replicated))
@@ -151,7 +155,7 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
             forest = pack(PrefixForest.from_sequences(batch.sequences))
             if first_forest is None:
                 first_trees, first_forest = trees, forest.forest
-                drawn = [] if pictures is None else _draw(pictures, forest)
+                drawn = [] if draw is None else draw(forest)
         else:
             rollout_seconds = 0.0
         facts = _update(replicated, packed, batch, forest)
@@ -168,7 +172,9 @@ def train(seed: int, pictures: Path | None = None) -> tuple[dict[str, Any], list
     difference = _worst_weight(replicated, packed)
     alone_seconds = 0.0
     if passed:
-        more, alone_seconds = _timed(lambda: _go_on(packed, optimizers[1], seed + BATCHES * EPOCHS))
+        more, alone_seconds = _timed(
+            lambda: _go_on(packed, optimizers[1], seed + BATCHES * EPOCHS, watch)
+        )
         played += more
     return {
         "passed": passed,
@@ -283,10 +289,12 @@ def _walk(turns: list[Turn]) -> list[Turn]:
 # ---- what was learnt -----------------------------------------------------------------------------
 
 
-def _go_on(packed: Any, optimizer: torch.optim.Optimizer, seed: int) -> list[list[list[Turn]]]:
+def _go_on(
+    packed: Any, optimizer: torch.optim.Optimizer, seed: int, watch: Watch
+) -> list[list[list[Turn]]]:
     """Trains the packed copy alone on `ALONE` batches, of which the last is only played."""
     played: list[list[list[Turn]]] = []
-    for number in steps(range(ALONE), "the packed model alone", ALONE):
+    for number in watch(range(ALONE), "the packed model alone", ALONE):
         torch.manual_seed(seed + number)
         trees = roll_out(packed)
         played.append(trees)
@@ -458,17 +466,3 @@ def _timed(run: Any) -> tuple[Any, float]:
     start = time.perf_counter()
     result = run()
     return result, time.perf_counter() - start
-
-
-def _draw(folder: Path, packed: PackedForest) -> list[Path]:
-    """Draws the forest and its block mask; the files."""
-    from prefixtree.cli.pictures import save
-    from prefixtree.packing.mask import TileShape
-    from prefixtree.view import plot_forest, plot_mask
-
-    return save(
-        {
-            folder / "forest.png": plot_forest(packed.forest),
-            folder / "mask.png": plot_mask(packed.mask, TileShape(64, 64)),
-        }
-    )

@@ -21,19 +21,17 @@ import json
 import reprlib
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from prefixtree.errors import InputError
 from prefixtree.rollouts import parquet
-
-if TYPE_CHECKING:
-    from prefixtree.rollouts.chat import ChatTokenizer
+from prefixtree.rollouts.chat import ChatTokenizer
+from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _WHOLE, _RESPONSE = ("token_ids", "input_ids"), ("response_ids", "completion_ids")
@@ -53,68 +51,6 @@ _FIELDS = frozenset(
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """Token sequences of a file, in its order, one list entry a sequence.
-
-    Attributes:
-        source: the file's name, for messages.
-        sequences: int64 token ids.
-        loss_masks: bool, one per token; all true for a rollout without a mask where others have
-            one. None where no rollout has one.
-        groups: the rollouts' groups, None for one without; None where no rollout has one.
-        ids: names; "line 7" for a rollout without one.
-        lines: the line each sequence came from, from 1.
-        turn_ends: per rollout, the tokens up to the end of each assistant turn, from `turn_ends`
-            or from the runs of ones in `loss_mask`; None where the line has neither.
-        messages: per rollout, the chat messages it came from or that stand beside its token ids,
-            or None; None where no rollout has them.
-        turns: per rollout, (tokens, loss mask, sampled) of each assistant turn, where a chat
-            template writes earlier turns anew as the conversation goes on; otherwise None.
-        sampled: bool, one per token, where such a turn's loss mask leaves out earlier turns, which
-            the policy sampled as well; otherwise None.
-        problems: what was wrong with each line that was left out.
-    """
-
-    source: str
-    sequences: list[np.ndarray]
-    loss_masks: list[np.ndarray] | None
-    groups: list[str | int | None] | None
-    ids: list[str]
-    lines: list[int]
-    turn_ends: list[np.ndarray | None]
-    messages: list[list[dict[str, Any]] | None] | None
-    turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
-    sampled: list[np.ndarray | None]
-    problems: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def take(self, indices: Sequence[int]) -> Rollouts:
-        """The sequences at `indices`, in that order."""
-        kept: dict[str, Any] = {
-            name: [values[i] for i in indices]
-            for name, values in vars(self).items()
-            if isinstance(values, list)
-        }
-        return replace(self, **kept)
-
-    def first(self, count: int) -> Rollouts:
-        """The first `count` sequences, or all where there are fewer."""
-        return self.take(range(min(count, len(self))))
-
-    def first_groups(self, count: int) -> Rollouts:
-        """The sequences of the first `count` groups, in order of appearance."""
-        if self.groups is None or None in self.groups:
-            line = self.lines[0 if self.groups is None else self.groups.index(None)]
-            raise InputError(
-                f"{self.source}:{line}: has no group; choosing tasks needs a group on every rollout"
-            )
-        chosen = set(list(dict.fromkeys(self.groups))[:count])
-        return self.take([i for i, group in enumerate(self.groups) if group in chosen])
-
-
 def read_rollouts(
     path: str | Path,
     *,
@@ -122,14 +58,29 @@ def read_rollouts(
     watch: Callable[[BinaryIO, int], BinaryIO] | None = None,
     tokenizer: ChatTokenizer | None = None,
 ) -> Rollouts:
-    """Reads a file of rollouts; see the module for its format.
+    """Reads a file of rollouts.
+
+    A line of JSON lines, or a row of a parquet file, is one object. It holds one of
+
+        - `token_ids` (or `input_ids`): the whole rollout
+        - `prompt_ids` with `response_ids` (or `completion_ids`): its two parts, in this order
+        - `messages`: an OpenAI chat, tokenized by `tokenizer`; `tools` holds the tools' schemas
+
+    and optionally `loss_mask` (0 or 1 per token id), `turn_ends` (for each assistant turn, the
+    number of tokens up to its end), `id` and `group` (names; rollouts of one task share a group).
+    Other fields are ignored.
 
     Args:
         path: JSON lines, gzipped or not, or parquet; "-" is standard input, JSON lines only.
-        strict: stop at the first broken line. Otherwise it is left out and its problem kept in
+        strict: raise at the first broken line. Default: leave it out and keep the problem in
             `Rollouts.problems`.
-        watch: wraps the open file, given its size in bytes, to show progress.
+        watch: called with the open file and its size in bytes; returns the file to read from, to
+            show progress. Not called for standard input.
         tokenizer: tokenizes rollouts that have messages and no token ids.
+
+    Returns:
+        One sequence per rollout, in the file's order: token ids int64 [n], loss masks bool [n] or
+        None where no rollout has one. `expand_turns` makes one sequence per assistant turn.
 
     Raises:
         InputError: a file that cannot be read, a truncated gzip, no rollout in it, parquet without
@@ -143,8 +94,8 @@ def read_rollouts(
             row = _parse(text) if isinstance(text, bytes) else text
             rows.append((number, _rollout(row, tokenizer)))
         except InputError as problem:
-            _note(f"{source}:{number}: {problem}", problems, strict)
-    _require_some(rows, source, problems, "rollout")
+            note(f"{source}:{number}: {problem}", problems, strict)
+    require_some(rows, source, problems, "rollout")
     masks = [row["loss_mask"] for _, row in rows]
     groups = [row["group"] for _, row in rows]
     messages = [row["messages"] for _, row in rows]
@@ -152,7 +103,7 @@ def read_rollouts(
     return Rollouts(
         source=source,
         sequences=sequences,
-        loss_masks=_complete(masks, sequences),
+        loss_masks=complete_masks(masks, sequences),
         groups=groups if any(group is not None for group in groups) else None,
         ids=[row["id"] or f"line {number}" for number, row in rows],
         lines=[number for number, _ in rows],
@@ -161,94 +112,6 @@ def read_rollouts(
         turns=[row["turns"] for _, row in rows],
         sampled=[None] * len(rows),
         problems=tuple(problems),
-    )
-
-
-def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
-    """One sequence per assistant turn: the rollout up to the turn's end, its loss mask likewise.
-
-    This is what trainers that step turn by turn compute. A rollout whose turns are unknown is a
-    broken line: left out and noted in `problems`, or an `InputError` with `strict`.
-    """
-    origin: list[int] = []
-    sequences: list[np.ndarray] = []
-    masks: list[np.ndarray | None] = []
-    ends: list[np.ndarray | None] = []
-    sampled: list[np.ndarray | None] = []
-    problems = list(rollouts.problems)
-    for i, turn_ends in enumerate(rollouts.turn_ends):
-        where = f"{rollouts.source}:{rollouts.lines[i]}:"
-        turns = rollouts.turns[i]
-        if turns is not None:
-            origin += [i] * len(turns)
-            sequences += [tokens for tokens, _, _ in turns]
-            masks += [mask for _, mask, _ in turns]
-            ends += [None] * len(turns)
-            sampled += [written for _, _, written in turns]
-        elif turn_ends is None:
-            _note(
-                f"{where} has neither turn_ends nor loss_mask; one of them must tell its "
-                "assistant turns",
-                problems,
-                strict,
-            )
-        elif len(turn_ends) == 0:
-            _note(
-                f"{where} has no assistant turn: turn_ends is empty, or loss_mask is all 0",
-                problems,
-                strict,
-            )
-        else:
-            origin += [i] * len(turn_ends)
-            lengths = turn_ends.tolist()
-            sequences += [rollouts.sequences[i][:end] for end in lengths]
-            given = rollouts.loss_masks
-            masks += [None if given is None else given[i][:end] for end in lengths]
-            ends += [turn_ends[: k + 1] for k in range(len(lengths))]
-            sampled += [None] * len(lengths)
-    _require_some(origin, rollouts.source, problems, "assistant turn")
-    first = {i: k for k, i in reversed(list(enumerate(origin)))}
-    expanded = rollouts.take(origin)
-    return replace(
-        expanded,
-        sequences=sequences,
-        loss_masks=_complete(masks, sequences),
-        ids=[
-            f"{name} turn {k - first[i]}"
-            for k, (i, name) in enumerate(zip(origin, expanded.ids, strict=True))
-        ],
-        turn_ends=ends,
-        turns=[None] * len(origin),
-        sampled=sampled,
-        problems=tuple(problems),
-    )
-
-
-def _complete(
-    masks: Sequence[np.ndarray | None], sequences: Sequence[np.ndarray]
-) -> list[np.ndarray] | None:
-    """All true for a sequence without a mask among others that have one; None where none has."""
-    if all(mask is None for mask in masks):
-        return None
-    return [
-        np.ones(len(sequence), bool) if mask is None else mask
-        for sequence, mask in zip(sequences, masks, strict=True)
-    ]
-
-
-def _note(problem: str, problems: list[str], strict: bool) -> None:
-    if strict:
-        raise InputError(problem)
-    problems.append(problem)
-
-
-def _require_some(found: Sequence[Any], source: str, problems: list[str], what: str) -> None:
-    if found:
-        return
-    if not problems:
-        raise InputError(f"{source}: holds no {what}")
-    raise InputError(
-        f"{source}: no usable {what}, {len(problems)} broken line(s), the first: {problems[0]}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.rollouts import Rollouts
 
 _THINK = "<think>", "</think>"
 _THOUGHT = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)

@@ -37,7 +37,7 @@ import numpy as np
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import explain, load_config
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.rollouts import Rollouts
 
 _KINDS = {"full_attention", "sliding_attention"}
 # the projection back to the hidden size, which every family's MLPs end in: dense, shared, routed

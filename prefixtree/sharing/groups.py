@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.differences import describe
 
 _SHOWN = 5

@@ -11,14 +11,14 @@ heaviest chain is compared, so the tokens to win are a lower bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.progress import Watch, unwatched
+from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.differences import Difference, describe
 
 # other branches of a fork that a branch is compared with, besides the heaviest
@@ -90,7 +90,7 @@ def find_near_misses(
     *,
     tokenizer: Any = None,
     most: int = 10,
-    watch: Callable[[Iterable[Any], str, int], Iterable[Any]] = lambda items, *_: items,
+    watch: Watch = unwatched,
 ) -> NearMisses:
     """The forks of `forest` after which the same tokens run again.
 
@@ -100,7 +100,7 @@ def find_near_misses(
             messages give text.
         tokenizer: gives the text, where there is one.
         most: how many to describe.
-        watch: wraps a loop (items, description, total) to show progress.
+        watch: shows progress.
     """
     from prefixtree.sharing import realign
 
@@ -162,6 +162,30 @@ def find_near_misses(
         int(totals[~by_policy, 0].sum()),
         int(totals[by_policy, 0].sum()),
     )
+
+
+def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
+    """What `find_near_misses` found, ready for JSON; sequences by their ids and groups."""
+    return {
+        "forks": misses.num_forks,
+        "policy_tokens_known": rollouts.loss_masks is not None,
+        "tokens_to_win": misses.win,
+        "tokens_to_win_at_sampled_forks": misses.win_sampled,
+        "largest": [
+            {
+                "tokens_to_win": miss.win,
+                "by_this_difference_alone": miss.alone,
+                "run_again": miss.again,
+                "branches": miss.branches,
+                "rollouts": [rollouts.ids[i] for i in miss.sequences],
+                "groups": None
+                if rollouts.groups is None
+                else [rollouts.groups[i] for i in miss.sequences],
+                **miss.difference.facts(),
+            }
+            for miss in misses.shown
+        ],
+    }
 
 
 def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:

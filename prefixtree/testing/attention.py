@@ -1,4 +1,4 @@
-"""`prefixtree bench`: attention over a packed forest against the replicated batch, on this machine.
+"""Attention over a packed forest against the replicated batch: what `prefixtree bench` runs.
 
 Both sides get the same numbers: q, k and v of the distinct tokens, copied for the replicated side,
 and one upstream gradient a token, which the packed side gets times the token's copies. So the
@@ -20,14 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 
-from prefixtree.cli.console import steps
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import pack
+from prefixtree.progress import Watch, unwatched
 from prefixtree.sharing.estimate import visible_pairs
 from prefixtree.testing.compare import Meter
 from prefixtree.testing.models import choose_device
@@ -38,7 +36,6 @@ RESULTS = ("out", "dq", "dk", "dv")
 LIMITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 # torch's FA2 computes offsets in int32, and faults on batches a few times as large
 PIECE = 300_000
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -247,10 +244,10 @@ class Replication:
                 total.index_add_(0, rows, gradient.float())
         return differences(found, expected)
 
-    def times(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def times(self, watch: Watch = unwatched) -> tuple[dict[str, Any], dict[str, Any]]:
         """Seconds and peak memory of the packed and of the replicated side, in turn."""
         sides: tuple[list[list[Meter]], list[list[Meter]]] = ([], [])
-        for _ in steps(range(self.setting.repeats), "timing", self.setting.repeats):
+        for _ in watch(range(self.setting.repeats), "timing", self.setting.repeats):
             sides[0].append([self.run_packed()[1]])
             sides[1].append([meter for _, _, meter in self.run_replicated()])
         packed, replicated = (self._cost(runs) for runs in sides)
@@ -271,8 +268,13 @@ class Replication:
             torch.cuda.synchronize(self.device)
 
 
-def bench(forest: PrefixForest, setting: Setting) -> dict[str, Any]:
+def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -> dict[str, Any]:
     """Checks both sides against each other and, where that is green, times them; ready for JSON.
+
+    Args:
+        forest: of the rollouts, or made up by `synthetic`.
+        setting: what is computed, and how often.
+        watch: shows progress.
 
     Raises:
         InputError: a device that cannot be used, or memory exhausted.
@@ -286,7 +288,7 @@ def bench(forest: PrefixForest, setting: Setting) -> dict[str, Any]:
         found = sides.check()
         # NaN is red
         passed = all(difference <= limit for difference in found.values())
-        packed, replicated = sides.times() if passed else (None, None)
+        packed, replicated = sides.times(watch) if passed else (None, None)
     except torch.OutOfMemoryError as problem:
         raise InputError(
             f"out of memory on {setting.device}; try a smaller --limit or --node "
@@ -320,47 +322,3 @@ def bench(forest: PrefixForest, setting: Setting) -> dict[str, Any]:
         "speedup": speedup,
         "efficiency": None if speedup is None else speedup / bound,
     }
-
-
-def show(facts: dict[str, Any], source: str, console: Console) -> None:
-    """Prints what `bench` found."""
-    tokens = facts["tokens"]
-    console.print(
-        f"{source}: {facts['sequences']:,} sequences, {tokens['replicated']:,} tokens, "
-        f"{tokens['distinct']:,} distinct",
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(
-        f"attention forward and backward on {facts['device']}, {facts['dtype']}, "
-        f"{facts['heads']} query and {facts['kv_heads']} kv heads of {facts['head_dim']}, "
-        f"backend {facts['backend']}",
-        soft_wrap=True,
-    )
-    checks = facts["checks"].items()
-    worst = ", ".join(
-        f"{name} {'not finite' if c['difference'] is None else format(c['difference'], '.1e')}"
-        for name, c in checks
-    )
-    verdict = "[green]ok[/]" if facts["passed"] else "[bold red]differs, no times[/]"
-    limit = next(c["limit"] for _, c in checks)
-    console.print(f"packed against replicated: {worst} (limit {limit:.0e}) {verdict}")
-    if not facts["passed"]:
-        return
-    table = Table(
-        "", f"replicated\n{facts['replicated_by']}", f"packed\nbackend {facts['backend']}", "saved"
-    )
-    both = facts["replicated"], facts["packed"]
-    values = [side["seconds"] for side in both]
-    table.add_row("tokens", *(f"{tokens[k]:,}" for k in ("replicated", "distinct")), "")
-    table.add_row("ms", *(f"{1e3 * v:.2f}" for v in values), f"{facts['speedup']:.2f}x")
-    peaks = [side["peak_bytes"] for side in both]
-    if None not in peaks:
-        ratio = f"{peaks[0] / peaks[1]:.2f}x" if min(peaks) > 0 else "-"
-        table.add_row("peak memory, MiB", *(f"{p / _MIB:,.0f}" for p in peaks), ratio)
-    console.print(table)
-    console.print(
-        f"visible pairs alone would make it {facts['attention_flop_ratio']:.2f}x: "
-        f"{facts['efficiency']:.0%} of that",
-        highlight=False,
-    )

@@ -10,7 +10,7 @@ import torch
 
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.rollouts import Rollouts
 
 _HALF = ("bfloat16", "float16")
 

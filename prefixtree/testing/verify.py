@@ -1,23 +1,21 @@
-"""`prefixtree verify`: packed against replicated, on the user's own model and rollouts."""
+"""Packed against replicated on the user's own model and rollouts: what `prefixtree verify` runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from prefixtree.cli.console import complain, status, steps
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.packing.layout import pack
-from prefixtree.rollouts.reading import Rollouts
+from prefixtree.progress import Status, Watch, unannounced, unwatched
+from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import ModelShape, read_shape
 from prefixtree.testing.compare import (
     Objective,
@@ -51,7 +49,14 @@ class Check:
         return math.isfinite(self.value) and self.value <= self.limit
 
 
-def verify(rollouts: Rollouts, setting: Setting) -> dict[str, Any]:
+def verify(
+    rollouts: Rollouts,
+    setting: Setting,
+    *,
+    watch: Watch = unwatched,
+    status: Status = unannounced,
+    announce: Callable[[str], object] | None = None,
+) -> dict[str, Any]:
     """Runs the rollouts' sequences packed and replicated, and compares; ready for JSON.
 
     The reference is replicated, in float32, with eager attention. In float32 the packed run must
@@ -60,7 +65,12 @@ def verify(rollouts: Rollouts, setting: Setting) -> dict[str, Any]:
     epsilon. The time that packing saves is measured against what trainers run: a replicated run
     with FA2 or sdpa. On a CPU, in all runs, weights' gradients are summed in float32.
 
-    A line on stderr says before it starts what will run and the memory it will take.
+    Args:
+        rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
+        setting: the model, its dtype and its device.
+        watch, status: show progress.
+        announce: called once before the first run, with a line that says what will run and how
+            much memory it will take.
 
     Raises:
         InputError: a model or device that cannot be used, a token id beyond the vocabulary,
@@ -75,10 +85,11 @@ def verify(rollouts: Rollouts, setting: Setting) -> dict[str, Any]:
         raise InputError(f"{rollouts.source}: loss_mask scores no token; nothing to compare")
     forest = PrefixForest.from_sequences(rollouts.sequences)
     memory = _memory(forest, objective, setting)
-    complain(_announcement(forest, setting, config.model_type, memory))
+    if announce is not None:
+        announce(_announcement(forest, setting, config.model_type, memory))
     try:
         with FaithfulSums():
-            runs = _run_all(forest, rollouts, objective, setting)
+            runs = _run_all(forest, rollouts, objective, setting, watch, status)
     except torch.OutOfMemoryError as problem:
         raise InputError(
             f"out of memory on {setting.device}; try a smaller --limit, or "
@@ -142,13 +153,18 @@ class _Runs:
 
 
 def _run_all(
-    forest: PrefixForest, rollouts: Rollouts, objective: Objective, setting: Setting
+    forest: PrefixForest,
+    rollouts: Rollouts,
+    objective: Objective,
+    setting: Setting,
+    watch: Watch,
+    status: Status,
 ) -> _Runs:
     def alone(model: Any, name: str, warm: bool = False) -> Run:
         if warm:
             _warm_up(model, False, rollouts, objective)
         return run_replicated(
-            model, rollouts.sequences, objective, lambda s: steps(s, name, len(s))
+            model, rollouts.sequences, objective, lambda s: watch(s, name, len(s))
         )
 
     # packed comes first: what it cannot serve it says before the long replicated runs
@@ -253,43 +269,6 @@ def compare(packed: Run, replicated: Run, exact: Run, epsilon: float) -> list[Ch
     # an infinite limit, from a replicated run that is not finite, must not hide a parameter
     checks.append(max(candidates, key=lambda c: c.value / c.limit if c.passed else math.inf))
     return checks
-
-
-def show(facts: dict[str, Any], console: Console) -> None:
-    """Prints what `verify` found."""
-    tokens = facts["tokens"]
-    console.print(
-        f"[bold]{facts['model_type']}[/] in {facts['dtype']} on {facts['device']}: "
-        f"{facts['sequences']:,} sequences, {tokens['scored']:,} scored of "
-        f"{tokens['replicated']:,} tokens, {tokens['distinct']:,} distinct"
-    )
-    table = Table("packed against replicated", "worst difference", "limit", "")
-    for name, check in facts["checks"].items():
-        difference = "not finite" if check["difference"] is None else f"{check['difference']:.2e}"
-        limit = "not finite" if check["limit"] is None else f"{check['limit']:.2e}"
-        where = f"\n[dim]{check['parameter']}[/]" if "parameter" in check else ""
-        verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
-        table.add_row(name + where, difference, limit, verdict)
-    console.print(table)
-    attention = facts["replicated"]["attention"]
-    table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "saved")
-    sides = facts["replicated"], facts["packed"]
-    rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
-    rows.append(("seconds", [side["seconds"] for side in sides], "{:.2f}"))
-    if None not in (peaks := [side["peak_bytes"] for side in sides]):
-        rows.append(("peak memory, GiB", [peak / _GIB for peak in peaks], "{:.2f}"))
-    for name, values, form in rows:
-        ratio = f"{values[0] / values[1]:.2f}x" if facts["passed"] and values[1] > 0 else "-"
-        table.add_row(name, *(form.format(value) for value in values), ratio)
-    console.print(table)
-    apart, limit = facts["replicated"]["logprob_difference"], facts["checks"]["logprobs"]["limit"]
-    if limit is not None and (apart is None or apart > limit):
-        gap = "not finite" if apart is None else f"{apart:.1e}"
-        console.print(
-            f"transformers' {attention} itself is {gap} away from eager in log p with this "
-            "model (it may leave out a softcap, say); packed is compared with eager"
-        )
-    console.print("[bold green]PASS[/]" if facts["passed"] else "[bold red]FAIL[/]")
 
 
 def _warm_up(model: Any, packed: bool, rollouts: Rollouts, objective: Objective) -> None:

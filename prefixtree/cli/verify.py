@@ -1,0 +1,47 @@
+"""What `prefixtree verify` prints: the verdict and the cost, as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_GIB = 2**30
+
+
+def show(facts: dict[str, Any], console: Console) -> None:
+    """Prints what `verify` found."""
+    tokens = facts["tokens"]
+    console.print(
+        f"[bold]{facts['model_type']}[/] in {facts['dtype']} on {facts['device']}: "
+        f"{facts['sequences']:,} sequences, {tokens['scored']:,} scored of "
+        f"{tokens['replicated']:,} tokens, {tokens['distinct']:,} distinct"
+    )
+    table = Table("packed against replicated", "worst difference", "limit", "")
+    for name, check in facts["checks"].items():
+        difference = "not finite" if check["difference"] is None else f"{check['difference']:.2e}"
+        limit = "not finite" if check["limit"] is None else f"{check['limit']:.2e}"
+        where = f"\n[dim]{check['parameter']}[/]" if "parameter" in check else ""
+        verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
+        table.add_row(name + where, difference, limit, verdict)
+    console.print(table)
+    attention = facts["replicated"]["attention"]
+    table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "saved")
+    sides = facts["replicated"], facts["packed"]
+    rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
+    rows.append(("seconds", [side["seconds"] for side in sides], "{:.2f}"))
+    if None not in (peaks := [side["peak_bytes"] for side in sides]):
+        rows.append(("peak memory, GiB", [peak / _GIB for peak in peaks], "{:.2f}"))
+    for name, values, form in rows:
+        ratio = f"{values[0] / values[1]:.2f}x" if facts["passed"] and values[1] > 0 else "-"
+        table.add_row(name, *(form.format(value) for value in values), ratio)
+    console.print(table)
+    apart, limit = facts["replicated"]["logprob_difference"], facts["checks"]["logprobs"]["limit"]
+    if limit is not None and (apart is None or apart > limit):
+        gap = "not finite" if apart is None else f"{apart:.1e}"
+        console.print(
+            f"transformers' {attention} itself is {gap} away from eager in log p with this "
+            "model (it may leave out a softcap, say); packed is compared with eager"
+        )
+    console.print("[bold green]PASS[/]" if facts["passed"] else "[bold red]FAIL[/]")
