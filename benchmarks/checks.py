@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from prefixtree import PrefixForest
+from prefixtree.testing.numerics import errors, pooled_nodes
 
-# nodes with fewer tokens are judged together: the worst of three numbers says little
-POOLED = 16
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = dict[str, torch.Tensor]
 
@@ -138,8 +137,7 @@ def check(
         inputs = (q[:, mine], k[:, head], v[:, head], dout[:, mine], subtree_end)
         reference.append(dense_group(*inputs, torch.float64, chunk))
         eager.append(dense_group(*inputs, q.dtype, chunk))
-    node = np.where(forest.node_length < POOLED, 0, 1 + np.arange(forest.num_nodes))
-    node = torch.as_tensor(np.repeat(node, forest.node_length), device=q.device)
+    node = torch.as_tensor(pooled_nodes(forest), device=q.device)
     query_heads = (chosen[:, None] * group + np.arange(group)).ravel()
     verdicts = []
     for name in NAMES:
@@ -168,19 +166,10 @@ def _judge(
     """ours, base (eager) and want: [T, heads] or [T, heads, dim]; node: [T]."""
     # a forest of single tokens has gradients of exactly 0
     size = want.abs().max().clamp(min=1e-30)
-    slack = eps * size
-    errors = [(x - want).abs().reshape(*want.shape[:2], -1) for x in (ours, base)]
-    worst, allowed = (_max_by(x.amax(2), node) for x in errors)
-    mean, allowed_mean = (x.mean((0, 2)) for x in errors)
+    found = errors(ours, base, want, node, eps * size)
     return Verdict(
         name,
-        float((worst / (2 * allowed + 2 * slack)).max()),
-        float((mean / (1.2 * allowed_mean + 0.1 * slack)).max()),
-        float(errors[0].max() / size),
+        float((found.worst / found.worst_limit).max()),
+        float((found.mean / found.mean_limit).max()),
+        float((ours - want).abs().max() / size),
     )
-
-
-def _max_by(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Greatest of values [T, heads] a group -> [groups, heads]; 0 for a group without rows."""
-    out = values.new_zeros(int(group.max()) + 1, values.shape[1])
-    return out.scatter_reduce_(0, group[:, None].expand_as(values), values, "amax")

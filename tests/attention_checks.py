@@ -16,9 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.kernels import attention
-
-# nodes with fewer tokens are judged together: the worst of three numbers says little
-POOLED = 16
+from prefixtree.testing.numerics import errors, pooled_nodes
 
 
 @dataclass
@@ -201,7 +199,9 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
     # eager rounds its result to the dtype as we do; its gradients come rounded from autograd
     baseline, got = run(case, dense), run(case, attend)
     eps = torch.finfo(case.q.dtype).eps
-    node = _pooled_nodes(forest, mask.num_tokens)
+    # tokens that pad the forest go with its short nodes
+    node = pooled_nodes(forest)
+    node = np.concatenate([node, np.zeros(mask.num_tokens - len(node), np.int64)])
     for name, want in reference.items():
         assert got[name].shape == want.shape, name
         assert torch.isfinite(got[name]).all(), f"{name} is not finite"
@@ -212,24 +212,23 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
             assert (error <= limit).all(), f"dsinks: {error.tolist()} > {limit.tolist()}"
             continue
         node_of_row = node[rows] if name in ("out", "lse", "dq") else node
-        ours_error, eager_error = (
-            (x[name].double() - want).abs().reshape(len(node_of_row), case.heads_of(name), -1)
-            for x in (got, baseline)
-        )
+        # a row's columns by head
+        shape = (len(node_of_row), case.heads_of(name), -1)
+        ours, base, exact = (x.reshape(shape) for x in (got[name], baseline[name], want))
         # beside what is zero but for the rounding of float32, as dq where a token sees itself alone
         slack = eps * float(want.abs().max()) + 2**-20
-        worst, allowed = (_max_by(x.amax(2), node_of_row) for x in (ours_error, eager_error))
-        limit = 2 * allowed + 2 * slack
-        for at in np.argwhere(worst > limit)[:1]:
+        found = errors(ours, base, exact, torch.from_numpy(node_of_row), slack)
+        over = found.worst > found.worst_limit
+        for at in over.nonzero().tolist()[:1]:
+            worst, limit = (float(x[tuple(at)]) for x in (found.worst, found.worst_limit))
             raise AssertionError(
-                f"{name}: {(worst > limit).sum()} of {worst.size} (node x head) over the limit, "
-                f"first {at}: {worst[tuple(at)]:.2e} > {limit[tuple(at)]:.2e}"
+                f"{name}: {int(over.sum())} of {over.numel()} (node x head) over the limit, "
+                f"first {at}: {worst:.2e} > {limit:.2e}"
             )
-        if ours_error[:, 0].numel() < 256:
+        if ours[:, 0].numel() < 256:
             continue  # a mean of a few numbers says nothing
-        mean, mean_eager = (x.mean((0, 2)) for x in (ours_error, eager_error))
-        assert (mean <= 1.2 * mean_eager + 0.1 * slack).all(), (
-            f"{name}: mean error {mean.tolist()} a head, eager's {mean_eager.tolist()}"
+        assert (found.mean <= found.mean_limit).all(), (
+            f"{name}: mean error {found.mean.tolist()} per head, limits {found.mean_limit.tolist()}"
         )
 
 
@@ -248,17 +247,3 @@ def _dsinks_limit(case: Case, reference: Results, eps: float) -> torch.Tensor:
     # of sums in float32 in whatever order, and of the result in the sinks' dtype
     rounding = 2**-20 * (1 + terms.abs().sum((0, 2))) + eps * reference["dsinks"].abs()
     return 2 * eps * terms.square().sum((0, 2)).sqrt() + rounding
-
-
-def _pooled_nodes(forest: PrefixForest, num_tokens: int) -> np.ndarray:
-    """A node number for every packed token; short nodes share number 0."""
-    number = np.where(forest.node_length < POOLED, 0, 1 + np.arange(forest.num_nodes))
-    per_token = np.repeat(number, forest.node_length)
-    return np.concatenate([per_token, np.zeros(num_tokens - len(per_token), np.int64)])
-
-
-def _max_by(values: torch.Tensor, group: np.ndarray) -> np.ndarray:
-    """Greatest of values [rows, H] a group -> [groups, H]."""
-    out = np.zeros((int(group.max()) + 1, values.shape[1]))
-    np.maximum.at(out, group, values.numpy())
-    return out

@@ -291,10 +291,10 @@ def test_demo_finds_out_that_it_cannot_draw_before_it_trains(no_training, monkey
 
 
 def test_the_check_of_a_file_leaves_it_as_it_is(tmp_path):
-    from prefixtree.cli import _check_writable
+    from prefixtree.cli.files import check_writable
 
     old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     old.write_text("kept\n")
-    _check_writable(old)
-    _check_writable(new)
+    check_writable(old)
+    check_writable(new)
     assert old.read_text() == "kept\n" and not new.exists()

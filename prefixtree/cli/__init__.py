@@ -9,7 +9,6 @@ Exit codes: 0 ok, 1 a check is red, 2 unusable input or options, or output that 
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from prefixtree.cli.files import chat_tokenizer, check_writable, read, write_rows
 from prefixtree.errors import ForestError, InputError, UnsupportedError
-from prefixtree.rollouts import Rollouts
 
 
 class _Commands(TyperGroup):
@@ -191,8 +190,8 @@ def _report(
         from prefixtree.cli.pictures import check_picture_path, write_pictures
 
         check_picture_path(plot)
-    chat = _chat_tokenizer(tokenizer)
-    rollouts = _read(file, per_turn, strict, chat)
+    chat = chat_tokenizer(tokenizer)
+    rollouts = read(file, per_turn, strict, chat)
     with status("forest"):
         forest = PrefixForest.from_sequences(rollouts.sequences)
         facts = measure(forest)
@@ -290,7 +289,7 @@ def _verify(
     """
     from prefixtree.cli.console import complain, out, print_json, status, steps
 
-    rollouts = _read(file, per_turn, strict, _chat_tokenizer(tokenizer))
+    rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))
     if tasks is not None:
         rollouts = rollouts.first_groups(tasks)
     if limit is not None:
@@ -344,7 +343,7 @@ def _demo(
     draw = None
     # what cannot be written shows before minutes of training, not after
     if save is not None:
-        _check_writable(save)
+        check_writable(save)
     if pictures is not None:
         from prefixtree.cli.pictures import check_picture_folder, write_demo_pictures
 
@@ -352,7 +351,7 @@ def _demo(
         draw = partial(write_demo_pictures, pictures)
     facts, trees = train(seed, draw=draw, watch=steps, status=status)
     if save is not None:
-        _write(save, rollout_rows(trees))
+        write_rows(save, rollout_rows(trees))
     if as_json:
         print_json(facts)
     else:
@@ -425,7 +424,7 @@ def _bench(
             raise InputError("--per-turn, --limit, --tasks and --tokenizer choose from a FILE")
         forest = synthetic(depth, branching, node)
     else:
-        rollouts = _read(file, per_turn, strict, _chat_tokenizer(tokenizer))
+        rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))
         rollouts = rollouts if tasks is None else rollouts.first_groups(tasks)
         rollouts = rollouts if limit is None else rollouts.first(limit)
         forest = PrefixForest.from_sequences(rollouts.sequences)
@@ -464,52 +463,6 @@ def _doctor(as_json: _AsJson = False) -> None:
     else:
         show(health, out())
     raise typer.Exit(1 if health.broken else 0)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuses a file that `_write` could not write; leaves what is there as it is."""
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as problem:
-        raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
-    if not existed:
-        path.unlink()
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as problem:
-        raise InputError(f"{path}: cannot be written: {problem.strerror}") from None
-
-
-def _chat_tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from prefixtree.rollouts import ChatTokenizer
-
-    return ChatTokenizer(name)
-
-
-def _read(file: str, per_turn: bool, strict: bool, tokenizer: Any) -> Rollouts:
-    from prefixtree.cli.console import Reading, complain, complain_about
-    from prefixtree.rollouts import expand_turns, read_rollouts
-
-    with Reading() as reading:
-        rollouts = read_rollouts(file, strict=strict, watch=reading.watch, tokenizer=tokenizer)
-    rewritten = sum(turns is not None for turns in rollouts.turns)
-    if rewritten and not per_turn:
-        complain(
-            f"{rewritten} conversation(s): the chat template writes earlier turns anew as they go "
-            "on (stripped thinking, say), so no one sequence holds every turn as the policy saw "
-            "it; --per-turn takes each turn as it was, and here all tokens count as scored"
-        )
-    if per_turn:
-        rollouts = expand_turns(rollouts, strict=strict)
-    complain_about(rollouts.problems)
-    return rollouts
 
 
 def main() -> None:
