@@ -22,9 +22,9 @@ import torch
 from transformers import AttentionInterface
 
 from prefixtree import PrefixForest, pack, tree_attention
+from prefixtree.cost import visible_pairs
 from prefixtree.integrations import scoring
 from prefixtree.integrations.transformers import prefixtree_attention
-from prefixtree.sharing.estimate import visible_pairs
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")

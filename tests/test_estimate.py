@@ -20,10 +20,11 @@ from transformers import (
     Starcoder2Config,
 )
 
+from prefixtree.cost import visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import read_rollouts
-from prefixtree.sharing.estimate import estimate, read_shape, visible_pairs
+from prefixtree.sharing.estimate import estimate, read_cost
 
 # measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the
 # launch of small operations) keeps a small model on a CPU within this factor of them
@@ -59,7 +60,7 @@ def rollouts(tmp_path):
 
 
 def test_the_shape_of_a_dense_model(tmp_path):
-    shape = read_shape(save(LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path / "m"))
+    shape = read_cost(save(LlamaConfig(**SMALL, dtype="bfloat16"), tmp_path / "m"))
     attention = 64 * 24 * (4 + 2 + 2) + 4 * 24 * 64
     assert shape.token_weights == 3 * (attention + 3 * 64 * 160)
     assert shape.intermediate == 160
@@ -73,15 +74,15 @@ def test_the_shape_of_a_dense_model(tmp_path):
 
 
 def test_embedding_and_head_are_no_token_weights(tmp_path):
-    tied = read_shape(save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path / "a"))
-    untied = read_shape(save(LlamaConfig(**SMALL, tie_word_embeddings=False), tmp_path / "b"))
+    tied = read_cost(save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path / "a"))
+    untied = read_cost(save(LlamaConfig(**SMALL, tie_word_embeddings=False), tmp_path / "b"))
     assert tied.token_weights == untied.token_weights
     assert untied.parameters == tied.parameters + 64 * 500
 
 
 def test_a_token_meets_the_experts_it_is_routed_to(tmp_path):
     sizes = {**SMALL, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-    shape = read_shape(save(Qwen3MoeConfig(**sizes), tmp_path / "m"))
+    shape = read_cost(save(Qwen3MoeConfig(**sizes), tmp_path / "m"))
     attention = 64 * 24 * (4 + 2 + 2) + 4 * 24 * 64
     assert shape.token_weights == 3 * (attention + 8 * 64 + 2 * 3 * 64 * 32)
     assert shape.intermediate == 2 * 32
@@ -90,8 +91,8 @@ def test_a_token_meets_the_experts_it_is_routed_to(tmp_path):
 
 def test_windows_and_head_dims_of_other_families(tmp_path):
     mistral = MistralConfig(**SMALL, sliding_window=7)
-    assert read_shape(save(mistral, tmp_path / "a")).windows == (7, 7, 7)
-    alternating = read_shape(
+    assert read_cost(save(mistral, tmp_path / "a")).windows == (7, 7, 7)
+    alternating = read_cost(
         save(
             GptOssConfig(**SMALL, sliding_window=9, num_local_experts=4, num_experts_per_tok=2),
             tmp_path / "b",
@@ -113,31 +114,31 @@ def test_windows_and_head_dims_of_other_families(tmp_path):
         n_group=2,
         topk_group=1,
     )
-    shape = read_shape(save(latent, tmp_path / "c"))
+    shape = read_cost(save(latent, tmp_path / "c"))
     assert (shape.head_dim, shape.value_dim) == (24, 12)
 
 
 def test_a_model_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
-        read_shape(tmp_path / "nowhere")
+        read_cost(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(InputError, match=r"--model .*config\.json: "):
-        read_shape(tmp_path / "config.json")
+        read_cost(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("config", [GPT2Config, GPTNeoXConfig, Starcoder2Config])
 def test_mlps_by_other_names(tmp_path, config):
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    shape = read_shape(save(config(**sizes, intermediate_size=96, n_inner=96), tmp_path / "m"))
+    shape = read_cost(save(config(**sizes, intermediate_size=96, n_inner=96), tmp_path / "m"))
     assert shape.intermediate == 96
 
 
 def test_layers_that_the_formulas_do_not_describe_are_refused(tmp_path):
     recurrent = Qwen3NextConfig(**SMALL, num_experts=4, num_experts_per_tok=2)
     with pytest.raises(InputError, match="has layers of linear_attention; the estimate knows"):
-        read_shape(save(recurrent, tmp_path / "a"))
+        read_cost(save(recurrent, tmp_path / "a"))
     with pytest.raises(InputError, match="does not know the MLPs of ctrl"):
-        read_shape(save(CTRLConfig(vocab_size=50, n_embd=16, dff=32, n_layer=1), tmp_path / "b"))
+        read_cost(save(CTRLConfig(vocab_size=50, n_embd=16, dff=32, n_layer=1), tmp_path / "b"))
 
 
 # ---- counts --------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_the_formulas_on_a_forest_counted_by_hand(tmp_path, rollouts):
     ]
     _, read = rollouts(rows)
     forest = PrefixForest.from_sequences(read.sequences)
-    shape = read_shape(save(LlamaConfig(**SMALL, dtype="float32"), tmp_path / "m"))
+    shape = read_cost(save(LlamaConfig(**SMALL, dtype="float32"), tmp_path / "m"))
     facts = estimate(forest, read, shape)
     one, other = facts["replicated"], facts["packed"]
     assert (one["scored"], other["scored"]) == (4, 3)
@@ -185,7 +186,7 @@ def test_the_formulas_on_a_forest_counted_by_hand(tmp_path, rollouts):
 
 def test_without_masks_every_token_but_the_first_is_scored(tmp_path, rollouts):
     _, read = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}, {"token_ids": [5, 6]}])
-    shape = read_shape(save(LlamaConfig(**SMALL), tmp_path / "m"))
+    shape = read_cost(save(LlamaConfig(**SMALL), tmp_path / "m"))
     facts = estimate(PrefixForest.from_sequences(read.sequences), read, shape)
     assert (facts["replicated"]["scored"], facts["packed"]["scored"]) == (5, 4)
 

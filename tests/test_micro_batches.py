@@ -206,8 +206,8 @@ def _weights_a_token_meets(model: Any) -> float:
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     total = 0.0
     for name, weight in model.named_parameters():
-        # routers are left out of the formula, and biases
-        if weight.ndim > 1 and id(weight) not in outside and not name.endswith("mlp.gate.weight"):
+        # biases are left out
+        if weight.ndim > 1 and id(weight) not in outside:
             share = text.num_experts_per_tok / experts if ".experts." in name else 1
             total += weight.numel() * share
     return total

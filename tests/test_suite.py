@@ -19,7 +19,7 @@ from cli_runs import one_thread
 from models import let_wrong_masks_run
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.sharing.estimate import visible_pairs
+from prefixtree.cost import visible_pairs
 
 NAMES = (
     "against",

@@ -211,12 +211,12 @@ def _report(
         misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
         facts["near_misses"] = near_miss_facts(misses, rollouts)
     if model is not None:
-        from prefixtree.sharing.estimate import estimate, read_shape
+        from prefixtree.sharing.estimate import estimate, read_cost
 
         with status("estimate"):
-            shape = read_shape(model)
+            cost = read_cost(model)
             facts["estimate"] = estimate(
-                forest, rollouts, shape, checkpointing=gradient_checkpointing
+                forest, rollouts, cost, checkpointing=gradient_checkpointing
             )
     if as_json:
         left_out = len(rollouts.problems)

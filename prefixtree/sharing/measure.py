@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree.cost import visible_pairs
 from prefixtree.forest import PrefixForest
 
 
@@ -15,9 +16,8 @@ def measure(forest: PrefixForest) -> dict[str, Any]:
     children = np.bincount(parent[parent >= 0], minlength=forest.num_nodes)
     branching = children[children > 1]
     sequence_lengths = forest.sequence_lengths
-    # a token attends to its position + 1 keys; summed over a node that is a trapezoid
-    packed_pairs = int((length * forest.node_depth + length * (length + 1) // 2).sum())
-    replicated_pairs = int((sequence_lengths * (sequence_lengths + 1) // 2).sum())
+    packed_pairs = visible_pairs(forest.node_depth.astype(np.int64), length, None)
+    replicated_pairs = visible_pairs(np.zeros_like(sequence_lengths), sequence_lengths, None)
     return {
         "sequences": forest.num_sequences,
         "tokens": {

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from prefixtree.cost import visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Watch, unwatched
-from prefixtree.sharing.estimate import visible_pairs
 from prefixtree.testing.compare import Meter
 from prefixtree.testing.models import choose_device
 

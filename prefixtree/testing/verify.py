@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree.cost import ModelCost
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.rollouts import Rollouts
-from prefixtree.sharing.estimate import ModelShape, read_shape
+from prefixtree.sharing.estimate import read_cost
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -204,38 +205,38 @@ def _announcement(
 def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int | None:
     """Bytes held at once at most, estimated; None for a model that the estimate does not know."""
     try:
-        shape = read_shape(setting.model, setting.dtype)
+        cost = read_cost(setting.model, setting.dtype)
     except InputError:
         return None
     lengths = [int(n) for n in forest.sequence_lengths]
     scored = [int(s.sum()) for s in objective.scored]
     checkpointing = setting.gradient_checkpointing
 
-    def held(shape: ModelShape) -> int:
+    def held(cost: ModelCost) -> int:
         # weights, gradients, and a gradient of the embedding beside its sum
-        embedding = shape.hidden * shape.vocabulary
-        return shape.element_bytes * (2 * shape.parameters + embedding)
+        embedding = cost.hidden * cost.vocabulary
+        return cost.element_bytes * (2 * cost.parameters + embedding)
 
-    def alone(shape: ModelShape) -> int:
+    def alone(cost: ModelCost) -> int:
         # the sequence's logits and their gradient, its mask with as much again to make it, and
         # blocks of attention scores
-        return held(shape) + max(
-            shape.activation_bytes(n, checkpointing)
-            + 2 * shape.element_bytes * k * shape.vocabulary
+        return held(cost) + max(
+            cost.activation_bytes(n, checkpointing)
+            + 2 * cost.element_bytes * k * cost.vocabulary
             + 2 * n * n
-            + 6 * 4 * min(shape.heads * n * n, 2**24)
+            + 6 * 4 * min(cost.heads * n * n, 2**24)
             for n, k in zip(lengths, scored, strict=True)
             if k
         )
 
     # of the head's weight a float32 sum
-    packed = held(shape) + 4 * shape.hidden * shape.vocabulary
-    packed += shape.activation_bytes(forest.num_tokens, checkpointing)
-    reference = replace(shape, element_bytes=4)
-    sides = [packed, alone(shape), alone(reference)]
+    packed = held(cost) + 4 * cost.hidden * cost.vocabulary
+    packed += cost.activation_bytes(forest.num_tokens, checkpointing)
+    reference = replace(cost, element_bytes=4)
+    sides = [packed, alone(cost), alone(reference)]
     if setting.device.startswith("cpu"):
         # gradients of the runs before: packed, trained, and the replicated one where there is
-        earlier = shape.element_bytes * shape.parameters
+        earlier = cost.element_bytes * cost.parameters
         count = 2 if setting.dtype == "float32" else 3
         sides = [sides[0], sides[1] + earlier, sides[2] + count * earlier]
     return max(sides)

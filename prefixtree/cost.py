@@ -1,0 +1,268 @@
+"""What a token costs in a model: parameters, the linear weights it meets, and visible pairs.
+
+All of it is read off the model itself, built on the meta device, layer by layer: so a gated and a
+plain MLP, fused projections, latent attention, shared and routed experts count as what they are.
+The planner's `CostModel`, `report --model` and the memory line of `verify` read it from here.
+
+A token meets every weight of a linear layer once: 2 FLOPs per weight in a forward. It meets k / E
+of the weights of E routed experts, k per token. An embedding is looked up and costs none. A visible
+query-key pair costs 2 x (query heads) x (D + Dv) FLOPs in a forward. Layers without softmax
+attention have no pairs; the updates of their states are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# the projection back to the hidden size, which every family's MLPs end in: dense, shared, routed
+MLP_END = ("down_proj", "output_linear", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
+# the projection back to the hidden size that an attention layer ends in
+_ATTENTION_END = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+# layers whose attention has visible pairs
+SOFTMAX = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a token costs in one layer.
+
+    Attributes:
+        kind: transformers' name: full_attention, sliding_attention, linear_attention or others.
+        weights: linear weights a token meets, over the experts it is routed to.
+        per_pair: query heads x (D + Dv); 0 for a layer without softmax attention.
+        window: the sliding window, None for none; it counts the token itself.
+    """
+
+    kind: str
+    weights: int
+    per_pair: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a token costs in a causal language model.
+
+    Attributes:
+        model_type: transformers' name.
+        parameters: of the whole model; a weight that is tied counts once.
+        layers: first to last.
+        outside_weights: linear weights a token meets outside layers, embedding and head.
+        head_weights: of the language model's head; only scored tokens meet them.
+        hidden, vocabulary: sizes.
+        heads, kv_heads, head_dim, value_dim: of the config; layers may have others of their own.
+        intermediate: features of the MLPs a token meets, mean over layers; 0 where not known.
+        normalised_queries: whether queries and keys are normalised.
+        element_bytes: of a weight and an activation.
+    """
+
+    model_type: str
+    parameters: int
+    layers: tuple[LayerCost, ...]
+    outside_weights: int
+    head_weights: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    intermediate: int
+    normalised_queries: bool
+    element_bytes: int
+
+    @property
+    def token_weights(self) -> int:
+        """Linear weights that every token meets, outside embedding and head."""
+        return self.outside_weights + sum(layer.weights for layer in self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window; None for none."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """A of `prefixtree.sharing.estimate`: bytes a layer keeps per token for backward."""
+        b, h = self.element_bytes, self.hidden
+        heads = self.heads + self.kv_heads
+        norms = 2 * (4 + 2 * b) * h
+        attention = b * heads * (self.head_dim + self.value_dim)
+        if self.normalised_queries:
+            attention += (4 + b) * heads * self.head_dim
+        return norms + attention + 4 * b * self.intermediate
+
+    def activation_bytes(self, tokens: int, checkpointing: bool) -> int:
+        """Bytes that all layers keep of `tokens` for backward, with backward's own gradients."""
+        layers = len(self.layers)
+        if checkpointing:
+            return tokens * (layers * self.element_bytes * self.hidden + 2 * self.layer_bytes)
+        return tokens * (layers + 1) * self.layer_bytes
+
+
+def visible_pairs(position: np.ndarray, length: np.ndarray, window: int | None) -> int:
+    """Visible query-key pairs of all of some runs of tokens; see `pairs_per_run`."""
+    return int(pairs_per_run(position, length, window).sum())
+
+
+def pairs_per_run(position: np.ndarray, length: np.ndarray, window: int | None) -> np.ndarray:
+    """Visible query-key pairs of each of some runs of tokens: int64 [N].
+
+    Args:
+        position: int64 [N], of each run's first token in its sequence.
+        length: int64 [N], tokens of each run.
+        window: a token at position p sees p + 1 keys, or `window` of them where that is less.
+    """
+
+    def up_to(n: np.ndarray) -> np.ndarray:
+        near = n if window is None else np.minimum(n, window)
+        return near * (near + 1) // 2 + (n - near) * (0 if window is None else window)
+
+    return up_to(position + length) - up_to(position)
+
+
+def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
+    """The cost of a token in a model, or in the model of a config.
+
+    Args:
+        model: a causal language model of transformers, on any device, or its config; of a config
+            the model is built on the meta device, without weights.
+        element_bytes: default: those of the config's dtype, or 2.
+
+    Raises:
+        ValueError: a config that transformers builds no language model from, or no layers found.
+    """
+    import torch
+    from torch import nn
+
+    config = getattr(model, "config", model)
+    model = model if isinstance(model, nn.Module) else on_meta(config)
+    text = config.get_text_config()
+    layers = _layers(model, text)
+    experts = _first(
+        text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+    )
+    active = _first(
+        text, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"
+    )
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    skipped = {id(end.weight) for end in ends if end is not None}
+    skipped |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    def weights(module: nn.Module, number: int) -> dict[str, int]:
+        """By name, the weights of linear layers that a token meets."""
+        count, chosen = _of_layer(experts, number), _of_layer(active, number)
+        met = {}
+        for name, weight in module.named_parameters():
+            *_, owner, _ = ("", *name.split("."))
+            # norms of all heads at once have two dimensions too
+            if weight.ndim < 2 or id(weight) in skipped or "norm" in owner or name.endswith("bias"):
+                continue
+            met[name] = weight.numel()
+            routed = weight.ndim == 3 and weight.shape[0] == count
+            if chosen and count and (routed or "experts" in name.split(".")):
+                met[name] = met[name] * chosen // count
+        return met
+
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        slides = window is not None and getattr(text, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
+    heads = text.num_attention_heads
+    costs, dims, intermediate = [], [], 0
+    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        met = weights(layer, number)
+        ended = (name for name in met if name.removesuffix(".weight").endswith(MLP_END))
+        intermediate += sum(met[name] for name in ended) // text.hidden_size
+        attention = _attention(layer)
+        dims.append(_head_dims(attention, text))
+        per_pair = 0
+        if attention is not None and (columns := _value_columns(attention)):
+            per_pair = columns // dims[-1][1] * sum(dims[-1])
+        elif kind in SOFTMAX:
+            per_pair = heads * sum(dims[-1])
+        its_window = window if kind == "sliding_attention" else None
+        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window))
+    skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
+    outside = sum(weights(model.get_decoder(), 0).values())
+    if element_bytes is None:
+        element_bytes = (getattr(config, "dtype", None) or torch.bfloat16).itemsize
+    return ModelCost(
+        model_type=config.model_type,
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=tuple(costs),
+        outside_weights=outside,
+        head_weights=model.get_output_embeddings().weight.numel(),
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=dims[0][0],
+        value_dim=dims[0][1],
+        intermediate=round(intermediate / len(layers)),
+        normalised_queries=any(".q_norm." in name for name, _ in model.named_parameters()),
+        element_bytes=element_bytes,
+    )
+
+
+def on_meta(config: Any) -> Any:
+    """The language model of a config on the meta device: shapes without numbers.
+
+    Raises:
+        ValueError: transformers builds none from it.
+    """
+    import torch
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def _layers(model: Any, text: Any) -> Any:
+    from torch import nn
+
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of {text.num_hidden_layers} layers")
+
+
+def _attention(layer: Any) -> Any:
+    """The softmax attention of a layer; None where there is none."""
+    return next((m for m in layer.modules() if getattr(m, "is_causal", False)), None)
+
+
+def _value_columns(attention: Any) -> int | None:
+    """Query heads x Dv: what the projection back to the hidden size takes."""
+    for name, child in attention.named_children():
+        if name in _ATTENTION_END:
+            # transformers' Conv1D [in, out] has no in_features
+            return getattr(child, "in_features", None) or child.weight.shape[0]
+    return None
+
+
+def _head_dims(attention: Any, text: Any) -> tuple[int, int]:
+    """D and Dv of a layer."""
+    # the layer's own come first: a config may hold a head size per layer
+    dim = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
+    dim = dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return dim, getattr(attention, "v_head_dim", None) or dim
+
+
+def _of_layer(value: Any, number: int) -> Any:
+    """A config's value that may be one number for all layers or a list, one per layer."""
+    return value[number] if isinstance(value, (list, tuple)) else value
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((v for name in names if (v := getattr(config, name, None)) is not None), None)
