@@ -17,10 +17,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +27,8 @@ import torch
 from environment import environment
 
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.kernels import attention
+from prefixtree.kernels.backends import BACKENDS
+from prefixtree.kernels.protocol import AttentionCall
 
 
 def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:
@@ -46,16 +46,14 @@ def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:
 
 
 def _empty_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse
 
 
-def _empty_backward(
-    dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[Any, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+def _empty_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class Bare(torch.autograd.Function):
@@ -68,14 +66,22 @@ class Bare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        return _empty_backward(dout, None, *ctx.saved_tensors)[:3]
+        return _empty_backward(*ctx.saved_tensors)
 
 
 @contextmanager
 def without_backend() -> Iterator[None]:
-    """The stand-in serves every call."""
-    stand_in = SimpleNamespace(forward=_empty_forward, backward=_empty_backward)
-    with patch.object(attention, "module_of", lambda name: stand_in):
+    """Every backend returns empty tensors."""
+
+    def forward(self: Any, call: AttentionCall) -> Any:
+        return _empty_forward(call.q, call.k, call.v)
+
+    def backward(self: Any, call: AttentionCall, *_: Any) -> Any:
+        return *_empty_backward(call.q, call.k, call.v), None
+
+    with ExitStack() as stack:
+        for backend in BACKENDS:
+            stack.enter_context(patch.multiple(type(backend), forward=forward, backward=backward))
         yield
 
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from workloads import AIRLINE, workload
 
 from prefixtree import pack
-from prefixtree.kernels.options import Options
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
 from prefixtree.kernels.triton.configs import Choice, Config
 
@@ -120,9 +120,9 @@ class Bench:
             return torch.randn(tokens, *shape, device=device, dtype=dtype, generator=generator)
 
         (h, hk), (d, dv) = heads, dims
-        self.plan, self.options = mask.plan, Options(d**-0.5)
-        self.q, self.k, self.v, self.dout = draw(h, d), draw(hk, d), draw(hk, dv), draw(h, dv)
-        self.out, self.lse = launch.forward(self.q, self.k, self.v, None, self.plan, self.options)
+        q, k, v, self.dout = draw(h, d), draw(hk, d), draw(hk, dv), draw(h, dv)
+        self.attention = AttentionCall(q, k, v, None, mask.plan, d**-0.5)
+        self.out, self.lse = launch.forward(self.attention)
 
     def call(self, kernel: str) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """A launch of the kernel with what `configs` says now, and the tensors that it writes."""
@@ -130,19 +130,19 @@ class Bench:
             results: list[torch.Tensor] = []
 
             def forward() -> None:
-                results[:] = launch.forward(self.q, self.k, self.v, None, self.plan, self.options)
+                results[:] = launch.forward(self.attention)
 
             return forward, results
-        problem = launch.Problem.of(self.q, self.k, self.v, self.plan, self.options)
+        problem = launch.Problem.of(self.attention)
         _, keys, queries = problem.configs
         rows, rows_a_block, _ = launch._prepare(
             problem, self.dout, None, None, self.out, self.lse, keys, queries
         )
         given = (self.dout, rows, rows_a_block)
         if kernel == "queries":
-            dq = torch.empty_like(self.q)
+            dq = torch.empty_like(problem.q)
             return lambda: launch._queries_gradient(problem, queries, *given, dq), [dq]
-        dk, dv = torch.empty_like(self.k), torch.empty_like(self.v)
+        dk, dv = torch.empty_like(problem.k), torch.empty_like(problem.v)
         return lambda: launch._keys_gradient(problem, keys, *given, dk, dv), [dk, dv]
 
 
@@ -158,7 +158,7 @@ def measure(
             for x, y in zip(results, want or results, strict=True):
                 torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
             # this table's own device memory is freed with the plan, not here: it is small
-            median, _ = median_ms(run, bench.q.device, repeats=7, warm_ups=2)
+            median, _ = median_ms(run, bench.dout.device, repeats=7, warm_ups=2)
     except Exception as problem:  # what does not compile or fit is a finding
         return row | {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}, []
     return row | {"ms": median}, results
@@ -202,7 +202,7 @@ def main() -> None:
         dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float16
         dims = (chosen.dim, chosen.value_dim or chosen.dim)
         bench = Bench(mask, tuple(chosen.heads), dims, dtype)
-        problem = launch.Problem.of(bench.q, bench.k, bench.v, bench.plan, bench.options)
+        problem = launch.Problem.of(bench.attention)
         for kernel in chosen.kernels:
             frozen = problem.configs[KERNELS.index(kernel)]
             want, found = None, []

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.kernels import attention
+from prefixtree.kernels import operator
 from prefixtree.testing.numerics import errors, pooled_nodes
 
 
@@ -106,7 +106,7 @@ class AsPromised(TorchDispatchMode):
     results of other strides, or reads the wrong numbers where its checks are off.
     """
 
-    OPERATORS = (attention._tree_attention, attention._tree_attention_backward)
+    OPERATORS = (operator.TREE_ATTENTION, operator.TREE_ATTENTION_BACKWARD)
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from prefixtree import (
     explain,
     tree_attention,
 )
-from prefixtree.kernels import attention, sdpa
+from prefixtree.kernels import operator, sdpa
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str = "") -> None:
@@ -379,9 +379,7 @@ def test_a_calls_options_override_the_masks() -> None:
     mask = arguments["mask"].with_options(backend="reference", deterministic=True)
     asked: list[tuple[object, object]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            attention, "_differentiable", lambda *a: asked.append(a[8:10]) or (a[0], a[0])
-        )
+        patch.setattr(operator, "_differentiable", lambda *a: asked.append(a[8:10]) or (a[0], a[0]))
         for given in (
             {"backend": "auto", "deterministic": False},
             {"backend": "auto"},

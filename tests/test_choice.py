@@ -21,8 +21,9 @@ from strategies import mask_of, random_forest
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
-from prefixtree.kernels import choice, devices
+from prefixtree.kernels import backends, choice, devices
 from prefixtree.kernels.flash import launch
+from prefixtree.kernels.protocol import AttentionCall
 
 CPU = torch.device("cpu")
 
@@ -50,11 +51,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         launch,
         "refusal",
-        lambda q, k, v, scale, plan, deterministic: (
-            launch.refused_features(q, v, scale, plan, deterministic)
-            if q.device == CPU
-            else refusal(q, k, v, scale, plan, deterministic)
-        ),
+        lambda call: launch.refused_features(call) if call.q.device == CPU else refusal(call),
     )
 
 
@@ -117,6 +114,15 @@ def rows_on_gpu(
     return [x.as_subclass(OnGpu) for x in rows]
 
 
+def call_of(mask: TreeMask, inputs: list[torch.Tensor], **options: object) -> AttentionCall:
+    return AttentionCall(*inputs, None, mask.plan, **({"scale": 0.1} | options))
+
+
+def auto(mask: TreeMask, inputs: list[torch.Tensor], **options: object) -> str:
+    """The name of what "auto" takes."""
+    return choice.choose("auto", call_of(mask, inputs, **options)).backend.name
+
+
 def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
@@ -147,14 +153,14 @@ def test_auto_takes_flash_on_hopper(
     mask = mask_of(LONG)
     inputs = rows_on_gpu(mask)
     backend = "flash" if flash else "triton"
-    assert (launch.refusal(*inputs, 0.1, mask.plan) is None) == flash
-    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == backend
+    assert (launch.refusal(call_of(mask, inputs)) is None) == flash
+    assert auto(mask, inputs) == backend
     said = explain(mask, *inputs)
     assert f"would run {backend!r}" in said and ("Hopper" in said) == (not flash)
     # an AMD GPU's capability may begin with 9 too
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.0")
-        assert "an AMD GPU" in str(launch.refusal(*inputs, 0.1, mask.plan))
+        assert "an AMD GPU" in str(launch.refusal(call_of(mask, inputs)))
 
 
 def test_auto_passes_over_a_broken_flash_attn_4(
@@ -167,8 +173,8 @@ def test_auto_passes_over_a_broken_flash_attn_4(
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     mask = mask_of(LONG)
     inputs = rows_on_gpu(mask)
-    assert "cannot be imported" in str(launch.refusal(*inputs, 0.1, mask.plan))
-    assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == "triton"
+    assert "cannot be imported" in str(launch.refusal(call_of(mask, inputs)))
+    assert auto(mask, inputs) == "triton"
     assert re.search("'triton': .*cannot be imported", explain(mask, *inputs))
 
 
@@ -197,10 +203,10 @@ def test_auto_goes_by_the_work(may_take_flash: None) -> None:
     mask = mask_of(LONG)
     inputs = rows_on_gpu(mask)
     # where a query sees two tiles most of the work is for nothing
-    assert choice.choose("auto", *inputs, 0.1, mask.plan, window=4096).backend == "flash"
-    assert choice.choose("auto", *inputs, 0.1, mask.plan, window=256).backend == "triton"
+    assert auto(mask, inputs, window=4096) == "flash"
+    assert auto(mask, inputs, window=256) == "triton"
     none = mask_of(PrefixForest.from_parents([-1], [1]))
-    assert choice.choose("auto", *rows_on_gpu(none), 0.1, none.plan).backend == "triton"
+    assert auto(none, rows_on_gpu(none)) == "triton"
 
 
 @pytest.mark.parametrize("window", [0, 200])
@@ -231,7 +237,7 @@ def test_the_longest_key_tile_counts_where_heads_are_few(
     monkeypatch.setattr(devices, "processors", lambda device: 132)
     for heads, backend in (((9, 3), "triton"), ((32, 8), "flash")):
         inputs = rows_on_gpu(mask, heads)
-        assert choice.choose("auto", *inputs, 0.1, mask.plan).backend == backend
+        assert auto(mask, inputs) == backend
     assert choice.longest_share(TreeMask(np.empty(0, np.int32)).plan, 0) == 0
 
 
@@ -259,23 +265,22 @@ def test_auto_leaves_what_flash_refuses(
 ) -> None:
     mask = of_mask(mask_of(LONG))
     inputs = rows_on_gpu(mask, **changes)
-    chosen = choice.choose("auto", *inputs, 0.1, mask.plan, mask.deterministic)
-    assert (chosen.backend == "flash") == (why_not is None)
+    chosen = auto(mask, inputs, deterministic=mask.deterministic)
+    assert (chosen == "flash") == (why_not is None)
     said = explain(mask, *inputs)
-    assert f"would run {chosen.backend!r}" in said
+    assert f"would run {chosen!r}" in said
     assert why_not is None or why_not in said
 
 
-def test_auto_without_a_plan_or_without_triton(
-    may_take_flash: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = mask_of(SHORT)
     inputs = rows_on_gpu(mask)
-    assert choice.choose("auto", *inputs, 0.1).backend == "triton"
+    assert auto(mask, inputs) == "triton"
     # better than sdpa, however much work
-    monkeypatch.setattr(choice, "_installed", lambda package: False)
-    assert choice.choose("auto", *inputs, 0.1, mask.plan) == choice.Choice(
-        "flash", "backend 'triton' needs the package triton"
+    monkeypatch.setattr(backends, "installed", lambda package: False)
+    # of another plan: choices are kept
+    assert choice.choose("auto", call_of(mask_of(SHORT), inputs)) == choice.Choice(
+        backends.FLASH, "backend 'triton': it needs the package triton"
     )
 
 
@@ -285,7 +290,7 @@ def test_a_choice_is_made_once_and_goes_with_the_plan(
     mask = mask_of(LONG)
     inputs = rows_on_gpu(mask)
 
-    chosen = functools.partial(choice.choose, "auto", *inputs, 0.1, mask.plan)
+    chosen = functools.partial(choice.choose, "auto", call_of(mask, inputs))
     first = chosen()
     with monkeypatch.context() as patch:
         patch.setattr(choice, "_automatic", lambda *arguments: pytest.fail("asked again"))
@@ -293,7 +298,7 @@ def test_a_choice_is_made_once_and_goes_with_the_plan(
     microseconds = 1e6 * min(timeit.repeat(chosen, number=1000, repeat=5)) / 1000
     print(f"a choice made before: {microseconds:.2f} us (below 3 on a quiet machine)")
     assert microseconds < 50
-    assert choice.choose("auto", *inputs, 0.1, mask.plan, True).backend == "triton"
+    assert auto(mask, inputs, deterministic=True) == "triton"
     plan = weakref.ref(mask.plan)
     assert plan() in choice._chosen
     del mask, chosen
@@ -321,5 +326,5 @@ def test_explain_says_what_runs() -> None:
 def test_explain_says_why_triton_does_not() -> None:
     mask = mask_of(FOREST)
     wide = gpu_case(mask, dtype=torch.float32, dims=(300, 300))
-    assert choice.choose("auto", *wide, 0.1).backend == "sdpa"
+    assert auto(mask, wide) == "sdpa"
     assert "'sdpa': backend 'triton': head dims must be 1 to 256" in explain(mask, *wide)

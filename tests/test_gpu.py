@@ -37,9 +37,11 @@ from strategies import random_forest
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.kernels import attention, logprobs
 from prefixtree.kernels import head as eager_head
+from prefixtree.kernels import logprobs
+from prefixtree.kernels.choice import choose
 from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import head as fused
 
 pytestmark = pytest.mark.gpu
@@ -124,11 +126,12 @@ def test_the_sdpa_backend_here(dtype: torch.dtype, options: dict) -> None:
 
 
 def test_auto_is_triton_where_it_serves() -> None:
-    case = Case.random(cuda_mask(FOREST), dtype=torch.bfloat16).to("cuda")
-    chosen = attention._backend("auto", case.q, case.k, case.v, 0.1)
-    assert chosen.__name__ == "prefixtree.kernels.triton.launch"
-    wide = [x.float() for x in (case.q, case.k, case.v)]
-    assert attention._backend("auto", *wide, 0.1).__name__ == "prefixtree.kernels.sdpa"
+    mask = cuda_mask(FOREST)
+    case = Case.random(mask, dtype=torch.bfloat16).to("cuda")
+    call = AttentionCall(case.q, case.k, case.v, None, mask.plan, 0.1)
+    assert choose("auto", call).backend.name == "triton"
+    wide = call._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
+    assert choose("auto", wide).backend.name == "sdpa"
 
 
 # ---- races, offsets, lifetimes ------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prefixtree as pt
 from prefixtree import ForestError, TreeMask, tree_attention
-from prefixtree.kernels import attention, sdpa
+from prefixtree.kernels import operator, sdpa
 from prefixtree.kernels.flash.lists import Tiles, lists_of
 from prefixtree.packing import mask_plan as mask_module
 from prefixtree.packing.gather import GatherPlan
@@ -47,7 +47,7 @@ def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, subse
         mask = mask.for_queries([(1, 5), (8, 20)])
     sink = torch.randn(4, requires_grad=True) if sinks else None
     arguments = (*_inputs(mask), sink, mask.handle, 0.3, window, softcap, False, "sdpa", lse_used)
-    torch.library.opcheck(attention._tree_attention, arguments)
+    torch.library.opcheck(operator.TREE_ATTENTION, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -284,9 +284,9 @@ def test_nothing_kept_is_of_inference_mode() -> None:
 def test_lse_is_differentiable_only_where_it_is_used() -> None:
     mask = _mask(4)
     rest = (None, mask.handle, 0.3, 0, 0.0, False, "sdpa")
-    _, lse = attention._tree_attention(*_inputs(mask), *rest, False)
+    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, False)
     assert not lse.requires_grad
-    _, lse = attention._tree_attention(*_inputs(mask), *rest, True)
+    _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, True)
     assert lse.requires_grad
 
 
@@ -303,8 +303,8 @@ def test_modes_see_the_operator_and_run_its_fake() -> None:
     inputs = _inputs(mask)
     with Log():
         tree_attention(*inputs, mask).sum().backward()
-    assert attention._tree_attention in seen
-    assert attention._tree_attention_backward in seen
+    assert operator.TREE_ATTENTION in seen
+    assert operator.TREE_ATTENTION_BACKWARD in seen
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(x) for x in inputs]
         out, lse = tree_attention(*fake, mask, return_lse=True)
@@ -386,8 +386,9 @@ def attend():
     torch.compile(pt.tree_attention, backend="eager", fullgraph=True)(q, q, q, mask)
 
 attend()
-importlib.reload(sys.modules["prefixtree.kernels.attention"])
-attend()
+for room in ("attention", "operator"):
+    importlib.reload(sys.modules[f"prefixtree.kernels.{room}"])
+    attend()
 for name in [name for name in sys.modules if name.startswith("prefixtree")]:
     del sys.modules[name]
 attend()

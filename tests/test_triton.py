@@ -19,8 +19,9 @@ from triton_tiles import DEVICE, DTYPES, TILES, use
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
-from prefixtree.kernels import attention
-from prefixtree.kernels.options import Options
+from prefixtree.kernels import operator
+from prefixtree.kernels.choice import choose
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
 
 # numpy warns where dead lanes overflow in the interpreter; what is stored is checked
@@ -304,13 +305,13 @@ def test_inputs_whose_last_stride_is_1_are_read_in_place() -> None:
         ([_shifted(x) for x in split], False),
         ([_padded_rows(x) for x in split], False),
     ):
-        problem = launch.Problem.of(*inputs, plan, Options(0.25))
+        problem = launch.Problem.of(AttentionCall(*inputs, None, plan, 0.25))
         for given_, read in zip(inputs, (problem.q, problem.k, problem.v), strict=True):
             assert read is given_
         hopper = launch.devices.capability(fused.device)[0] == 9
         assert problem.choice.tma == (tma and hopper)
     inner = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in split]
-    problem = launch.Problem.of(*inner, plan, Options(0.25))
+    problem = launch.Problem.of(AttentionCall(*inner, None, plan, 0.25))
     assert problem.q.is_contiguous() and torch.equal(problem.q, split[0])
 
 
@@ -343,7 +344,8 @@ def test_a_cpu_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
     case = Case.random(mask, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match="runs on GPUs, and q is on cpu"):
         tree_attention(case.q, case.k, case.v, mask, backend="triton")
-    assert attention._backend("auto", case.q, case.k, case.v, 1.0).__name__.endswith("sdpa")
+    call = AttentionCall(case.q, case.k, case.v, None, mask.plan, 1.0)
+    assert choose("auto", call).backend.name == "sdpa"
 
 
 # ---- contracts ----------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ def test_opcheck(sinks: bool, dlse: bool, monkeypatch: pytest.MonkeyPatch) -> No
     inputs = [x.requires_grad_() for x in (case.q, case.k, case.v)]
     sink = torch.randn(4, device=DEVICE, requires_grad=True) if sinks else None
     arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", dlse)
-    torch.library.opcheck(attention._tree_attention, arguments)
+    torch.library.opcheck(operator.TREE_ATTENTION, arguments)
 
 
 @pytest.mark.parametrize("feature", ["plain", "all"])

@@ -1,24 +1,21 @@
-"""`tree_attention`: checks its arguments, chooses a backend, calls the registered torch operator.
+"""`tree_attention`: checks its arguments, calls the registered operator. `explain`: what runs.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels import operator
+from prefixtree.kernels.backends import REFERENCE, TRITON
 from prefixtree.kernels.calls import note_call
-from prefixtree.kernels.choice import check_name, choose, module_of, passed_over
-from prefixtree.kernels.options import Options
-from prefixtree.kernels.reference import dense_attention
+from prefixtree.kernels.choice import check_name, choose, passed_over
+from prefixtree.kernels.protocol import AttentionCall, reach
 from prefixtree.packing.mask import TreeMask, check_mask, check_window
-from prefixtree.packing.mask_plan import MaskPlan, plan_of
 
 
 @overload
@@ -27,6 +24,7 @@ def tree_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: TreeMask,
+    *,
     scale: float | None = ...,
     window: int | None = ...,
     softcap: float | None = ...,
@@ -41,13 +39,13 @@ def tree_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: TreeMask,
+    *,
     scale: float | None = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: torch.Tensor | None = ...,
     deterministic: bool | None = ...,
     backend: str | None = ...,
-    *,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def tree_attention(
@@ -55,6 +53,7 @@ def tree_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: TreeMask,
+    *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -96,16 +95,14 @@ def tree_attention(
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
     backend, deterministic = _of_mask(mask, backend, deterministic)
     check_name(backend)
-    if backend == "reference":
+    if backend == REFERENCE.name:
+        # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
             note_call(mask.plan)
-        visible = mask.dense(window or None)
-        out, lse = dense_attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks)
+        call = AttentionCall(q, k, v, sinks, mask.plan, scale, window, softcap)
+        out, lse = REFERENCE.forward(call)
     else:
-        # unless something transforms the call, what the dispatcher would come to first: less work
-        transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        attend = _tree_attention if transformed else _differentiable
-        out, lse = attend(
+        out, lse = operator.attend(
             q, k, v, sinks, mask.handle, scale, window, softcap, deterministic, backend, return_lse
         )
     return (out, lse) if return_lse else out
@@ -116,6 +113,7 @@ def explain(
     q: torch.Tensor | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    *,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -143,18 +141,18 @@ def explain(
         row = torch.empty(1, 1, 128, dtype=dtype, device=mask.device)
         q = row.expand(mask.num_queries, 1, 128)
         k = v = row.expand(mask.num_tokens, 1, 128)
-    scale, reach, cap = _check(q, k, v, mask, scale, window, softcap, sinks)
+    scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
     backend, deterministic = _of_mask(mask, backend, deterministic)
-    reach = _options(mask.plan, scale, reach, cap, deterministic).window
-    arguments = (q, k, v, scale, mask.plan, deterministic, reach)
+    window = reach(mask.plan, window)
+    call = AttentionCall(q, k, v, sinks, mask.plan, scale, window, softcap, deterministic)
     try:
-        chosen = choose(backend, *arguments)
+        chosen = choose(backend, call)
     except UnsupportedError as error:
         return f"tree_attention would refuse: {error}."
     reason = chosen.reason
-    if backend == "auto" and chosen.backend == "triton":
-        reason += f" ({passed_over(*arguments)})"
-    return f"tree_attention would run {chosen.backend!r}: {reason}."
+    if backend == "auto" and chosen.backend is TRITON:
+        reason += f" ({passed_over(call)})"
+    return f"tree_attention would run {chosen.backend.name!r}: {reason}."
 
 
 def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
@@ -163,20 +161,6 @@ def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) ->
         mask.backend if backend is None else backend,
         mask.deterministic if deterministic is None else deterministic,
     )
-
-
-def _backend(
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan | None = None,
-    deterministic: bool = False,
-    window: int = 0,
-) -> ModuleType:
-    """The module that serves a call; the same for a backward as for its forward."""
-    return module_of(choose(name, q, k, v, scale, plan, deterministic, window).backend)
 
 
 def _check(
@@ -233,193 +217,3 @@ def _check(
         raise ValueError(f"softcap must be None or above 0, got {softcap}")
     scale = float(scale) if scale is not None else dim**-0.5
     return scale, check_window(window), float(softcap or 0.0)
-
-
-# ---- the registered operator -----------------------------------------------------------------
-# One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
-# nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
-# Registered by hand: what `torch.library.custom_op` does in every call takes longer than all here.
-# Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
-# that is compiled in parts.
-
-_namespace: Any = torch.ops.prefixtree
-if (_earlier := getattr(_namespace, "_library", None)) is not None:
-    # imported a second time (importlib.reload): torch takes no name twice
-    _earlier._destroy()
-# kept where a second import finds it
-_library = _namespace._library = torch.library.Library("prefixtree", "FRAGMENT")
-
-
-def _register(
-    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """-> the operator: `kernel` on every device, `fake` where only shapes are asked for."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"prefixtree::{name}", fake, lib=_library)
-    return getattr(_namespace, name).default
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    handle: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    backend: str,
-    lse_used: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = plan_of(handle)
-    note_call(plan)
-    options = _options(plan, scale, window, softcap, deterministic, lse_used)
-    with _as_given(q):
-        module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)
-        return module.forward(q, k, v, sinks, plan, options)
-
-
-@torch._disable_dynamo
-def _backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    handle: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    backend: str,
-) -> list[torch.Tensor]:
-    plan = plan_of(handle)
-    options = _options(plan, scale, window, softcap, deterministic)
-    with _as_given(q):
-        module = _backend(backend, q, k, v, scale, plan, deterministic, options.window)
-        *grads, dsinks = module.backward(dout, dlse, q, k, v, sinks, out, lse, plan, options)
-    return grads if dsinks is None else [*grads, dsinks]
-
-
-def _fake_forward(q, k, v, sinks, handle, scale, window, softcap, deterministic, backend, lse_used):
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
-
-
-def _fake_backward(dout, dlse, q, k, v, sinks, *_):
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
-
-
-_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend"
-_tree_attention = _register(
-    "tree_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
-    f"{_OPTIONS}, bool lse_used) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-)
-# -> gradients of q, k, v and, where there are any, sinks
-_tree_attention_backward = _register(
-    "tree_attention_backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_OPTIONS}) -> Tensor[]",
-    _backward,
-    _fake_backward,
-)
-
-
-@torch._disable_dynamo
-def _differentiable(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    handle: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator's kernel for autograd."""
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-    ):
-        return _TreeAttention.apply(q, k, v, sinks, handle, options)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _tree_attention(q, k, v, sinks, handle, *options)
-
-
-_library.impl("tree_attention", _differentiable, "Autograd")
-
-
-class _TreeAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        handle: torch.Tensor,
-        options: tuple[Any, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = _tree_attention(q, k, v, sinks, handle, *options)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, handle)
-        *ctx.options, lse_used = options
-        if not lse_used:
-            ctx.mark_non_differentiable(lse)
-            # no zeros in the place of its gradient, which backends take for one
-            ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, handle = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        # with create_graph, what follows must not be taken for a constant
-        gradients = _Once.apply if torch.is_grad_enabled() else _tree_attention_backward
-        dq, dk, dv, *dsinks = gradients(dout, dlse, q, k, v, sinks, out, lse, handle, *ctx.options)
-        return dq, dk, dv, dsinks[0] if dsinks else None, None, None
-
-
-class _Once(torch.autograd.Function):
-    """The backward of a call whose second derivative may be asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(_tree_attention_backward(*arguments))
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("tree_attention is differentiable once, not twice")
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _as_given(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would reach into an operator and turn its float32 products into half precision."""
-    device = q.device.type
-    # entered only where it is on: entering costs more than all checks
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
-
-
-def _options(
-    plan: MaskPlan,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    lse_used: bool = False,
-) -> Options:
-    # a window no path outgrows is none, and lets the plain kernels serve
-    reach = 0 if window >= plan.deepest else window
-    return Options(scale, reach, softcap, deterministic, lse_used)

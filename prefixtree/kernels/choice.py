@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import devices
+from prefixtree.kernels.backends import BACKENDS, FLASH, SDPA, TRITON
+from prefixtree.kernels.protocol import AttentionCall, Backend
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.mask_plan import MaskPlan
 
-BACKENDS = ("auto", "reference", "sdpa", "triton", "flash")
+_NAMED = {backend.name: backend for backend in BACKENDS}
+NAMES = ("auto", *reversed(_NAMED))
 
 # Up to how much work (`flash_work` and `with_tail`) flash is the faster one, with any grouping, by
 # head dim; None's is that of all others. One H200, bf16; tests hold this to backends.json and
@@ -46,51 +46,45 @@ _BACKWARD = 0.7
 class Choice:
     """A backend, and what `explain` says of it."""
 
-    backend: str
+    backend: Backend
     reason: str
 
 
 def check_name(name: str) -> None:
-    """Raises where a backend does not exist."""
-    if name not in BACKENDS:
+    """Raises UnsupportedError if no backend has this name."""
+    if name not in NAMES:
         raise UnsupportedError(
-            f"backend {name!r} does not exist in this version; use one of {', '.join(BACKENDS)}"
+            f"backend {name!r} does not exist in this version; use one of {', '.join(NAMES)}"
         )
 
 
-def choose(
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan | None = None,
-    deterministic: bool = False,
-    window: int = 0,
-) -> Choice:
-    """The backend for these inputs; the same for a backward as for its forward.
+def choose(name: str, call: AttentionCall) -> Choice:
+    """The backend for a call; the same for a backward as for its forward.
 
     Raises:
         UnsupportedError: `name` does not exist or cannot serve the call, with the reason.
     """
-    check_name(name)
     if name != "auto":
-        reason = refusal(name, q, k, v, scale, plan, deterministic)
+        check_name(name)
+        backend = _NAMED[name]
+        reason = _refusal(backend, call)
         if reason is not None:
-            other = "auto" if name == "flash" else "sdpa"
+            other = "auto" if backend is FLASH else "sdpa"
             raise UnsupportedError(f"{reason}; use backend={other!r}")
-        return Choice(name, "it was asked for by name")
+        return Choice(backend, "it was asked for by name")
+    q, k, v = call.q, call.k, call.v
     if not q.is_cuda:
-        return Choice("sdpa", f"q is on {q.device}, and the other backends need a GPU")
-    if plan is None:
-        return _automatic(q, k, v, scale, None, deterministic, window)
+        return Choice(SDPA, f"q is on {q.device}, and the other backends need a GPU")
     # all that the choice looks at; asked in every call, so looked up
-    of_call = (q.device, q.dtype, q.shape, k.shape[1], v.shape[2], scale, deterministic, window)
-    chosen = _chosen.get(plan)
+    of_call = (
+        *(q.device, q.dtype, q.shape, k.shape[1], v.shape[2]),
+        *(call.scale, call.deterministic, call.window),
+    )
+    chosen = _chosen.get(call.plan)
     if chosen is None:
-        chosen = _chosen[plan] = {}
+        chosen = _chosen[call.plan] = {}
     if of_call not in chosen:
-        chosen[of_call] = _automatic(q, k, v, scale, plan, deterministic, window)
+        chosen[of_call] = _automatic(call)
     return chosen[of_call]
 
 
@@ -98,44 +92,34 @@ def choose(
 _chosen: weakref.WeakKeyDictionary[MaskPlan, dict[Any, Choice]] = weakref.WeakKeyDictionary()
 
 
-def _automatic(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan | None,
-    deterministic: bool,
-    window: int,
-) -> Choice:
-    triton = refusal("triton", q, k, v, scale, plan, deterministic)
-    if plan is not None and refusal("flash", q, k, v, scale, plan, deterministic) is None:
-        is_faster, reason = _compared(q, plan, window)
+def _automatic(call: AttentionCall) -> Choice:
+    triton = _refusal(TRITON, call)
+    if FLASH.refuses(call) is None:
+        is_faster, reason = _compared(call)
         if is_faster or triton is not None:
-            return Choice("flash", triton or reason)
+            return Choice(FLASH, triton or reason)
     if triton is not None:
-        return Choice("sdpa", triton)
-    return Choice("triton", "it serves this call")
+        return Choice(SDPA, triton)
+    return Choice(TRITON, "it serves this call")
 
 
-def passed_over(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan,
-    deterministic: bool,
-    window: int = 0,
-) -> str:
+def passed_over(call: AttentionCall) -> str:
     """Why "auto" left flash; asked by `explain` alone, not in every call."""
-    reason = refusal("flash", q, k, v, scale, plan, deterministic)
-    return reason or _compared(q, plan, window)[1]
+    return _refusal(FLASH, call) or _compared(call)[1]
 
 
-def _compared(q: torch.Tensor, plan: MaskPlan, window: int) -> tuple[bool, str]:
+def _refusal(backend: Backend, call: AttentionCall) -> str | None:
+    """Why a backend cannot serve a call, starting with its name; None where it can."""
+    reason = backend.refuses(call)
+    return None if reason is None else f"backend {backend.name!r}: {reason}"
+
+
+def _compared(call: AttentionCall) -> tuple[bool, str]:
     """Whether flash, which serves the call, is expected to be faster than triton, and why."""
-    processors = devices.processors(q.device)
+    q, plan, window = call.q, call.plan, call.window
     work = flash_work(plan, window)
-    work = with_tail(work, longest_share(plan, window), q.shape[1], processors)
+    share = longest_share(plan, window)
+    work = with_tail(work, share, q.shape[1], devices.processors(q.device))
     most = most_work(q.shape[2])
     is_faster = work <= most
     return is_faster, (
@@ -175,49 +159,3 @@ def with_tail(work: float, longest_share: float, heads: int, processors: int) ->
     """
     tail = longest_share * processors / heads
     return work * (1 - _BACKWARD + _BACKWARD * max(1.0, tail))
-
-
-def refusal(
-    name: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan | None,
-    deterministic: bool,
-) -> str | None:
-    """Why a backend cannot serve a call, starting with its name; None where it can."""
-    if name == "triton":
-        if not _installed("triton"):
-            return "backend 'triton' needs the package triton"
-        from prefixtree.kernels.triton import launch
-
-        reason = launch.refusal(q, k, v, scale)
-    elif name == "flash":
-        from prefixtree.kernels.flash import launch as flash
-
-        reason = flash.refusal(q, k, v, scale, plan, deterministic)
-    else:
-        return None
-    return None if reason is None else f"backend {name!r}: {reason}"
-
-
-@cache
-def _installed(package: str) -> bool:
-    # looking is slow beside a launch
-    return find_spec(package) is not None
-
-
-def module_of(backend: str) -> ModuleType:
-    """The module that serves the calls of a backend, imported only now."""
-    if backend == "triton":
-        from prefixtree.kernels.triton import launch
-
-        return launch
-    if backend == "flash":
-        from prefixtree.kernels.flash import launch as flash
-
-        return flash
-    from prefixtree.kernels import sdpa
-
-    return sdpa

@@ -8,6 +8,31 @@ from __future__ import annotations
 
 import torch
 
+from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.packing.mask import dense_mask
+
+
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys; both with autograd's history."""
+    visible = dense_mask(call.plan, call.q.device, call.window)
+    return dense_attention(
+        call.q, call.k, call.v, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+    )
+
+
+def backward(
+    call: AttentionCall, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. The forward is computed again."""
+    inputs = (call.q, call.k, call.v) + (() if call.sinks is None else (call.sinks,))
+    with torch.enable_grad():
+        q, k, v, *sinks = leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse = forward(call._replace(q=q, k=k, v=v, sinks=sinks[0] if sinks else None))
+    outputs, given = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    grads = torch.autograd.grad(outputs, leaves, given)
+    dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
+    return dq, dk, dv, dsinks[0] if dsinks else None
+
 
 def dense_attention(
     q: torch.Tensor,

@@ -18,24 +18,17 @@ from functools import cache
 
 import torch
 
-from prefixtree.kernels.options import Options
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.packing.mask_plan import MaskPlan
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    plan: MaskPlan,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys (float32, or float64)."""
-    out, lse = _wide_forward(_widen(q), _widen(k), _widen(v), sinks, plan, options)
-    return out.to(q.dtype), lse
+    out, lse = _wide_forward(_widened(call))
+    return out.to(call.q.dtype), lse
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:
@@ -44,26 +37,24 @@ def _widen(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _wide_forward(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sinks: torch.Tensor | None,
-    plan: MaskPlan,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` in one wide dtype."""
+def _widened(call: AttentionCall) -> AttentionCall:
+    return call._replace(q=_widen(call.q), k=_widen(call.k), v=_widen(call.v))
+
+
+def _wide_forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` of a call that is widened."""
+    queries, keys, values, sinks = call.q, call.k, call.v, call.sinks
     heads = queries.shape[1]
     out = queries.new_empty(queries.shape[0], heads, values.shape[2])
     lse = queries.new_empty(heads, queries.shape[0])
-    if _flash_serves(queries, values, options):
-        for row, length, runs in _blocks(plan):
+    if _flash_serves(call):
+        for row, length, runs in _blocks(call.plan):
             rows = slice(row, row + length)
-            out[rows], lse[:, rows] = _flash_forward(queries[rows], keys, values, runs, options)
+            out[rows], lse[:, rows] = _flash_forward(queries[rows], keys, values, runs, call.scale)
     else:
-        for chunk in _chunks(plan, options, heads):
+        for chunk in _chunks(call):
             rows = chunk.rows
-            scores, _ = chunk.scores(queries, keys, options)
+            scores, _ = chunk.scores(call)
             lse[:, rows] = torch.logsumexp(scores, -1)
             # not exp(scores - lse): that would carry the rounding of lse into every probability
             out[rows] = chunk.values_product(scores.softmax(-1), values)
@@ -74,29 +65,25 @@ def _wide_forward(
 
 
 def backward(
+    call: AttentionCall,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    plan: MaskPlan,
-    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. Probabilities are computed anew."""
-    queries, keys, values, dout = (_widen(x) for x in (q, k, v, dout))
-    flash = dlse is None and _flash_serves(queries, values, options)
+    given, call, dout = call, _widened(call), _widen(dout)
+    queries, keys, values, sinks = call.q, call.k, call.v, call.sinks
+    flash = dlse is None and _flash_serves(call)
     if out.dtype != dout.dtype:
         # delta = dout out^T cancels against dout v^T where a softmax is nearly one-hot: the
         # rounding of a half-precision out would be most of what is left
-        out, _ = _wide_forward(queries, keys, values, sinks, plan, options)
+        out, _ = _wide_forward(call)
     total = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     # contiguous whatever the inputs' strides, as compiled code was told
     dq, dk, dv = (x.new_zeros(x.shape) for x in (queries, keys, values))
     if flash:
-        for row, length, runs in _blocks(plan):
+        for row, length, runs in _blocks(call.plan):
             rows = slice(row, row + length)
             for start, end, causal in runs:
                 a, b, c = _flash_backward(
@@ -107,15 +94,15 @@ def backward(
                     out[rows],
                     total[:, rows],
                     causal,
-                    options.scale,
+                    call.scale,
                 )
                 dq[rows] += a
                 dk[start:end] += b
                 dv[start:end] += c
     else:
-        for chunk in _chunks(plan, options, q.shape[1]):
+        for chunk in _chunks(call):
             rows = chunk.rows
-            scores, dcap = chunk.scores(queries, keys, options)
+            scores, dcap = chunk.scores(call)
             softmax = scores.softmax(-1)
             p = softmax * torch.exp(lse - total)[:, rows, None]  # with the sink's share taken
             dp = chunk.values_grad(dout, values)
@@ -124,12 +111,12 @@ def backward(
                 ds += softmax * dlse[:, rows, None]
             if dcap is not None:
                 ds *= dcap
-            chunk.add_grads(p, ds * options.scale, dout, queries, keys, dq, dk, dv)
+            chunk.add_grads(p, ds * call.scale, dout, queries, keys, dq, dk, dv)
     dsinks = None
     if sinks is not None:
         delta = torch.einsum("qhd,qhd->hq", dout, out)
         dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - total) * delta).sum(1).to(sinks.dtype)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsinks
 
 
 def _blocks(plan: MaskPlan) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
@@ -147,10 +134,10 @@ def _blocks(plan: MaskPlan) -> Iterator[tuple[int, int, list[tuple[int, int, boo
 # ---- torch's flash kernel for the CPU --------------------------------------------------------
 
 
-def _flash_serves(q: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    plain = options.window == 0 and options.softcap == 0.0
-    same_dim = q.shape[2] == v.shape[2]
-    return plain and same_dim and q.device.type == "cpu" and _flash_works()
+def _flash_serves(call: AttentionCall) -> bool:
+    plain = call.window == 0 and call.softcap == 0.0
+    same_dim = call.q.shape[2] == call.v.shape[2]
+    return plain and same_dim and call.q.device.type == "cpu" and _flash_works()
 
 
 @cache
@@ -160,7 +147,7 @@ def _flash_works() -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(5, h, 8, generator=generator) for h in (4, 2, 2, 4))
     try:
-        out, lse = _flash_forward(q, k, v, [(0, 5, True)], Options(scale=0.5))
+        out, lse = _flash_forward(q, k, v, [(0, 5, True)], 0.5)
         got = (out, lse, *_flash_backward(dout, q, k, v, out, lse, True, 0.5))
     except (AttributeError, RuntimeError, TypeError):
         return False
@@ -191,7 +178,7 @@ def _flash_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     runs: list[tuple[int, int, bool]],
-    options: Options,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One block over its runs of keys, merged -> out [L, H, D], lse [H, L]."""
     parts = [
@@ -201,7 +188,7 @@ def _flash_forward(
             _heads_first(v[start:end]),
             0.0,
             causal,
-            scale=options.scale,
+            scale=scale,
         )
         for start, end, causal in runs
     ]
@@ -275,23 +262,22 @@ class _Chunk:
         """[Hk, G L, D] -> [L, H, D]."""
         return x.view(heads, -1, x.shape[-1]).transpose(0, 1)
 
-    def scores(
-        self, q: torch.Tensor, k: torch.Tensor, options: Options
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scores(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[H, L, K] masked scores, and the softcap's derivative where there is one."""
+        q, k = call.q, call.k
         length = self.rows.stop - self.rows.start
         key = self.keys(k).permute(1, 2, 0)
         s = torch.bmm(self._grouped(q, k.shape[1]), key).view(q.shape[1], length, -1)
-        s *= options.scale
+        s *= call.scale
         dcap = None
-        if options.softcap:
-            t = torch.tanh(s / options.softcap)
-            s, dcap = options.softcap * t, 1 - t * t
+        if call.softcap:
+            t = torch.tanh(s / call.softcap)
+            s, dcap = call.softcap * t, 1 - t * t
         row = torch.arange(self.first_depth, self.first_depth + length, device=q.device)[:, None]
         column = torch.arange(self.key_depth, self.key_depth + s.shape[2], device=q.device)
         hidden = column > row
-        if options.window:
-            hidden |= row - column >= options.window
+        if call.window:
+            hidden |= row - column >= call.window
         return s.masked_fill(hidden, -torch.inf), dcap
 
     def values_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -335,22 +321,23 @@ class _Chunk:
         return self.rows.stop - self.rows.start
 
 
-def _chunks(plan: MaskPlan, options: Options, heads: int) -> Iterator[_Chunk]:
+def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
     """The blocks in pieces of at most `_CHUNK` scores, keys out of the window's reach left out."""
-    for row, length, with_own in _blocks(plan):
+    heads = call.q.shape[1]
+    for row, length, with_own in _blocks(call.plan):
         path = [(start, end) for start, end, _ in with_own]
         depth = sum(end - start for start, end in path[:-1])
         at = 0
         while at < length:
             reach = depth + length
-            if options.window:
-                reach = min(reach, options.window + length)
+            if call.window:
+                reach = min(reach, call.window + length)
             rows = max(1, min(length - at, _CHUNK // (heads * reach)))
-            if options.window:
+            if call.window:
                 # longer chunks than the window would mostly compute what is masked
-                rows = min(rows, max(64, options.window))
+                rows = min(rows, max(64, call.window))
             first = depth + at
-            low = max(0, first - options.window + 1) if options.window else 0
+            low = max(0, first - call.window + 1) if call.window else 0
             runs = _clip(path, low, first + rows)
             yield _Chunk(slice(row + at, row + at + rows), first, runs, low)
             at += rows

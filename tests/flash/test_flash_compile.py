@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prefixtree import PrefixForest
 from prefixtree.kernels.flash import device, launch, order
 from prefixtree.kernels.flash.lists import ForestLists, Lists, lists_of
-from prefixtree.kernels.options import Options
+from prefixtree.kernels.protocol import AttentionCall
 
 CPU = torch.device("cpu")
 FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])
@@ -68,9 +68,8 @@ def compile_both(
 ) -> None:
     """Forward and backward, the latter in the order of the rule."""
     plan = mask_of(forest).plan
-    settings = Options(**({"scale": 0.1} | options))
     # kept with the plan, for `no_gpu` to fake
-    lists_of(plan, launch.tiles_for(*dims), settings.window, CPU)
+    lists_of(plan, launch.tiles_for(*dims), options.get("window", 0), CPU)
     with FakeTensorMode():
 
         def empty(*shape: int) -> torch.Tensor:
@@ -80,15 +79,14 @@ def compile_both(
         q, k = empty(tokens, heads[0], dims[0]), empty(tokens, heads[1], dims[0])
         v = empty(tokens, heads[1], dims[1])
         sink = empty(heads[0]) if sinks else None
-        assert launch.refused_features(q, v, settings.scale, plan, False) is None
-        out, lse = launch.forward(q, k, v, sink, plan, settings)
+        call = AttentionCall(q, k, v, sink, plan, **({"scale": 0.1} | options))
+        assert launch.refused_features(call) is None
+        out, lse = launch.forward(call)
         assert out.shape == (tokens, heads[0], dims[1]) and lse.shape == (heads[0], tokens)
         if not with_backward:
             return
         dlse_ = torch.empty_like(lse) if dlse else None
-        *grads, dsinks = launch.backward(
-            torch.empty_like(out), dlse_, q, k, v, sink, out, lse, plan, settings
-        )
+        *grads, dsinks = launch.backward(call, torch.empty_like(out), dlse_, out, lse)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         assert dsinks is None if sink is None else dsinks.shape == sink.shape
 

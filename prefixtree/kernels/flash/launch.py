@@ -17,8 +17,7 @@ import torch
 
 from prefixtree.kernels import devices
 from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
-from prefixtree.kernels.options import Options
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.kernels.protocol import AttentionCall
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
 # which a registered operator cannot take apart. So one version; tests/flash holds what we rely on
@@ -51,15 +50,9 @@ _CHUNK = 1 << 24
 _TURN = threading.RLock()
 
 
-def refusal(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    plan: MaskPlan | None = None,
-    deterministic: bool = False,
-) -> str | None:
+def refusal(call: AttentionCall) -> str | None:
     """Why this backend cannot serve a call; None where it can."""
+    q = call.q
     found = installed()
     if found != VERSION:
         return (
@@ -73,14 +66,12 @@ def refusal(
             "it was compiled and checked for compute capability 9.x (Hopper), and this is "
             f"{capability[0]}.{capability[1]}"
         )
-    reason = refused_features(q, v, scale, plan, deterministic)
-    return reason or import_problem()
+    return refused_features(call) or import_problem()
 
 
-def refused_features(
-    q: torch.Tensor, v: torch.Tensor, scale: float, plan: MaskPlan | None, deterministic: bool
-) -> str | None:
+def refused_features(call: AttentionCall) -> str | None:
     """The part of `refusal` that is about the call and not about the machine."""
+    q, v = call.q, call.v
     d, d_v = q.shape[2], v.shape[2]
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
@@ -93,11 +84,11 @@ def refused_features(
         )
     if d != d_v and q.shape[1] != v.shape[1]:
         return f"its backward takes head dims that differ ({d} and {d_v}) without grouped queries"
-    if not scale > 0:
-        return f"scale must be above 0, and is {scale}"
-    if deterministic:
+    if not call.scale > 0:
+        return f"scale must be above 0, and is {call.scale}"
+    if call.deterministic:
         return "flash-attn-4 has no deterministic backward with block lists on Hopper"
-    if plan is not None and plan.is_subset:
+    if call.plan.is_subset:
         return "its block lists take q whole, and this mask is for_queries(...)"
     return None
 
@@ -149,15 +140,9 @@ def packs_heads(group: int, d: int) -> bool:
     return group > 1 and (d <= 128 or TILE_ROWS % group == 0)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    plan: MaskPlan,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] float32 over the keys, natural log."""
+    q, k, v = call.q, call.k, call.v
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     if q.shape[0] == 0:
@@ -165,16 +150,16 @@ def forward(
     from flash_attn.cute import interface
 
     tiles = tiles_for(q.shape[2], v.shape[2])
-    given = _arguments_of(lists_of(plan, tiles, options.window, q.device), tiles)
-    inside, around = _sinks_where(sinks, options.lse_used)
+    given = _arguments_of(lists_of(call.plan, tiles, call.window, q.device), tiles)
+    inside, around = _sinks_where(call.sinks, call.lse_used)
     with _TURN, devices.current(q.device):
         interface._flash_attn_fwd(
             _batch(q),
             _batch(k),
             _batch(v),
-            softmax_scale=options.scale,
+            softmax_scale=call.scale,
             learnable_sink=inside,
-            score_mod=_score_functions(options)[0],
+            score_mod=_score_functions(call.softcap)[0],
             block_sparse_tensors=given.forward,
             pack_gqa=packs_heads(q.shape[1] // k.shape[1], q.shape[2]),
             out=out.unsqueeze(0),
@@ -188,23 +173,19 @@ def forward(
 
 
 def backward(
+    call: AttentionCall,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    plan: MaskPlan,
-    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks."""
+    q, k, v, sinks = call.q, call.k, call.v, call.sinks
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if q.shape[0] == 0:
         return dq, dk, dv, None if sinks is None else torch.zeros_like(sinks)
     tiles = tiles_for(q.shape[2], v.shape[2])
-    lists = lists_of(plan, tiles, options.window, q.device)
+    lists = lists_of(call.plan, tiles, call.window, q.device)
     given = _arguments_of(lists, tiles)
     inside, around = _sinks_where(sinks, dlse is not None)
     total = lse if inside is None else torch.logaddexp(lse, inside.unsqueeze(1))
@@ -212,17 +193,17 @@ def backward(
     if around is not None:
         share = keys_share(lse, around)
         given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
-    score, score_gradient = _score_functions(options)
+    score, score_gradient = _score_functions(call.softcap)
     with _TURN, devices.current(q.device):
-        call = _backward_call(heads_first(lists, q.shape[1], devices.processors(q.device)))
-        results = call(
+        run = _backward_call(heads_first(lists, q.shape[1], devices.processors(q.device)))
+        results = run(
             _batch(q),
             _batch(k),
             _batch(v),
             out.unsqueeze(0),
             _batch(given_dout),
             total.unsqueeze(0),
-            softmax_scale=options.scale,
+            softmax_scale=call.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
             block_sparse_tensors=given.backward,
@@ -365,9 +346,9 @@ def _mask_arguments(lists: ForestLists) -> dict[str, Any]:
     return {"mask_mod": function, "aux_scalars": tuple(device.address(x) for x in arrays)}
 
 
-def _score_functions(options: Options) -> tuple[Any, Any]:
-    if not options.softcap:
+def _score_functions(softcap: float) -> tuple[Any, Any]:
+    if not softcap:
         return None, None
     from prefixtree.kernels.flash import device
 
-    return device.softcap(options.softcap)
+    return device.softcap(softcap)

@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from prefixtree.kernels import devices
-from prefixtree.kernels.options import Options
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
@@ -25,7 +25,6 @@ from prefixtree.kernels.triton.backward import (
 from prefixtree.kernels.triton.configs import Choice, Config
 from prefixtree.kernels.triton.forward import forward_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
-from prefixtree.packing.mask_plan import MaskPlan
 
 LOG2E = 1.4426950408889634
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -35,8 +34,9 @@ _MOST_OFFSET = 2**31 - 1
 _PREPARED = 32
 
 
-def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> str | None:
+def refusal(call: AttentionCall) -> str | None:
     """Why this backend cannot serve a call; None where it can."""
+    q, v = call.q, call.v
     if not (q.is_cuda or INTERPRETED):
         return f"it runs on GPUs, and q is on {q.device}"
     dtypes = (torch.float16, torch.bfloat16)
@@ -46,8 +46,8 @@ def refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], v.shape[2]) > 256 or min(q.shape[2], v.shape[2]) < 1:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
-    if not scale >= 0:
-        return f"scale must not be negative, and is {scale}"
+    if not call.scale >= 0:
+        return f"scale must not be negative, and is {call.scale}"
     if 3 * (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
         return f"{q.shape[0]} query tokens x {q.shape[1]} heads do not fit 32-bit row numbers"
     return None
@@ -60,28 +60,27 @@ def padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: inputs in layouts that the kernels read, and what they are specialised on."""
+    """One call in layouts that the kernels read, and what they are specialised on.
 
+    Attributes:
+        call: as it came.
+        q, k, v: those of the call, copied where no kernel can read them in place.
+        choice: the frozen tiles.
+        position: int32 [T], depths on the device.
+        configs: of the forward, the keys' and the queries' kernel.
+    """
+
+    call: AttentionCall
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    plan: MaskPlan
-    options: Options
     choice: Choice
     position: torch.Tensor
-    # of the forward, the keys' and the queries' kernel
     configs: tuple[Config, Config, Config]
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: MaskPlan,
-        options: Options,
-    ) -> Problem:
-        q, k, v = _readable(q), _readable(k), _readable(v)
+    def of(cls, call: AttentionCall) -> Problem:
+        q, k, v = _readable(call.q), _readable(call.k), _readable(call.v)
         tma = _describable(q) and all(_describable(x) and _side_by_side(x) for x in (k, v))
         choice = configs.choose(
             devices.capability(q.device),
@@ -91,9 +90,9 @@ class Problem:
             tma,
             torch.version.hip is None,
         )
-        position = plan.on(q.device)["position_ids"]
-        chosen = choice.of(plan, options.window)
-        return cls(q, k, v, plan, options, choice, position, chosen)
+        position = call.plan.on(q.device)["position_ids"]
+        chosen = choice.of(call.plan, call.window)
+        return cls(call, q, k, v, choice, position, chosen)
 
     @property
     def group(self) -> int:
@@ -113,13 +112,13 @@ class Problem:
         longest = 0
         if (config.rows, config.keys, config.cut) == (keys.rows, keys.keys, keys.cut):
             longest = configs.piece_tiles(
-                self.plan.visible_pairs(self.options.window),
+                self.call.plan.visible_pairs(self.call.window),
                 self.tokens(config) * config.keys,
                 self.k.shape[1],
                 devices.processors(self.q.device),
             )
         shape = TileShape(self.tokens(config), config.keys, config.cut, longest)
-        return self.plan.tables(shape, self.options.window, self.q.device)
+        return self.call.plan.tables(shape, self.call.window, self.q.device)
 
     def statics(self, config: Config) -> dict[str, Any]:
         """Compile-time arguments common to the kernels, and the launch options."""
@@ -130,14 +129,14 @@ class Problem:
             self.k.shape[1],
             self.q.shape[2],
             self.v.shape[2],
-            self.options.window > 0,
-            self.options.softcap > 0,
+            self.call.window > 0,
+            self.call.softcap > 0,
         )
 
     @property
     def factors(self) -> tuple[float, float]:
         """`inner` and `outer` of `primitives.squash`."""
-        scale, softcap = self.options.scale, self.options.softcap
+        scale, softcap = self.call.scale, self.call.softcap
         return (scale / softcap, softcap * LOG2E) if softcap else (0.0, scale * LOG2E)
 
     # ---- what a kernel receives for an array: a pointer, or a descriptor -------------------------
@@ -166,7 +165,7 @@ class Problem:
     @property
     def rows_tma(self) -> bool:
         """Whether every query tile's row values start at a multiple of 16 bytes."""
-        return self.choice.tma and (not self.plan.is_subset or self.choice.heads % 4 == 0)
+        return self.choice.tma and (not self.call.plan.is_subset or self.choice.heads % 4 == 0)
 
     def row_values(self, rows: torch.Tensor, config: Config) -> Any:
         """What `prepare_kernel` made, [2 or 3, rows], as one vector: one descriptor serves all."""
@@ -193,8 +192,8 @@ class Problem:
             self.q.shape[0],
             rows_a_block,
             *self.factors,
-            self.options.scale,
-            self.options.window,
+            self.call.scale,
+            self.call.window,
         )
 
     def key_strides(self) -> tuple[int, ...]:
@@ -233,20 +232,14 @@ def _statics(
     return fixed
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    plan: MaskPlan,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] float32 over the keys, natural log."""
+    q, k, v, sinks = call.q, call.k, call.v, call.sinks
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     if q.shape[0] == 0:
         return out, lse
-    problem = Problem.of(q, k, v, plan, options)
+    problem = Problem.of(call)
     config, _, _ = problem.configs
     tables = problem.tables(config)
     with devices.current(q.device):
@@ -264,7 +257,7 @@ def forward(
             *problem.key_strides(),
             q.shape[0],
             *problem.factors,
-            options.window,
+            call.window,
             HAS_SINKS=sinks is not None,
             **problem.statics(config),
         )
@@ -272,22 +265,18 @@ def forward(
 
 
 def backward(
+    call: AttentionCall,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    plan: MaskPlan,
-    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks."""
+    q, k, v, sinks = call.q, call.k, call.v, call.sinks
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     if q.shape[0] == 0:
         return dq, dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks)
-    problem = Problem.of(q, k, v, plan, options)
+    problem = Problem.of(call)
     if not (_describable(dout) or not problem.choice.tma):
         dout = dout.contiguous()
     dout = _readable(dout)
@@ -354,7 +343,7 @@ def _keys_gradient(
 ) -> None:
     tables = problem.tables(config)
     kv_heads, d, d_v = dk.shape[1], dk.shape[2], dv.shape[2]
-    deterministic = problem.options.deterministic
+    deterministic = problem.call.deterministic
     slots = len(tables.slots)
     sums = rows
     if slots:
@@ -380,7 +369,7 @@ def _keys_gradient(
             TOKENS=problem.tokens(config),
             HAS_SHARE=len(rows) == 3,
             ROWS_TMA=problem.rows_tma,
-            SUBSET=problem.plan.is_subset,
+            SUBSET=problem.call.plan.is_subset,
             DETERMINISTIC=deterministic,
             WITH_DK=with_dk,
             WITH_DV=with_dv,
