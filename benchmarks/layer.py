@@ -29,6 +29,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from prefixtree import PrefixForest, pack
+from prefixtree.cost import model_cost
 from prefixtree.testing.compare import gradient_differences
 
 PROMPTS = (5120, 8192, 16384, 32768, 65536, 131072)
@@ -234,7 +235,7 @@ def run_case(
     tokens = forest.num_tokens if side in ("packed", "grouper") else forest.num_replicated_tokens
     which = forest if side in ("packed", "grouper") else chains(forest)
     # one of the configuration's two layers
-    work = flops(layer.shape, tokens, pairs(which), 0).total(1.5, 1.75, 0)
+    work = flops(model_cost(layer.shape), tokens, pairs(which), 0).total(1.5, 1.75, 0)
     return row | {"tokens": tokens, "flops": work, "tflops": work / row["ms"] / 1e9}
 
 

@@ -18,7 +18,7 @@ from replicated import attending, chains, in_pieces
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from prefixtree import PackedForest, PrefixForest, pack
-from prefixtree.packing.cost_model import CostModel
+from prefixtree.cost import ModelCost
 from prefixtree.testing.attention import Attention
 from prefixtree.testing.compare import (
     Run,
@@ -170,7 +170,7 @@ def faster_layers(model: Any, by: str) -> None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward, by what they are spent on; formulas: see `prefixtree.sharing.estimate`."""
+    """Of one forward, by what they are spent on; see `prefixtree.cost`."""
 
     linear: float
     attention: float
@@ -193,11 +193,12 @@ CHECKPOINTED = (4.0, 4.5, 4.0)
 FORWARD = (1.0, 1.0, 1.0)
 
 
-def flops(shape: Qwen3Config, tokens: int, pairs: int, scored: int) -> Flops:
-    """One forward of so many tokens, visible pairs a head, and scored tokens."""
-    unit = CostModel.from_config(shape, scored_share=0.0)
-    head = 2.0 * shape.hidden_size * shape.vocab_size * scored
-    return Flops(unit.linear / 3 * tokens, unit.attention / 3.5 * pairs, head)
+def flops(cost: ModelCost, tokens: int, pairs: int, scored: int) -> Flops:
+    """One forward of so many tokens, visible pairs per head, and scored tokens."""
+    per_pair = sum(layer.per_pair for layer in cost.layers)
+    return Flops(
+        2.0 * cost.token_weights * tokens, 2.0 * per_pair * pairs, 2.0 * cost.head_weights * scored
+    )
 
 
 # ---- the check ----------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from rich.table import Table
 from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 
 from prefixtree import pack, plan_micro_batches
+from prefixtree.cost import model_cost
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.testing.attention import pieces
@@ -113,7 +114,7 @@ def apart(options: argparse.Namespace) -> dict[str, list[Batch]]:
 
 def work(side: str, batches: Sequence[Batch], shape: Any) -> Flops:
     """FLOPs of one forward over all micro-batches of a side."""
-    total = Flops(0, 0, 0)
+    total, cost = Flops(0, 0, 0), model_cost(shape)
     for batch in batches:
         if side == "packed":
             forest = batch.forest
@@ -121,7 +122,7 @@ def work(side: str, batches: Sequence[Batch], shape: Any) -> Flops:
         else:
             forest = chains(batch.forest)
             scored = sum(int(mask[1:].sum()) for mask in batch.masks)
-        total += flops(shape, forest.num_tokens, pairs(forest), scored)
+        total += flops(cost, forest.num_tokens, pairs(forest), scored)
     return total
 
 

@@ -19,7 +19,7 @@ from cli_runs import one_thread
 from models import let_wrong_masks_run
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.cost import visible_pairs
+from prefixtree.cost import model_cost, visible_pairs
 
 NAMES = (
     "against",
@@ -492,7 +492,7 @@ def test_chains_are_the_replicated_batch(scripts: Any) -> None:
 def test_flops_of_an_8b_forward(scripts: Any) -> None:
     """2 FLOPs a weight and token; 4 D H a pair and layer."""
     shape = scripts.layers.config(36, False)
-    flops = scripts.layers.flops(shape, 10, 55, 7)
+    flops = scripts.layers.flops(model_cost(shape), 10, 55, 7)
     weights = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
     assert flops.linear == pytest.approx(2 * weights * 10)
     assert flops.attention == pytest.approx(4 * 128 * 32 * 55 * 36)
