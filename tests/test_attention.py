@@ -373,6 +373,17 @@ def test_options_travel_on_the_mask() -> None:
     tree_attention(**(arguments | {"mask": wrong, "backend": "sdpa"}))
 
 
+def test_options_go_by_keyword() -> None:
+    """So that another release may add one anywhere."""
+    mask = mask_of(CATERPILLAR)
+    case = Case.random(mask)
+    inputs = (case.q, case.k, case.v)
+    with pytest.raises(TypeError, match="positional arguments"):
+        tree_attention(*inputs, mask, 0.5)
+    with pytest.raises(TypeError, match="positional arguments"):
+        explain(mask, *inputs, 0.5)
+
+
 def test_a_calls_options_override_the_masks() -> None:
     """The defaults of a mask too: "auto" and False can be asked for."""
     arguments = _arguments()

@@ -103,6 +103,20 @@ def backend_of(module: str) -> str | None:
     return None
 
 
+# The rooms that q passes, in order. Those behind import none of those before; beside them stand
+# what every room may know.
+WAY = ("attention", "operator", "choice", "backends", "a backend", "protocol")
+
+
+def room_of(module: str) -> str | None:
+    """Where on the way to a kernel a module stands."""
+    if backend_of(module) is not None:
+        return "a backend"
+    parts = module.split(".")
+    room = parts[2] if parts[:2] == ["prefixtree", "kernels"] and len(parts) == 3 else None
+    return room if room in WAY else None
+
+
 # ---- cost of an import --------------------------------------------------------------------------
 
 
@@ -215,6 +229,8 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     assert layer_of("prefixtree.rollouts") < layer_of("prefixtree.testing.verify")
     assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
     assert backend_of("prefixtree.kernels.triton.forward") == "triton"
+    assert room_of("prefixtree.kernels.triton.forward") == "a backend"
+    assert {room_of(m) for m in MODULES} == {*WAY, None}
     assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)
 
 
@@ -284,6 +300,17 @@ def test_the_mask_is_built_of_rooms_one_on_another(room: str) -> None:
     for target, _ in imports(MODULES[f"prefixtree.packing.{room}"]):
         if target.startswith("prefixtree"):
             assert target in below | {LOOPS, "prefixtree.errors"}, f"{room} imports {target}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) is not None])
+def test_the_way_to_a_kernel_points_one_way(module: str) -> None:
+    room = WAY.index(str(room_of(module)))
+    for target, at_import in imports(MODULES[module]):
+        if (theirs := room_of(target)) is not None:
+            assert WAY.index(theirs) >= room, f"{module} imports {target}"
+            # so that `import prefixtree` loads the code of no backend
+            late = theirs == "a backend" and room < WAY.index(theirs)
+            assert not (late and at_import), f"{module} imports {target} as it is imported"
 
 
 @pytest.mark.parametrize("module", list(MODULES))

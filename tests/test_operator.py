@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised
+from attention_checks import Case, assert_as_promised, ours, run
 from strategies import mask_of, random_forest
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensor, FakeTensorMode
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import prefixtree as pt
-from prefixtree import ForestError, TreeMask, tree_attention
+from prefixtree import ForestError, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels import operator, sdpa
 from prefixtree.kernels.flash.lists import Tiles, lists_of
 from prefixtree.packing import mask_plan as mask_module
@@ -288,6 +288,28 @@ def test_lse_is_differentiable_only_where_it_is_used() -> None:
     assert not lse.requires_grad
     _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, True)
     assert lse.requires_grad
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True, "softcap": 2.0, "window": 5}])
+def test_the_operator_runs_the_backend_of_the_name(
+    extras: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also "reference", which `tree_attention` runs without the operator."""
+    mask = _mask(4)
+    case = Case.random(mask, (4, 2), (8, 8), torch.float64, **extras)
+    want = run(case, ours(mask, backend="reference"))
+    monkeypatch.setattr(sdpa, "forward", lambda *_: pytest.fail("ran sdpa"))
+
+    def attend(q, k, v, sinks, window=0, softcap=0.0):
+        rest = (8**-0.5, window, softcap, False, "reference", True)
+        return operator.TREE_ATTENTION(q, k, v, sinks, mask.handle, *rest)
+
+    for name, value in run(case, attend).items():
+        torch.testing.assert_close(value, want[name])
+    with pytest.raises(UnsupportedError, match="'dense' does not exist"):
+        operator.TREE_ATTENTION(
+            *_inputs(mask), None, mask.handle, 0.3, 0, 0.0, False, "dense", False
+        )
 
 
 def test_modes_see_the_operator_and_run_its_fake() -> None:
