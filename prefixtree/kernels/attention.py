@@ -72,7 +72,7 @@ def tree_attention(
         k: [T, Hk, D], H a multiple of Hk (query head h reads kv head h // (H / Hk)).
         v: [T, Hk, Dv].
         mask: the packed forest's TreeMask, on the device of q.
-        scale: factor on q k^T; D ** -0.5 unless said.
+        scale: factor on q k^T; default: D ** -0.5.
         window: a token sees keys less than `window` above it in depth, itself counted.
         softcap: c in c tanh(scale q k^T / c), before the mask.
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
