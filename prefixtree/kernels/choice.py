@@ -76,10 +76,8 @@ def choose(name: str, call: AttentionCall) -> Choice:
     if not q.is_cuda:
         return Choice(SDPA, f"q is on {q.device}, and the other backends need a GPU")
     # all that the choice looks at; asked in every call, so looked up
-    of_call = (
-        *(q.device, q.dtype, q.shape, k.shape[1], v.shape[2]),
-        *(call.scale, call.deterministic, call.window),
-    )
+    shapes = q.shape, k.shape[1], v.shape[2]
+    of_call = (q.device, q.dtype, shapes, call.scale, call.deterministic, call.window)
     chosen = _chosen.get(call.plan)
     if chosen is None:
         chosen = _chosen[call.plan] = {}
