@@ -285,6 +285,14 @@ def test_conversations_are_not_cut_to_even_out_ranks():
     assert plan.stats.balance == pytest.approx(1)
 
 
+def test_sequences_without_a_group_are_no_group():
+    # of one group they would all be on one rank
+    sequences = [[i] * 5 for i in range(4)]
+    for groups, busy in [([None] * 4, 4), (["a"] * 4, 1)]:
+        plan = plan_micro_batches(sequences, 100, num_ranks=4, groups=groups)
+        assert sum(not batch.is_empty for batch in batches_of(plan)) == busy
+
+
 def test_groups_may_cost_balance():
     sequences = many_trees(2, 9, 4)
     groups = np.repeat(np.arange(9), 4)
