@@ -100,8 +100,10 @@ images: $(READY)
 $(READY): pyproject.toml
 	@echo "setting up $(VENV) (once, about a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# --group is known to pip from 25.1 on; Python 3.11 and 3.12 come with an older one
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev -e ".[plot,parquet]"
 	@touch $@
 
 clean:

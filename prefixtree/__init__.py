@@ -17,7 +17,7 @@ from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_mi
 if TYPE_CHECKING:
     from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BlockTables",
     "Edges",

@@ -189,22 +189,23 @@ def test_a_backend_that_raises_is_shown_and_exits_1(versions, monkeypatch):
 
 
 def test_the_versions_are_pyprojects():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    file = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, groups = file["project"], file["dependency-groups"]
+    lists = {**project["optional-dependencies"], "test": groups["test"]}
     required = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     # what prints is there, or nothing would
     del required["rich"], required["typer"]
     wanted = {w.name: SpecifierSet(w.versions) for w in doctor.WANTED if not w.used_for}
     assert wanted == required
-    for name, extra in (
+    for name, given_by in (
         ("flash-attn-4", "fa4"),
         ("flash-attn", "fa2"),
         ("trl", "trl"),
         ("verl", "verl"),
         ("matplotlib", "plot"),
         ("pyarrow", "parquet"),
-        ("liger-kernel", "dev"),
+        ("liger-kernel", "test"),
     ):
-        (given,) = [r for r in map(Requirement, extras[extra]) if r.name == name]
+        (given,) = [r for r in map(Requirement, lists[given_by]) if r.name == name]
         assert SpecifierSet(LOOKED_UP[name].versions) == given.specifier, name
-        assert extra == "dev" or LOOKED_UP[name].install.endswith(f"-attention[{extra}]'")
+        assert given_by == "test" or LOOKED_UP[name].install.endswith(f"-attention[{given_by}]'")

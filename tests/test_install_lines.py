@@ -25,7 +25,7 @@ _TEXTS = [
 FILES = [file for file in _TEXTS if "pip install" in file.read_text()]
 # quoted or not, of this project or of others; "." is a checkout
 _INSTALLED = re.compile(
-    r"pip install (?:-e )?(?P<quote>['\"]?)(?P<what>[\w.\-]+)\[(?P<extras>[^]]+)]"
+    r"pip install (?:--group \w+ )?(?:-e )?(?P<quote>['\"]?)(?P<what>[\w.\-]+)\[(?P<extras>[^]]+)]"
 )
 _BARE = re.compile(r"pip install (?:-e )?['\"]?(prefixtree[\w\-]*)")
 
@@ -37,10 +37,11 @@ def install_lines(text: str) -> list[tuple[str, str, list[str]]]:
 
 def test_the_search_finds_what_it_should() -> None:
     text = (
-        "`pip install -e '.[dev,fa4]'`, pip install foo, (pip install bar[x]) pip install 'b-c[y]'"
+        "`pip install --group dev -e '.[plot,fa4]'`, pip install foo, "
+        "(pip install bar[x]) pip install 'b-c[y]'"
     )
     assert install_lines(text) == [
-        ("'", ".", ["dev", "fa4"]),
+        ("'", ".", ["plot", "fa4"]),
         ("", "bar", ["x"]),
         ("'", "b-c", ["y"]),
     ]
