@@ -75,7 +75,7 @@ COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)
 
 # each room may import those before it, and modules of its own; what is not named is at 0
 LAYERS = (
-    ("forest", "cost", "errors", "hub", "progress"),
+    ("loops", "forest", "cost", "errors", "hub", "progress"),
     ("packing",),
     ("kernels",),
     ("integrations",),

@@ -10,8 +10,8 @@ from chat_tokenizer import CHATML, save_tokenizer
 from cli_runs import run, run_json
 
 from prefixtree.forest import PrefixForest
+from prefixtree.loops import realign
 from prefixtree.rollouts import read_rollouts
-from prefixtree.sharing import realign
 from prefixtree.sharing.near_misses import find_near_misses
 
 AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"

@@ -1,4 +1,4 @@
-"""The loops of the forest and of packing, compiled by numba. This module is their only door.
+"""The loops of the forest, packing and near misses, compiled by numba; their only door.
 
     from prefixtree import loops
 
@@ -14,9 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefixtree.loops import block_tables, planning, sequence_copies, tile_costs, trie
+    from prefixtree.loops import (
+        block_tables,
+        planning,
+        realign,
+        sequence_copies,
+        tile_costs,
+        trie,
+    )
 
-__all__ = ["block_tables", "planning", "sequence_copies", "tile_costs", "trie"]
+__all__ = ["block_tables", "planning", "realign", "sequence_copies", "tile_costs", "trie"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree import loops
 from prefixtree.forest import PrefixForest
 from prefixtree.progress import Watch, unwatched
 from prefixtree.rollouts import Rollouts
@@ -102,18 +103,16 @@ def find_near_misses(
         most: how many to describe.
         watch: shows progress.
     """
-    from prefixtree.sharing import realign
-
     assert forest.tokens is not None
     rollouts = with_shared_masks(forest, rollouts)
     chains = _chains(forest, rollouts)
     sampled_before = _sampled_before(chains, forest.num_tokens, rollouts)
-    index = realign.fingerprints(forest.tokens, chains.begins, chains.ends)
+    index = loops.realign.fingerprints(forest.tokens, chains.begins, chains.ends)
     count = len(chains.begins)
     partner, found = np.full(count, -1), np.zeros((count, 4), np.int64)
     steps = range(0, count, _STEP)
     for first in watch(steps, "near misses", len(steps)):
-        realign.best_partners(
+        loops.realign.best_partners(
             first,
             min(first + _STEP, count),
             forest.tokens,
@@ -149,7 +148,9 @@ def find_near_misses(
     largest = np.argsort(-totals[:, 0], kind="stable")[:most]
     for f in dict.fromkeys([*ranks[:most].tolist(), *largest.tolist()]):
         b, a = best[f], other[f]
-        blocks = realign.align(forest.tokens, chains.begins, chains.ends, *index, a, a_from[f], b)
+        blocks = loops.realign.align(
+            forest.tokens, chains.begins, chains.ends, *index, a, a_from[f], b
+        )
         lengths = int(blocks[0, 0] - a_from[f]), int(blocks[0, 1] - chains.begins[b])
         pair = int(chains.sequence[a]), int(chains.sequence[b])
         difference = describe(rollouts, pair, int(chains.depth[b]), lengths, tokenizer)
@@ -195,8 +196,6 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
     the turn is prompt. So a token counts as sampled if any sequence through it scores it, or if a
     chat template told (`Rollouts.sampled`).
     """
-    from prefixtree.sharing.realign import share_masks
-
     if rollouts.loss_masks is None:
         return rollouts
     masks = np.concatenate(
@@ -207,7 +206,7 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
     )
     ends = np.cumsum([len(mask) for mask in rollouts.loss_masks])
     offsets = np.append(0, ends[:-1])
-    share_masks(
+    loops.realign.share_masks(
         masks,
         offsets,
         forest.node_start,
