@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and README.md from the JSON under results/.
+"""Writes the tables of docs/results.md and README.md from the JSON under results/.
 
 python benchmarks/write_tables.py
 """
@@ -18,7 +18,7 @@ from prefixtree.kernels.choice import most_work, with_tail
 from prefixtree.kernels.flash.launch import packs_heads
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "performance.md"
+PAGE = HERE.parent / "docs" / "results.md"
 README = HERE.parent / "README.md"
 RESULTS = HERE / "results" / "h200"
 
@@ -64,7 +64,7 @@ def packing(data: dict[str, Any]) -> str:
         [
             _made(data["environment"]),
             _table(
-                ["`from_sequences`", "tokens", "distinct", "ms", "ns a token", "extra / input"],
+                ["`from_sequences`", "tokens", "distinct", "ms", "ns per token", "extra / input"],
                 forests,
             ),
             _table(
@@ -408,50 +408,49 @@ def layer(data: dict[str, Any]) -> str:
 
 
 def speed() -> str:
-    """README's table: what a user gains, from the files of the tables above."""
-    results = HERE / "results" / "h200"
+    """README's table, four rows of the tables above: agent rollouts on the whole model, a GRPO
+    group, an update with the optimizer, and a batch that shares nothing."""
 
     def read(name: str) -> dict[str, Any]:
-        return json.loads((results / f"{name}.json").read_text())  # type: ignore[no-any-return]
+        return json.loads((RESULTS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
-    def line(what: str, unit: str, fa2: Any, fa4: Any, packed: float) -> list[str]:
-        times = [
-            (f"{x:,.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}") if x else ""
-            for x in (fa2, fa4, packed)
-        ]
-        gains = [x / packed if x else None for x in (fa2, fa4)]
+    def line(what: str, fa2: float, fa4: float | None, packed: float) -> list[str]:
+        times = [f"{x:.3g} s" if x else "not measured" for x in (fa2, fa4, packed)]
         # a loss of 1 % is not to be rounded away
+        gains = [x / packed if x else None for x in (fa2, fa4)]
         cells = ["" if x is None else f"{x:.2f}x" if x < 2 else f"{x:.1f}x" for x in gains]
         return [what, *times, *cells]
 
-    whole = read("update")
-    names = {
-        "8K": "a prompt of 8K with 32 responses",
-        "airline": f"agent rollouts ({whole['sequences']} samples of {whole['tasks']} tasks)",
-        "nothing": "nothing shared",
-    }
-    rows = []
+    updates = {}
     for sides in _models(read("model")):
-        fa2, fa4, packed = (sides.get(side, {}).get("seconds") for side in ("fa2", "fa4", "packed"))
-        if fa2 and packed:
-            case, layers = sides["packed"]["case"], sides["packed"]["layers"]
-            what = next(text for start, text in names.items() if case.startswith(start))
-            if "32 x" in case:
-                what += f", micro-batches of {case.split()[-1]}"
-            what = f"policy update, Qwen3-8B shape, {layers} layers: {what}"
-            rows.append(line(what, "s", fa2, fa4, packed))
+        packed = sides["packed"]
+        updates[packed["case"], packed["layers"]] = [
+            sides[side]["seconds"] for side in ("fa2", "fa4", "packed")
+        ]
+
+    def update_of(case: str, layers: int) -> list[float]:
+        (found,) = (x for (name, n), x in updates.items() if name.startswith(case) and n == layers)
+        return found
+
+    whole = read("update")
     seconds = {row["side"]: row["seconds"] for row in whole["rows"]}
-    what = f"with AdamW, Qwen3-0.6B shape, all {whole['layers']} layers: the same agent rollouts"
-    rows.append(line(what, "s", seconds["fa2"], None, seconds["packed"]))
-    layers = {
-        (x["prompt"], x["micro_batch"], x["side"]): x.get("ms") for x in read("layer")["rows"]
-    }
-    for prompt, count in ((8192, 8), (8192, 32), (32768, 8)):
-        times = [layers[prompt, count, side] for side in ("fa2", "fa4", "packed")]
-        what = f"one Qwen3-8B layer: prompt of {prompt // 1024}K, {count} responses"
-        rows.append(line(what, "ms", *times))
-    head = ["one H200, bf16", "FA2, replicated", "flash-attn-4, replicated", "prefixtree"]
-    return _table([*head, "over FA2", "over flash-attn-4"], rows)
+    agents = f"agent rollouts, {whole['sequences']} samples of {whole['tasks']} tasks"
+    rows = [
+        line(f"Qwen3-8B shape, all 36 layers: {agents}", *update_of("airline", 36)),
+        line(
+            "12 such layers: a prompt of 8K with 32 responses, micro-batches of 8",
+            *update_of("8K, 32 x 131-2048, micro-batch 8", 12),
+        ),
+        line("12 such layers: nothing shared", *update_of("nothing shared", 12)),
+        line(
+            f"Qwen3-0.6B shape, all {whole['layers']} layers, with AdamW: the same agent rollouts",
+            seconds["fa2"],
+            None,
+            seconds["packed"],
+        ),
+    ]
+    head = ["policy update on one H200, bf16", "FA2, replicated", "flash-attn-4, replicated"]
+    return _table([*head, "prefixtree", "over FA2", "over flash-attn-4"], rows)
 
 
 def micro_batches(data: dict[str, Any]) -> str:
@@ -491,7 +490,7 @@ def verl_balance(data: dict[str, Any]) -> str:
         ]
         for row in data["rows"]
     ]
-    head = ["budget", "balancing", "tokens", "replicated / computed", "micro-batches a rank"]
+    head = ["budget", "balancing", "tokens", "replicated / computed", "micro-batches per rank"]
     return (
         f"{_made(data['environment'])}; {data['sequences']} samples, "
         f"{data['replicated_tokens']:,} tokens, {data['ranks']} ranks\n\n"
@@ -512,7 +511,7 @@ def replaced(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    """Replaces what stands between the markers of docs/performance.md and README.md."""
+    """Replaces what stands between the markers of docs/results.md and README.md."""
     page = PAGE.read_text()
     on_gpu = (attention, backends, peers, depth, layer, model, layers_by, head, update)
     for write in (packing, sdpa_cpu, *on_gpu, compiled, micro_batches, verl_balance):
