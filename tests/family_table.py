@@ -1,4 +1,4 @@
-"""Writes docs/families.md and the README's list of families from results of test_families.py.
+"""Writes docs/families.md and the README's count of types from results of test_families.py.
 
     python tests/family_table.py RESULTS.xml ...
 
@@ -112,6 +112,9 @@ inside a tree, one is repeated; temperatures and loss masks differ. Every figure
 - Refused: images, the load-balancing loss of experts (`output_router_logits`), active dropout and
   router noise, RoPE that depends on the longest sequence (`dynamic`, `longrope`).
 
+**Model types** that run ({count}, of {families} families; text parts of larger models count too):
+<!-- families -->{types}<!-- /families -->
+
 | model type | models | covered besides RoPE and GQA | transformers | log p | gradient |
 |---|---|---|---|---|---|
 """
@@ -147,7 +150,23 @@ def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> 
         ran = ", ".join(sorted(versions[family], key=parse))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
-    return _HEAD + "".join(rows)
+    return _head() + "".join(rows)
+
+
+def model_types() -> list[str]:
+    """The families, and the text parts of those that are a part of a larger model."""
+    return sorted([*FAMILIES, *PARTS])
+
+
+def _head() -> str:
+    types = model_types()
+    return _HEAD.format(count=len(types), families=len(FAMILIES), types=", ".join(types))
+
+
+def counted(readme: str) -> str:
+    """README's text with the number of model types between its markers."""
+    marked = re.compile("(?<=<!-- families -->).*?(?=<!-- /families -->)")
+    return marked.sub(f"{len(model_types())} model types", readme)
 
 
 def main(paths: list[str]) -> None:
@@ -159,9 +178,7 @@ def main(paths: list[str]) -> None:
         raise SystemExit(f"ABOUT and FAMILIES differ: {sorted(ABOUT.keys() ^ FAMILIES.keys())}")
     TABLE.write_text(table(worst, versions))
     readme = ROOT / "README.md"
-    names = ", ".join(sorted([*FAMILIES, *PARTS]))
-    marked = re.compile("(?<=<!-- families -->).*?(?=<!-- /families -->)")
-    readme.write_text(marked.sub(names, readme.read_text()))
+    readme.write_text(counted(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from spawn import run_ranks
 
+import prefixtree as pt
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -49,6 +51,7 @@ def on_rank(rank: int, folder: Path) -> tuple[list[int], dict[str, torch.Tensor]
 
 
 def test_the_ten_lines() -> None:
+    assert sum(1 for line in _code()[0].splitlines() if line.strip()) == 10
     names = _ten_lines()
     forest, scores = names["packed"].forest, names["scores"]
     assert (forest.num_tokens, forest.num_replicated_tokens) == (11, 22)
@@ -89,7 +92,30 @@ def test_the_loop_over_ranks(tmp_path: Path) -> None:
 
 
 def test_the_families_named_are_the_families_verified() -> None:
+    """docs/families.md names them, README counts them."""
     from prefixtree.integrations.transformers import supported_model_types
 
-    (named,) = re.findall(r"<!-- families -->(.*?)<!-- /families -->", README.read_text())
+    page = README.parent / "docs/families.md"
+    marked = r"<!-- families -->(.*?)<!-- /families -->"
+    (named,) = re.findall(marked, page.read_text())
     assert named.split(", ") == supported_model_types()
+    (counted,) = re.findall(marked, README.read_text())
+    assert counted == f"{len(supported_model_types())} model types"
+
+
+def test_the_links_lead_somewhere() -> None:
+    """Those of README; `make docs` checks the pages'."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)", README.read_text())
+    assert len(links) > 8
+    for path, anchor in links:
+        file = README.parent / path
+        assert file.exists(), path
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor[1:] in slugs, f"{path}{anchor}"
+
+
+def test_the_version_is_ours() -> None:
+    (named,) = re.findall(r"\*\*Status\*\*: version (\S+)\. ", README.read_text())
+    assert named == pt.__version__
