@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl test-flash families lint types images clean
+.PHONY: demo test test-transformers test-trl test-verl test-flash families lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -25,7 +25,7 @@ test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
 
-# docs/families.md and the list in README.md, from the figures of the tests in each version
+# docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/current.xml
 	$(BIN)/python tests/family_table.py .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
@@ -97,6 +97,20 @@ types: $(READY)
 images: $(READY)
 	$(BIN)/python docs/make_images.py $(ROLLOUTS)
 
+# the site, into site/; it reads the sources without importing them, so it needs nothing of $(VENV)
+DOCS := .venvs/docs
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+
+# ruff formats the signatures
+$(DOCS)/.ready: Makefile
+	@echo "setting up $(DOCS)"
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "mkdocs>=1.6,<2" "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8" "mkdocstrings-python==2.0.11" \
+	  "griffelib==2.4.1" ruff==0.17.5
+	@touch $@
+
 $(READY): pyproject.toml
 	@echo "setting up $(VENV) (once, about a minute)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -107,4 +121,4 @@ $(READY): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -175,18 +175,20 @@ def allow_model_type(
     scale: str | None = None,
     divisor: str | None = None,
 ) -> None:
-    """Lets a model type through that this project has not tested: yours to verify first.
+    """Allows a model type that this project has not tested; verify it yourself first.
 
-    A type that is on the list already is let through with a class or a forward of your own.
+    For a type that is on the list already, the call allows a class or a forward of your own.
 
     Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
-    gradient with per-sequence eager yourself): a model that ignores the mask, keeps a recurrent
+    gradient with eager attention per sequence): a model that ignores the mask, keeps a recurrent
     state or looks at the whole batch gives wrong gradients without an error.
 
     Args:
         model_type: `config.model_type` of the text model.
-        softcap, scale, divisor: configuration attributes that its forward applies to the logits
-            after the head: c tanh(logits / c), a factor, a divisor.
+        softcap: configuration attribute c of a forward that caps the logits after the head:
+            c tanh(logits / c). Default: none.
+        scale: configuration attribute that the forward multiplies the logits by. Default: none.
+        divisor: configuration attribute that the forward divides the logits by. Default: none.
     """
     _FAMILIES[model_type] = replace(
         _FAMILIES.get(model_type, Family()),
