@@ -6,7 +6,8 @@ class ForestError(ValueError):
 
 
 class UnsupportedError(NotImplementedError):
-    """A request that this build, device or model cannot serve exactly; it says what can."""
+    """A request that this build, device or model cannot serve exactly; the message says why."""
+
 
 
 class InputError(ValueError):

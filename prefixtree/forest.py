@@ -27,26 +27,29 @@ _MAX_TOKENS = 2**31 - 1
 class PrefixForest:
     """A path-compressed prefix forest in read-only numpy arrays.
 
-    Build one with `from_sequences`, `from_padded`, `from_groups` or `from_parents`. Nodes stand in
-    preorder (depth first), so that the tokens of any subtree are one run of the packed order.
+    Build one with `from_sequences`, `from_padded`, `from_groups` or `from_parents`. A node is a run
+    of tokens that the same sequences hold. Nodes stand in preorder (depth first), so that the
+    tokens of any subtree are one run of the packed order.
 
     Attributes:
         node_parent: int32 [N], the parent's index, -1 for a root.
         node_start: int32 [N], the node's first token in packed order.
-        node_length: int32 [N], its number of tokens.
-        node_depth: int32 [N], tokens on the path above it: the position of its first token.
-        node_subtree_end: int32 [N], one past the last packed token of its subtree.
+        node_length: int32 [N], the node's number of tokens.
+        node_depth: int32 [N], tokens on the path above the node: the position of its first token.
+        node_subtree_end: int32 [N], one past the last packed token of the node's subtree.
         sequence_node: int32 [S], the node at whose last token the sequence ends.
         tokens: int64 [T], token ids in packed order, or None where only the structure was given.
         columns: None, or for `from_padded` (L, int64 [S] column of each sequence's first token).
 
     Invariants, checked whenever one is made (`ForestError` otherwise):
+
         1. parents precede children; a root has parent -1 and depth 0;
         2. lengths are >= 1 and nodes lie side by side: start[n + 1] = start[n] + length[n];
         3. depth[n] = depth[parent] + length[parent];
         4. nodes stand depth first: a subtree lies within its parent's, and holds the tokens of its
            node and of that node's descendants, no more and no fewer;
         5. every leaf ends at least one sequence, so that no token is without a sequence.
+
     Siblings may begin with the same token (`from_groups`, `from_parents` take structure as given).
     """
 
@@ -86,9 +89,12 @@ class PrefixForest:
             sequences: S sequences of token ids, each a list, a numpy array or a torch tensor, 1-D.
                 A sequence may be repeated, or be a prefix of another.
             keys: S hashable keys; sequences with different keys share nothing. For what token ids
-                do not show: LoRA adapters, images, system state.
-            order: siblings "heaviest" subtree first (fewest partial tiles; ties first-come), or
-                "input" for first-come. Results come back in input order either way.
+                do not show: LoRA adapters, images, system state. Default: everything may share.
+            order: how siblings stand. "heaviest": largest subtree first (fewest partial tiles; ties
+                first-come). "input": first-come. Results come back in input order either way.
+
+        Returns:
+            The forest, with `tokens`.
 
         Raises:
             ForestError: no sequences, an empty one, tokens that are negative or not integers, an
@@ -111,6 +117,12 @@ class PrefixForest:
         Args:
             input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
             attention_mask: [B, L], nonzero on tokens; each row one unbroken run of them.
+            keys: as in `from_sequences`, one per row.
+            order: as in `from_sequences`.
+
+        Returns:
+            The forest, with `tokens` and `columns`: `PackedForest.unpack_padded` puts values back
+            into the columns they came from.
 
         Raises:
             ForestError: shapes that differ, a row without tokens or with a hole, and whatever
@@ -147,15 +159,19 @@ class PrefixForest:
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
-        """One prompt with its responses, a tree of one level each: DualKV's case.
+        """Builds a tree per prompt, its responses below it: DualKV's case (arXiv 2605.15422).
 
         The structure is taken as given: equal prompts are not joined and responses of one prompt
         share nothing but it. `from_sequences` on prompt + response finds all sharing there is.
 
         Args:
             prompts: P sequences of token ids.
-            responses: P lists of sequences; sequence index runs over responses[0], then
-                responses[1], and so on.
+            responses: P lists of sequences of token ids. Sequences are numbered through
+                responses[0], then responses[1], and so on.
+            order: as in `from_sequences`.
+
+        Returns:
+            The forest, with `tokens`. A sequence is a prompt with one of its responses.
 
         Raises:
             ForestError: as `from_sequences`, and where the lists do not match or a prompt has no
@@ -201,15 +217,19 @@ class PrefixForest:
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
-        """A forest whose structure is known, from a tree search for example.
+        """Builds a forest whose structure is known, from a tree search for example.
 
         Args:
             parents: N parent indices, -1 for roots, in any order without cycles.
             lengths: N numbers of tokens, each >= 1.
             tokens: token ids of all nodes one after another in the order given (sum of lengths),
                 or a list of N sequences. Without them the forest drives attention, not a model.
-            sequence_ends: the node at whose last token each sequence ends; the leaves, in the
-                order given, unless said. A node may be named twice (a repeated sequence).
+            sequence_ends: the node at whose last token each sequence ends. A node may be named
+                twice (a repeated sequence). Default: the leaves, in the order given.
+            order: as in `from_sequences`.
+
+        Returns:
+            The forest; its nodes are in preorder, not in the order given.
 
         Raises:
             ForestError: a cycle, an index out of range, a length below 1, tokens of another
@@ -321,37 +341,37 @@ class PrefixForest:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the compressed forest."""
+        """N, the number of nodes of the compressed forest."""
         return len(self.node_parent)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences handed in, repeated ones included."""
+        """S, the number of sequences handed in, repeated ones included."""
         return len(self.sequence_node)
 
     @property
     def num_tokens(self) -> int:
-        """Distinct tokens: what is packed and computed."""
+        """T, the number of distinct tokens: what is packed and computed."""
         return int(self.node_start[-1]) + int(self.node_length[-1])
 
     @property
     def num_replicated_tokens(self) -> int:
-        """Tokens of all sequences together: what a trainer without sharing computes."""
+        """R, the tokens of all sequences together: what a trainer without sharing computes."""
         return int(self.sequence_lengths.sum())
 
     @property
     def replication_ratio(self) -> float:
-        """Replicated over distinct tokens; 1.0 where nothing is shared."""
+        """Replicated tokens divided by distinct tokens; 1.0 where nothing is shared."""
         return self.num_replicated_tokens / self.num_tokens
 
     @property
     def depth(self) -> int:
-        """Nodes on the longest path from a root."""
+        """The number of nodes on the path that has most of them."""
         return int(self.node_level.max()) + 1
 
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
-        """Tokens of each sequence, int64 [S], in input order."""
+        """int64 [S], the number of tokens of each sequence, in input order."""
         node = self.sequence_node
         lengths = (self.node_depth[node] + self.node_length[node]).astype(np.int64)
         lengths.setflags(write=False)
@@ -359,12 +379,12 @@ class PrefixForest:
 
     @cached_property
     def node_level(self) -> np.ndarray:
-        """Ancestors of each node, int32 [N]: 0 at roots."""
+        """int32 [N], the number of ancestors of each node: 0 at roots."""
         return loops.trie.levels(self.node_parent)
 
     @cached_property
     def node_multiplicity(self) -> np.ndarray:
-        """How many sequences run through each node, int32 [N]."""
+        """int32 [N], how many sequences run through each node."""
         ends = np.bincount(self.sequence_node, minlength=self.num_nodes)
         # a subtree is one run of nodes: the sequences below are a difference of prefix sums
         total = np.concatenate([[0], np.cumsum(ends)])
@@ -372,7 +392,11 @@ class PrefixForest:
         return (total[last] - total[:-1]).astype(np.int32)
 
     def path(self, sequence: int) -> np.ndarray:
-        """Nodes of one sequence from its root down, int64."""
+        """Returns the nodes of one sequence from its root down, as int64 indices.
+
+        Args:
+            sequence: the index of the sequence, in input order.
+        """
         nodes = []
         node = int(self.sequence_node[sequence])
         while node >= 0:
@@ -381,10 +405,10 @@ class PrefixForest:
         return np.array(nodes[::-1])
 
     def to_networkx(self) -> networkx.DiGraph:
-        """The forest as a directed graph, edges from parent to child, in preorder.
+        """Returns the forest as a directed graph, edges from parent to child, in preorder.
 
-        Node attributes: start, length, depth, level, subtree_end, multiplicity, sequences (the
-        list of those that end there) and tokens (their ids as an array, or None).
+        Node attributes: start, length, depth, level, subtree_end, multiplicity, sequences (a list
+        of the indices of those that end there) and tokens (an array of their ids, or None).
         """
         import networkx
 

@@ -1,6 +1,6 @@
 """Pictures of a forest and of its block mask, for the extra `plot` (matplotlib).
 
-Both functions return a `Figure` of their own: no pyplot, no global state, no window.
+Both functions return a new `Figure`: no pyplot, no global state, no window.
 Legend: N nodes, R runs of tiles, Pq and Pk cells of the mask's image.
 """
 
@@ -44,10 +44,11 @@ _ROUNDING = 1e-6
 def plot_forest(forest: PrefixForest) -> Figure:
     """Draws a forest from its roots downwards.
 
-    A node is a rectangle: as wide as the tokens of its subtree, in packed order, as high as its own
-    tokens, and the darker the more sequences run through it. So its columns are the packed tokens
-    that see it. A red line closes each node at whose last token a sequence ends. Nodes that have
-    room carry their tokens and sequences; a node is never drawn smaller than a pixel.
+    A node is a rectangle. It is as wide as its subtree has tokens, in packed order, and as high as
+    the node has tokens; it is the darker, the more sequences run through it. So its columns are
+    the packed tokens that see it. A red line closes each node at whose last token a sequence ends.
+    Nodes that have room carry their tokens and sequences; a node is never drawn smaller than a
+    pixel.
 
     Args:
         forest: the PrefixForest.
@@ -57,6 +58,7 @@ def plot_forest(forest: PrefixForest) -> Figure:
 
     Raises:
         UnsupportedError: matplotlib is not installed.
+        TypeError: anything but a PrefixForest.
     """
     require_matplotlib()
     if not isinstance(forest, PrefixForest):
@@ -113,14 +115,14 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
 
     Rows are queries, columns are keys, both in packed order, with the tiles of
     `mask.tables(shape, window)`: the aligned grid, or tiles cut at node borders. Up to 64 tokens
-    the visible pairs are drawn too. Up to 1,024 tokens every pair has a cell of its own; beyond, a
-    cell blends the colours of what lies in it, with the share of empty tiles held below 0.6 where
-    there is work.
+    the visible pairs are drawn too. Up to 1,024 tokens every pair has one cell; beyond, a cell
+    blends the colours of what lies in it, with the share of empty tiles held below 0.6 where there
+    is work.
 
     Args:
-        mask: the TreeMask; of queries only, where it is `for_queries`.
-        shape: the tiles; 128 x 128 on the grid unless given.
-        window: the sliding window of one head, or None.
+        mask: the TreeMask; if it is `for_queries(...)`, only those rows are drawn.
+        shape: the tiles. Default: 128 x 128 on the aligned grid.
+        window: the sliding window, in tokens. Default: none.
 
     Returns:
         The figure; `figure.savefig("mask.png")` writes it.

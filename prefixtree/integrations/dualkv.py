@@ -46,34 +46,37 @@ def flash_attn_dualkv_varlen_func(
     backend: str | None = None,
     deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """Every decoded token attends to the whole context and, causally, to its own response.
+    """Attention of every decoded token to the whole context and, causally, to its response.
 
-    Differentiable in all five inputs; the context's gradient is the sum over all responses. The
-    context's and the responses' keys (and values) are put into one tensor, a copy of k and v.
+    Differentiable in q and in all keys and values; the context's gradient is the sum over all
+    responses. The context's and the responses' keys (and values) are copied into one tensor.
 
-    Without a plan, a `cu_seqlens` on a GPU is read back: one synchronisation a call. On the CPU it
-    costs none. The same lengths find the mask and the tables of an earlier call again. With a plan
-    nothing is read from a device, and torch.compile sees one graph; without, the graph breaks here.
+    Without a plan, a `cu_seqlens` on a GPU is read back: one synchronisation per call. On the CPU
+    it costs none. The same lengths find the mask and the tables of an earlier call again. With a
+    plan nothing is read from a device, and torch.compile sees one graph; without a plan, the graph
+    breaks here.
 
     Args:
-        q: [Tq, H, D], the queries of the decoded tokens, response after response.
-        k_context: [C, Hk, D]; C may be 0.
-        v_context: [C, Hk, Dv].
-        k_decoded: [Tq, Hk, D].
-        v_decoded: [Tq, Hk, Dv].
+        q: [Tq, H, D], the queries of the decoded tokens, response after response; a dtype that the
+            backend serves (`tree_attention`).
+        k_context: [C, Hk, D], keys of the context, in q's dtype; C may be 0.
+        v_context: [C, Hk, Dv], its values.
+        k_decoded: [Tq, Hk, D], keys of the decoded tokens.
+        v_decoded: [Tq, Hk, Dv], their values.
         cu_seqlens_q: int32 or int64 [N + 1], 0 and the ends of the responses in q; a response may
             be empty. None only with a plan.
-        cu_seqlens_k_decoded: the same numbers: q holds every decoded token.
-        max_seqlen_q: at least the longest response, which is all that is asked of it; None skips
-            that check.
-        context_seqlen: C.
+        cu_seqlens_k_decoded: the same numbers, as q holds every decoded token.
+        max_seqlen_q: an upper bound of the longest response, in tokens. It is only checked; None
+            skips the check.
+        context_seqlen: C, tokens of the context.
         max_seqlen_k_decoded: like max_seqlen_q.
-        softmax_scale: factor on q k^T; D ** -0.5 unless said.
+        softmax_scale: factor on q k^T. Default: D ** -0.5.
         causal: True; nothing else is a forest.
         plan: what `dualkv_plan` returned for these lengths (or any mask whose queries are all the
             tokens behind the context). `cu_seqlens` are then compared with it only if they are on
             the CPU, and not in compiled code; the maxima are not looked at.
-        backend, deterministic: as in `tree_attention`; default: the plan's own options.
+        backend: as in `tree_attention`. Default: the plan's option.
+        deterministic: as in `tree_attention`. Default: the plan's option.
 
     Returns:
         out [Tq, H, Dv] in q's dtype.
@@ -117,14 +120,15 @@ def flash_attn_dualkv_varlen_func(
 def dualkv_plan(
     cu_seqlens: torch.Tensor, context_seqlen: int, device: torch.device | str | None = None
 ) -> TreeMask:
-    """The mask of `flash_attn_dualkv_varlen_func`, made once for all layers and steps that share
-    these lengths; kernels keep their tables on it.
+    """Makes the mask of `flash_attn_dualkv_varlen_func`, for all calls with these lengths.
+
+    Kernels keep their tables on it, so one mask serves all layers and steps that share the lengths.
 
     Args:
         cu_seqlens: int32 or int64 [N + 1], 0 and the ends of the responses. On a GPU it is read
             back once, here.
         context_seqlen: C, tokens of the shared context.
-        device: of q; that of cu_seqlens unless said.
+        device: the device of q. Default: that of cu_seqlens.
 
     Returns:
         A TreeMask of C + Tq tokens whose queries are the last Tq.

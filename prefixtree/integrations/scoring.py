@@ -34,12 +34,14 @@ _LEAST_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True)
 class SequenceScores:
-    """What a replicated batch would have given, sequence by sequence, in input order.
+    """The scores of a replicated batch, sequence by sequence, in input order.
 
     Attributes:
-        logprobs: float32 [n - 1] each, log p of tokens 1 .. n - 1; 0 where the loss mask is 0.
-        entropy: float32 [n - 1] each, in nats, of the distributions those tokens were drawn from,
-            0 where the loss mask is 0; None unless asked for.
+        logprobs: one float32 tensor [n - 1] per sequence, on the model's device: the natural
+            log-probabilities of tokens 1 .. n - 1; 0 where the loss mask is 0.
+        entropy: one float32 tensor [n - 1] per sequence, in nats: the entropies of the
+            distributions of those tokens; 0 where the loss mask is 0. None without
+            `return_entropy`.
     """
 
     logprobs: list[torch.Tensor]
@@ -54,19 +56,29 @@ def sequence_logprobs(
     return_entropy: bool = False,
     chunk_size: int | None = None,
 ) -> SequenceScores:
-    """Log-probabilities of every sequence, each distinct token computed once; differentiable.
+    """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+
+    Log-probabilities and entropies are differentiable. The gradients are those of the replicated
+    batch, up to rounding.
 
     Args:
-        model: a causal language model with attn_implementation="prefixtree", wrapped or not.
+        model: a causal language model of transformers with attn_implementation="prefixtree",
+            wrapped (DDP, FSDP, PEFT) or not.
         packed: the packed forest, on the model's device.
-        temperature: one number, or one a sequence; logits are divided by it.
-        loss_mask: per sequence [n], nonzero where a token is scored; entry 0 has no predictor.
-        return_entropy: entropies too, differentiable as well.
-        chunk_size: edges whose logits are in memory at once; unless said, about 2^26 / vocabulary.
+        temperature: what logits are divided by, above 0: one number, or one per sequence.
+        loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
+            predictor and is ignored. Default: every token is scored.
+        return_entropy: whether to compute entropies too.
+        chunk_size: edges whose logits are in memory at once. Default: about 2^26 / vocabulary.
+
+    Returns:
+        SequenceScores: log-probabilities (and entropies), one tensor per sequence.
 
     Raises:
-        UnsupportedError: a model that does not run exactly on packed forests.
-        ForestError, ValueError: masks or temperatures that do not match the sequences.
+        TypeError: anything but a PackedForest, or a temperature that is no number.
+        UnsupportedError: a model that does not run exactly on packed forests, with the reason.
+        ForestError: masks that do not match the sequences, or a forest without token ids.
+        ValueError: temperatures that do not match the sequences, or are not finite and above 0.
     """
     if not isinstance(packed, PackedForest):
         raise TypeError(

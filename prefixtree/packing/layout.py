@@ -25,7 +25,9 @@ from prefixtree.packing.transfers import lasting, move
 class Edges(NamedTuple):
     """Scored edges: the model's output at `predictor` scores the token at `token`.
 
-    Both int64 [E], packed indices, ascending by token.
+    Attributes:
+        predictor: int64 [E], packed index of the token before the scored one on its path.
+        token: int64 [E], packed index of the scored token; ascending.
     """
 
     predictor: torch.Tensor
@@ -60,7 +62,7 @@ def _columns(buffer: Any) -> _Columns:
 
 
 class PackedForest:
-    """Every distinct token of a forest once, in preorder, on one device. Made by `pack`.
+    """A forest's distinct tokens, each once, in preorder, on one device. Made by `pack`.
 
     Attributes:
         forest: the PrefixForest.
@@ -69,7 +71,7 @@ class PackedForest:
         subtree_end: int32 [T], one past the last packed token below each token.
         predictor: int32 [T], the token before it on its path; -1 at roots and padding.
         multiplicity: int32 [T], how many sequences hold the token; 0 for padding.
-        mask: the TreeMask.
+        mask: the TreeMask, which `tree_attention` takes.
     """
 
     @lasting
@@ -86,21 +88,25 @@ class PackedForest:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors live."""
+        """The device of the tensors."""
         return self._buffer.device
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """T, the number of packed tokens, padding included."""
         return self.mask.num_tokens
 
     @property
     def num_padding(self) -> int:
-        """Padding tokens at the end."""
+        """The number of padding tokens, which stand at the end."""
         return self.num_tokens - self.forest.num_tokens
 
     def to(self, device: torch.device | str) -> PackedForest:
-        """The same packed forest on another device: one copy, asynchronous to CUDA."""
+        """Returns the same packed forest on another device: one copy, asynchronous to CUDA.
+
+        Args:
+            device: where to.
+        """
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
         mask = self.mask.adopt(columns.subtree_end, columns.narrow_position)
@@ -109,16 +115,25 @@ class PackedForest:
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> PackedForest:
-        """The same with the mask's options changed; see `TreeMask.with_options`."""
+        """Returns the same packed forest with the mask's options changed.
+
+        Args:
+            backend: as in `tree_attention`. Default: as it is.
+            deterministic: whether gradients are bitwise repeatable. Default: as it is.
+        """
         return PackedForest(
             self.forest, self._buffer, self.mask.with_options(backend, deterministic)
         )
 
     def model_inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a transformers model: `model(**packed.model_inputs())`.
+        """Returns keyword arguments for a transformers model: `model(**packed.model_inputs())`.
 
-        input_ids and position_ids int64 [1, T], tree_mask, use_cache=False, and as
-        num_items_in_batch an object that raises an UnsupportedError if labels= are given too.
+        Returns:
+            input_ids and position_ids (int64 [1, T]), tree_mask, use_cache=False, and
+            num_items_in_batch: an object that raises an UnsupportedError if labels= are given too.
+
+        Raises:
+            ForestError: the forest has no token ids.
         """
         if self.input_ids is None:
             raise ForestError("this forest has no token ids; give from_parents its tokens=")
@@ -131,13 +146,13 @@ class PackedForest:
         }
 
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
-        """The edges to score, each once.
+        """Returns the edges to score, each once.
 
         Args:
-            loss_mask: per sequence, [n] nonzero where its token is scored (a list, an array or a
-                tensor, aligned with the tokens); a shared token is scored where any of its
-                sequences asks for it. Entry 0 has no predictor and is ignored. Without it every
-                token but the roots' first ones.
+            loss_mask: one mask per sequence, [n], nonzero where a token is scored (a list, an array
+                or a tensor, aligned with the tokens). A shared token is scored where any of its
+                sequences asks for it. Entry 0 has no predictor and is ignored. Default: every
+                token is scored, except the first ones of the roots.
 
         Raises:
             ForestError: masks of another number or length than the sequences.
@@ -155,19 +170,25 @@ class PackedForest:
         sequences: Iterable[int] | None = None,
         loss_mask: Sequence[Any] | None = None,
     ) -> list[torch.Tensor]:
-        """Values of packed tokens -> values of each sequence's tokens, in input order.
+        """Gives every sequence the values of its tokens.
 
         The gradient of a shared token is the sum over its copies, in fp32 (fp64 for fp64) and in a
         fixed order.
 
         Args:
-            values: [T, ...] on the packed forest's device.
-            sequences: indices of the sequences wanted; all unless said.
-            loss_mask: as in `edges`, for all sequences; only the tokens it selects are returned,
-                and only they are indexed.
+            values: [T, ...], any dtype, on the packed forest's device.
+            sequences: indices of the sequences wanted. Default: all, in input order.
+            loss_mask: as in `edges`, for all sequences; only the tokens it selects are returned.
+                Default: every token, the first included.
 
         Returns:
-            One tensor [n, ...] a sequence.
+            One tensor [n, ...] per sequence, in the dtype of `values`.
+
+        Raises:
+            TypeError: values that are no tensor, booleans as indices.
+            ForestError: values of another length than T or on another device; masks of another
+                number or length than the sequences.
+            IndexError: a sequence that does not exist.
         """
         self._check_values(values)
         wanted = self._sequence_indices(sequences)
@@ -186,11 +207,16 @@ class PackedForest:
         """Like `unpack`, as one tensor [S, L, ...].
 
         Args:
-            values: [T, ...].
+            values: [T, ...], any dtype, on the packed forest's device.
             padding_value: what stands where there is no token.
-            padding_side: "right" or "left". Unless said, a forest made by `from_padded` puts every
-                token back into its own column, any other is padded on the right.
-            length: L; unless said the padded length that came in, or the longest sequence.
+            padding_side: "right" or "left". Default: a forest made by `from_padded` puts every
+                token back into the column it came from; any other is padded on the right.
+            length: L, in tokens. Default: the padded length that came in, else the longest
+                sequence.
+
+        Raises:
+            TypeError, ForestError: as `unpack`.
+            ValueError: an unknown side, or a length below the longest sequence.
         """
         self._check_values(values)
         lengths = self.forest.sequence_lengths
@@ -216,15 +242,18 @@ class PackedForest:
         return out.view(len(lengths), length, *values.shape[1:])
 
     def pack_values(self, values: Sequence[Any]) -> torch.Tensor:
-        """The inverse of `unpack`: inputs given per sequence -> [T, ...]; padding gets 0.
+        """The inverse of `unpack`: joins inputs given per sequence.
 
         Args:
-            values: per sequence [n, ...] (tensors, arrays or lists), equal on shared tokens,
-                without a gradient (which copy should get it?).
+            values: one entry per sequence, [n, ...] (a tensor, an array or a list); equal on shared
+                tokens; without a gradient, as it is not clear which copy should get it.
+
+        Returns:
+            [T, ...] on the packed forest's device; 0 at padding.
 
         Raises:
-            ForestError: another number or length than the sequences, or a shared token whose copies
-                differ (NaN equals NaN).
+            ForestError: values that require a gradient, another number or length than the
+                sequences, or a shared token whose copies differ (NaN equals NaN).
         """
         tensors = [torch.as_tensor(v, device=self.device) for v in values]
         lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
@@ -326,15 +355,20 @@ def _rebuild(forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> Pack
 
 @lasting
 def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedForest:
-    """Lays a forest out in preorder, each distinct token once, on the CPU (`.to(device)` moves).
+    """Lays a forest out in preorder, each distinct token once.
 
     Args:
         forest: the PrefixForest.
         pad_to_multiple_of: appends padding tokens up to a multiple of this. Padding has id 0 and
             position 0, sees only itself, is seen by nobody, and is in no sequence and no edge.
+            Default: no padding.
+
+    Returns:
+        The packed forest on the CPU; `.to(device)` moves it.
 
     Raises:
-        TypeError: anything but a PrefixForest. ValueError: pad_to_multiple_of below 1.
+        TypeError: anything but a PrefixForest.
+        ValueError: pad_to_multiple_of below 1.
     """
     if not isinstance(forest, PrefixForest):
         raise TypeError(

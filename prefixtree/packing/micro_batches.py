@@ -36,7 +36,8 @@ class MicroBatch:
         sequence_indices: int64 [s], ascending indices into what was planned; row i of `packed`'s
             sequences is sequence_indices[i].
         num_tokens: distinct tokens; 0 for an empty step.
-        cost: FLOPs by the plan's cost model; 0 for an empty step.
+        cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
+            step.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class MicroBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this is a dummy: no sequence of the batch."""
+        """Whether this is an empty step: a dummy without a sequence of the batch."""
         return len(self.sequence_indices) == 0
 
     @property
@@ -79,13 +80,16 @@ class MicroBatch:
         return pack(self.forest)
 
     def take(self, values: Sequence[Any]) -> list[Any]:
-        """The entries of a per-sequence list that belong to `packed`'s sequences, in their order.
-
-        For the dummy of an empty step it is one entry of zeros: a number for numbers, one token's
-        worth ([1, ...]) for per-token values. So a training loop needs no special case.
+        """Selects the entries of a per-sequence list that belong to this micro-batch.
 
         Args:
-            values: S entries, for all sequences that were planned: numbers, arrays or tensors.
+            values: S entries, for all sequences that were planned: numbers, lists, arrays or
+                tensors.
+
+        Returns:
+            One entry per sequence of `packed`, in their order. For the dummy of an empty step one
+            entry of zeros: a number for numbers, one token's worth ([1, ...]) for per-token values.
+            So a training loop needs no special case.
         """
         if not self.is_empty:
             return [values[i] for i in self.sequence_indices.tolist()]
@@ -110,21 +114,21 @@ def _rebuild(
 
 @dataclass(frozen=True)
 class PlanStats:
-    """What a plan computes, and what it is to be compared with. Tokens of dummies count nowhere.
+    """The tokens and FLOPs of a plan, and what to compare them with. Dummies count nowhere.
 
     Attributes:
-        packed_tokens: what the plan computes, the sum over its micro-batches.
-        distinct_tokens: of one forest over everything: no plan computes fewer.
-        replicated_tokens: of all sequences: what a trainer without sharing computes.
-        micro_batches: those that hold sequences.
-        steps: micro-batches a rank, empty ones included.
-        empty_steps: dummies, over all ranks.
+        packed_tokens: tokens that the plan computes, summed over its micro-batches.
+        distinct_tokens: tokens of one forest over everything: no plan computes fewer.
+        replicated_tokens: tokens of all sequences: what a trainer without sharing computes.
+        micro_batches: the number of micro-batches that hold sequences.
+        steps: micro-batches per rank, empty ones included.
+        empty_steps: the number of dummies, over all ranks.
         rank_costs: FLOPs of each rank by the cost model.
         lockstep_cost: FLOPs of the costliest micro-batch of each step, summed over the steps: the
             time of ranks that wait for each other in every step, as under FSDP.
         naive_tokens: distinct tokens of micro-batches filled in input order up to the budget in
             replicated tokens, as trainers do, if each were packed.
-        naive_micro_batches: their number.
+        naive_micro_batches: the number of those micro-batches.
     """
 
     packed_tokens: int
@@ -140,17 +144,17 @@ class PlanStats:
 
     @property
     def repeated_tokens(self) -> int:
-        """Ancestors computed again because their tree was cut: packed - distinct."""
+        """Ancestor tokens computed again because their tree was cut: packed - distinct."""
         return self.packed_tokens - self.distinct_tokens
 
     @property
     def balance(self) -> float:
-        """Cost of the heaviest rank over the mean; 1.0 is even."""
+        """Cost of the heaviest rank divided by the mean cost of a rank; 1.0 is even."""
         return max(self.rank_costs) * len(self.rank_costs) / sum(self.rank_costs)
 
     @property
     def lockstep_balance(self) -> float:
-        """`lockstep_cost` over the mean rank's cost; 1.0 is even in every step."""
+        """`lockstep_cost` divided by the mean cost of a rank; 1.0 is even in every step."""
         return self.lockstep_cost * len(self.rank_costs) / sum(self.rank_costs)
 
     def __str__(self) -> str:
@@ -173,12 +177,12 @@ class PlanStats:
 
 
 class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
-    """`plan[rank][step]` is a MicroBatch; every rank has as many steps. By `plan_micro_batches`.
+    """The micro-batches of all ranks: `plan[rank][step]`. Made by `plan_micro_batches`.
 
-    The same arguments give the same plan, so every rank may plan for itself and take its row. A
-    rank's costliest micro-batch comes first: memory that does not suffice shows at once, and ranks
-    that wait for each other in every step wait for equals. An update on rank r, with or
-    without empty steps:
+    Every rank has the same number of steps. The same arguments give the same plan, so every rank
+    may plan for itself and take its row. A rank's costliest micro-batch comes first, so an
+    out-of-memory error shows in the first step, and ranks that synchronise in each step have
+    similar work. An update on rank r, with or without empty steps:
 
         weights = plan.loss_weights("token-mean", masks)
         for batch in plan[r]:
@@ -217,25 +221,30 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, those without any sequence included."""
+        """The number of ranks, those without any sequence included."""
         return len(self._ranks)
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of every rank."""
+        """The number of micro-batches of every rank, empty ones included."""
         return len(self._ranks[0])
 
     @property
     def num_sequences(self) -> int:
-        """S, of the whole mini-batch: the denominator of a mean over sequences."""
+        """S, the sequences of the whole mini-batch: the denominator of a mean over sequences."""
         return self.forest.num_sequences
 
     def num_loss_tokens(self, loss_mask: Sequence[Any] | None = None) -> int:
-        """Scored tokens of the whole mini-batch, copies counted: the denominator of a token mean.
+        """Counts the scored tokens of the whole mini-batch: the denominator of a token mean.
+
+        A shared token counts once per sequence that holds it.
 
         Args:
-            loss_mask: per sequence [n], nonzero where a token is scored; entry 0 has no predictor
-                and does not count. Without it every token but the first ones.
+            loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
+                predictor and does not count. Default: every token except the first ones.
+
+        Raises:
+            ForestError: masks of another number or length than the sequences.
         """
         return int(self._scored(loss_mask).sum())
 
@@ -247,7 +256,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         constant: float | None = None,
         rank_reduction: str = "mean",
     ) -> np.ndarray:
-        """One weight a sequence, float64 [S], that makes a loss the same however it was cut.
+        """Computes the weights that make a loss the same, however the batch was cut.
 
         With l the per-token loss of sequence i and m its mask, every step's loss is the sum over
         its sequences of weights[i] * (l * m).sum(). Gradients accumulated over the steps (without
@@ -256,15 +265,18 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
             token-mean      sum of all losses / sum of n_i
             sequence-mean   mean over the sequences of (its losses / n_i); 0 where n_i is 0
-            constant        mean over the sequences of (its losses / constant): Dr. GRPO's, with the
-                            greatest response length for example
+            constant        mean over the sequences of (its losses / constant): Dr. GRPO's
+                            (arXiv 2503.20783), with the greatest response length for example
 
         Args:
-            normalization: one of the above.
+            normalization: "token-mean", "sequence-mean" or "constant".
             loss_mask: as in `num_loss_tokens`.
-            constant: for "constant" alone.
+            constant: the divisor, in tokens, above 0; for "constant" alone.
             rank_reduction: "mean" where gradients are averaged over the ranks (DDP and FSDP do),
                 "sum" where they are added.
+
+        Returns:
+            float64 [S], one weight per sequence, in input order.
 
         Raises:
             ForestError: masks of another number or length than the sequences.
@@ -320,19 +332,23 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
 
-    Deterministic, and independent of the order of the input but for ties between trees of
-    different keys and between groups.
+    The plan is deterministic. It does not depend on the order of the input, except for ties
+    between trees of different keys and between groups.
 
     Args:
         sequences: S sequences of token ids (lists, numpy arrays or torch tensors), or a forest.
-        max_tokens: distinct tokens of a micro-batch.
-        num_ranks: data-parallel ranks.
-        groups: S hashable labels, None for a sequence on its own. The sequences of a group (GRPO's
-            of one prompt) are on one rank, and in one micro-batch where their distinct tokens fit.
-        min_steps: every rank has at least so many steps; what is not needed is empty.
+        max_tokens: the most distinct tokens that a micro-batch holds.
+        num_ranks: the number of data-parallel ranks.
+        groups: S hashable labels, None for a sequence without a group. The sequences of a group
+            (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
+            tokens fit. Default: no groups.
+        min_steps: the least number of steps per rank; those that are not needed are empty.
         keys: as in `PrefixForest.from_sequences`: sequences of different keys share nothing.
-        cost_model: what a token and a pair cost, `CostModel.from_config(model.config)`; a default
-            of an 8B model otherwise.
+        cost_model: FLOPs per token and per visible pair, `CostModel.from_config(model.config)`.
+            Default: those of a model like Qwen3-8B.
+
+    Returns:
+        The plan: `plan[rank][step]` is a MicroBatch.
 
     Raises:
         ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens`; another
