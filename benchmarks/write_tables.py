@@ -415,7 +415,7 @@ def speed() -> str:
         return json.loads((RESULTS / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
     def line(what: str, fa2: float, fa4: float | None, packed: float) -> list[str]:
-        times = [f"{x:.3g} s" if x else "not measured" for x in (fa2, fa4, packed)]
+        times = [f"{x:#.3g} s" if x else "not measured" for x in (fa2, fa4, packed)]
         # a loss of 1 % is not to be rounded away
         gains = [x / packed if x else None for x in (fa2, fa4)]
         cells = ["" if x is None else f"{x:.2f}x" if x < 2 else f"{x:.1f}x" for x in gains]
