@@ -9,6 +9,5 @@ class UnsupportedError(NotImplementedError):
     """A request that this build, device or model cannot serve exactly; the message says why."""
 
 
-
 class InputError(ValueError):
     """A file, a name or a setting that cannot be used; the message says which and why."""
