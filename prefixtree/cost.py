@@ -53,7 +53,8 @@ class ModelCost:
         outside_weights: linear weights a token meets outside layers, embedding and head.
         head_weights: of the language model's head; only scored tokens meet them.
         hidden, vocabulary: sizes.
-        heads, kv_heads, head_dim, value_dim: of the config; layers may have others of their own.
+        heads, head_dim, value_dim: of the config; layers may have others of their own.
+        kv_heads: the most of any layer.
         intermediate: features of the MLPs a token meets, mean over layers; 0 where not known.
         normalised_queries: whether queries and keys are normalised.
         element_bytes: of a weight and an activation.
@@ -200,7 +201,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=max((_kv_heads(_attention(layer), text) for layer in layers), default=heads),
         head_dim=dims[0][0],
         value_dim=dims[0][1],
         intermediate=round(intermediate / len(layers)),
@@ -257,6 +258,15 @@ def _head_dims(attention: Any, text: Any) -> tuple[int, int]:
     dim = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     dim = dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return dim, getattr(attention, "v_head_dim", None) or dim
+
+
+def _kv_heads(attention: Any, text: Any) -> int:
+    """Those of a layer."""
+    keys = getattr(attention, "k_proj", None)
+    if keys is not None:
+        # a config that holds them per layer refuses to tell them for all
+        return int(keys.weight.shape[0] // _head_dims(attention, text)[0])
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def _of_layer(value: Any, number: int) -> Any:

@@ -6,7 +6,7 @@ tiles. Nothing is tuned at run time.
 
 What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
 of the inner loop read off the machine code for sm_90 (benchmarks/compiled.py; triton 3.6, bf16, no
-feature flags); docs/performance.md has the table. "Prototype" means measured on one H200 with the
+feature flags); docs/results.md has the table. "Prototype" means measured on one H200 with the
 project's first pointer-load prototype.
 """
 
@@ -85,7 +85,7 @@ def _both(config: Config) -> Pair:
 
 
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/tune.py unless said; ms
-# are of one kernel, 32 / 8 heads, bf16 (docs/performance.md).
+# are of one kernel, 32 / 8 heads, bf16 (docs/notebook.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
     # (7.5 with 2)
