@@ -282,7 +282,7 @@ def sinks_gradient(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
     """float32 [H]: minus the sum over rows of the sink's share times dout . out."""
-    rows = max(1, _CHUNK // out[0].numel())
+    rows = max(1, _CHUNK // (out.shape[1] * out.shape[2]))
     parts = zip(dout.split(rows), out.split(rows), strict=True)
     delta = torch.cat([(a.float() * b.float()).sum(2) for a, b in parts])
     return -(torch.sigmoid(sinks.unsqueeze(1) - lse) * delta.t()).sum(1)
