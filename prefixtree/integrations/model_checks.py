@@ -105,9 +105,7 @@ def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None
     Raises:
         UnsupportedError: a layer that runs another attention.
     """
-    transformer = _outermost(model)
-    if transformer is None:
-        raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
+    transformer = transformer_of(model)
     expected = _attention_layers(transformer)
     mask = packed.mask
     with counted_calls(mask.plan) as calls:
@@ -122,6 +120,18 @@ def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None
         "module or a patched forward), whose results are those of another batch. Make them call "
         'transformers\' attention interface with attn_implementation="prefixtree"'
     )
+
+
+def transformer_of(model: nn.Module) -> Any:
+    """The transformers model inside wrappers and adapters.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    transformer = _outermost(model)
+    if transformer is None:
+        raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
+    return transformer
 
 
 def _outermost(model: nn.Module) -> Any:

@@ -15,12 +15,12 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.micro_batches import warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import (
     AUX_LOSS,
-    causal_lm_of,
     check_arguments,
     check_distribution,
     check_model,
@@ -69,7 +69,7 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
             raise UnsupportedError(AUX_LOSS)
         for model in filter(None, (self.model, self.ref_model)):
             check_model(model)
-            causal_lm_of(model).set_attn_implementation("prefixtree")
+            transformer_of(model).set_attn_implementation("prefixtree")
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args)
 

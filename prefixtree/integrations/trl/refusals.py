@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import check_config, check_modules
+from prefixtree.integrations.model_checks import transformer_of
 
 AUX_LOSS = (
     "the load-balancing loss of experts would count a shared token once where the replicated batch "
@@ -61,14 +61,6 @@ def check_distribution(trainer: Any) -> None:
         )
 
 
-def causal_lm_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers and adapters."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
-
-
 def check_model(model: nn.Module) -> None:
     """Refuses a model that would not train exactly on packed forests, before it generates.
 
@@ -76,7 +68,7 @@ def check_model(model: nn.Module) -> None:
         UnsupportedError: a model type outside the allow-list, layers, RoPE, dropout (active or
             about to be), and what `check_modules` and `check_adapters` refuse.
     """
-    causal_lm = causal_lm_of(model)
+    causal_lm = transformer_of(model)
     for config in (causal_lm.config, causal_lm.config.get_text_config()):
         check_config(config, training=True)
     for name, module in model.named_modules():

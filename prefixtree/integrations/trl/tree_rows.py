@@ -22,11 +22,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import prefixtree_attention, prefixtree_mask
 from prefixtree.integrations.trl.contract import advice, check_tree_attention
 from prefixtree.integrations.trl.refusals import (
     AUX_LOSS,
-    causal_lm_of,
     check_arguments,
     check_distribution,
     check_model,
@@ -53,7 +53,7 @@ def use_tree_attention(trainer: Any) -> None:
     if trainer.aux_loss_enabled:
         raise UnsupportedError(AUX_LOSS)
     check_model(trainer.model)
-    name = causal_lm_of(trainer.model).config._attn_implementation
+    name = transformer_of(trainer.model).config._attn_implementation
     if name != packing.TREE_ATTENTION:
         raise UnsupportedError(
             f"the trainer's model runs attn_implementation={name!r}, not "
