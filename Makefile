@@ -28,7 +28,7 @@ test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/current.xml
-	$(BIN)/python tests/family_table.py .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
+	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # its own transformers and what that needs; everything else from $(VENV)
 .venvs/%/.ready: $(READY)

@@ -17,9 +17,7 @@ collect_ignore = ["trl_adapter", "verl", "flash"]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest.register_assert_rewrite(
-    "strategies", "table_checks", "models", "attention_checks", "cli_runs"
-)
+pytest.register_assert_rewrite("tests.support")
 
 _SETTINGS: dict[str, Any] = {
     # the first example of a test may compile numba functions, and CI machines are noisy

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_checks import Case, eager, ours, run
-from conftest import Poison
-from forest_examples import CATERPILLAR
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ancestors_or_self, forests, mask_of, query_ranges, random_forest
 
 import prefixtree as pt
 from prefixtree import (
@@ -25,6 +21,16 @@ from prefixtree import (
     tree_attention,
 )
 from prefixtree.kernels import operator, sdpa
+from tests.conftest import Poison
+from tests.support.attention_checks import Case, eager, ours, run
+from tests.support.forest_examples import CATERPILLAR
+from tests.support.strategies import (
+    ancestors_or_self,
+    forests,
+    mask_of,
+    query_ranges,
+    random_forest,
+)
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, tolerance: float, what: str = "") -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_numerics, ours
-from forest_examples import CATERPILLAR
-from strategies import mask_of, random_forest
 
 from prefixtree import PrefixForest, TreeMask
+from tests.support.attention_checks import Case, assert_numerics, ours
+from tests.support.forest_examples import CATERPILLAR
+from tests.support.strategies import mask_of, random_forest
 
 # ---- numerics -----------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cli_runs import one_thread, run, run_json, write_rollouts
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.testing import attention as command
+from tests.support.cli_runs import one_thread, run, run_json, write_rollouts
 
 SMALL = ("--heads", 4, 2, "--head-dim", 16, "--device", "cpu", "--repeats", 2)
 TREE = ("--depth", 3, "--branching", 3, "--node", 7)

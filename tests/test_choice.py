@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case
-from strategies import mask_of, random_forest
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
 from prefixtree.kernels import backends, choice, devices
 from prefixtree.kernels.flash import launch
 from prefixtree.kernels.protocol import AttentionCall
+from tests.support.attention_checks import Case
+from tests.support.strategies import mask_of, random_forest
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import CHATML, save_tokenizer
-from cli_runs import run, run_json, write_rollouts
 
 import prefixtree
 from prefixtree.forest import PrefixForest
 from prefixtree.sharing.measure import measure
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
+from tests.support.cli_runs import run, run_json, write_rollouts
 
 AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"
 

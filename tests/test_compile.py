@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import (
+from torch._dynamo.backends.registry import lookup_backend
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     Run,
     assert_same,
     build,
@@ -18,10 +22,6 @@ from models import (
     run_packed,
     run_replicated,
 )
-from torch._dynamo.backends.registry import lookup_backend
-
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
 
 pytestmark = [
     # dynamo's own look at .grad of its inputs

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_configs import FAMILIES, VARIANTS
-from models import build
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
 from prefixtree.cost import model_cost, pairs_per_run, visible_pairs
 from prefixtree.packing.cost_model import CostModel
+from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.models import build
 
 TOKENS = 20
 # AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cli_runs import one_thread, run, run_json
 
 from prefixtree import PrefixForest
 from prefixtree.demo import depot
+from tests.support.cli_runs import one_thread, run, run_json
 
 
 @pytest.fixture(autouse=True)

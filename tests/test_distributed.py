@@ -1,6 +1,6 @@
 """DDP and FSDP2 on two ranks: gradients, clipping and updates are those of the replicated batches.
 
-Both ranks run every case of ranks.py once (`spawn.run_ranks`).
+Both ranks run every case of tests/support/distributed_ranks.py once (`spawn.run_ranks`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Run, run_replicated
-from ranks import CASES, RUNS, STEPS, Case
-from spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 from torch import nn
+
+from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case
+from tests.support.models import Run, run_replicated
+from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 
 pytestmark = [
     # PEFT asks transformers under the old name of the property
@@ -32,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
     folder = root / "ranks"
     try:
         folder.mkdir()
-        return run_ranks("ranks", folder)
+        return run_ranks("tests.support.distributed_ranks", folder)
     except FileExistsError:
         deadline = time.monotonic() + LIMIT
         while not all(file.exists() for file in result_files(folder)):

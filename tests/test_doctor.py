@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cli_runs import run, run_json
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import prefixtree
 from prefixtree import doctor
+from tests.support.cli_runs import run, run_json
 
 ROOT = Path(__file__).parents[1]
 LOOKED_UP = {wanted.name: wanted for wanted in doctor.WANTED}

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from cli_runs import one_thread, run, run_json
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -25,6 +24,7 @@ from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.estimate import estimate, read_cost
+from tests.support.cli_runs import one_thread, run, run_json
 
 # measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the
 # launch of small operations) keeps a small model on a CPU within this factor of them

@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_configs import FAMILIES, PARTS, REFUSED_BELOW, VARIANTS
-from family_table import ABOUT, TABLE
-from models import (
+from packaging import version
+
+import prefixtree as pt
+import prefixtree.integrations.transformers as adapter
+from prefixtree.integrations import families
+from prefixtree.packing.mask_plan import MaskPlan
+from tests.support.family_configs import FAMILIES, PARTS, REFUSED_BELOW, VARIANTS
+from tests.support.family_table import ABOUT, TABLE
+from tests.support.models import (
     TRANSFORMERS,
     Objective,
     Run,
@@ -31,12 +37,6 @@ from models import (
     run_replicated,
     text_parameters,
 )
-from packaging import version
-
-import prefixtree as pt
-import prefixtree.integrations.transformers as adapter
-from prefixtree.integrations import families
-from prefixtree.packing.mask_plan import MaskPlan
 
 _CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}
 _PROVEN = cases([*FAMILIES, *VARIANTS])

@@ -11,8 +11,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised, assert_numerics, eager, ours, run
-from gpu_cases import (
+
+from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
+from prefixtree.kernels.flash import launch
+from prefixtree.kernels.flash.lists import lists_of
+from tests.support.attention_checks import (
+    Case,
+    assert_as_promised,
+    assert_numerics,
+    eager,
+    ours,
+    run,
+)
+from tests.support.gpu_cases import (
     EXTRAS,
     FOREST,
     HALVES,
@@ -21,11 +32,7 @@ from gpu_cases import (
     cuda_mask,
     inputs_of,
 )
-from strategies import random_forest
-
-from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
-from prefixtree.kernels.flash import launch
-from prefixtree.kernels.flash.lists import lists_of
+from tests.support.strategies import random_forest
 
 pytestmark = [
     pytest.mark.gpu,

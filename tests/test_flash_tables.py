@@ -12,19 +12,26 @@ import time
 import weakref
 from types import ModuleType
 
-import flash_emulator
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised, assert_numerics, eager, ours, run
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import forests, mask_of, random_forest
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels.flash import launch, lists
 from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
+from tests.support import flash_emulator
+from tests.support.attention_checks import (
+    Case,
+    assert_as_promised,
+    assert_numerics,
+    eager,
+    ours,
+    run,
+)
+from tests.support.strategies import forests, mask_of, random_forest
 
 CPU = torch.device("cpu")
 TILES = Tiles(128, 128, 128)

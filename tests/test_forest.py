@@ -9,10 +9,12 @@ from typing import Any
 import networkx
 import numpy as np
 import pytest
-from forest_examples import ARRAYS, EXAMPLE, assert_same, children_of
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
+
+from prefixtree import ForestError, PrefixForest
+from tests.support.forest_examples import ARRAYS, EXAMPLE, assert_same, children_of
+from tests.support.strategies import (
     Sequences,
     forests,
     packed_path,
@@ -21,8 +23,6 @@ from strategies import (
     token_sequences,
     trie_size,
 )
-
-from prefixtree import ForestError, PrefixForest
 
 
 def first_sequence(forest: PrefixForest) -> list[int]:

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forest_examples import EXAMPLE, assert_same, children_of
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Sequences, sequences_of, token_sequences, tree_arguments
 
 from prefixtree import ForestError, PrefixForest
+from tests.support.forest_examples import EXAMPLE, assert_same, children_of
+from tests.support.strategies import Sequences, sequences_of, token_sequences, tree_arguments
 
 # ---- kinds of input -----------------------------------------------------------------------------
 

@@ -12,27 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_numerics, eager, ours, run
-from gpu_cases import (
-    EXTRAS,
-    FOREST,
-    HALVES,
-    OPTIONS,
-    assert_sinks_of_one_head,
-    cuda_mask,
-    inputs_of,
-    peak_bytes,
-)
-from head_checks import exact_columns
-from models import (
-    assert_same,
-    build,
-    pack_sequences,
-    ragged_objective,
-    ragged_sequences,
-    run_packed,
-)
-from strategies import random_forest
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, tree_attention
@@ -43,6 +22,27 @@ from prefixtree.kernels.choice import choose
 from prefixtree.kernels.head import LogitRule
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import head as fused
+from tests.support.attention_checks import Case, assert_numerics, eager, ours, run
+from tests.support.gpu_cases import (
+    EXTRAS,
+    FOREST,
+    HALVES,
+    OPTIONS,
+    assert_sinks_of_one_head,
+    cuda_mask,
+    inputs_of,
+    peak_bytes,
+)
+from tests.support.head_checks import exact_columns
+from tests.support.models import (
+    assert_same,
+    build,
+    pack_sequences,
+    ragged_objective,
+    ragged_sequences,
+    run_packed,
+)
+from tests.support.strategies import random_forest
 
 pytestmark = pytest.mark.gpu
 

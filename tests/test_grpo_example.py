@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import typer
-from cli_runs import one_thread
 from typer.testing import CliRunner
 
 from prefixtree import PrefixForest, pack
 from prefixtree.demo import depot
 from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.cli_runs import one_thread
 
 PATH = Path(__file__).parents[1] / "examples" / "grpo.py"
 # forks at the prompt and behind the first turn; several micro-batches

@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import (
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     Run,
     assert_same,
     build,
@@ -24,10 +28,6 @@ from models import (
     ragged_sequences,
     randomise,
 )
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
-
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
 
 _TYPES = ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
 

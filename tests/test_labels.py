@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import FAMILIES, LABELS_UNSEEN_BELOW, VARIANTS
-from models import TRANSFORMERS, build, cases, enable_checkpointing, ragged_packed
 from packaging import version
 from torch import nn
 
 import prefixtree as pt
+from tests.support.family_configs import FAMILIES, LABELS_UNSEEN_BELOW, VARIANTS
+from tests.support.models import TRANSFORMERS, build, cases, enable_checkpointing, ragged_packed
 
 _MESSAGE = (
     r"labels= \(or num_items_in_batch=\) asks .* prefixtree\.sequence_logprobs\(model, packed\)"

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
+
+from prefixtree.integrations.families import LIGER_LAYERS
+from tests.support.models import (
     build,
     cases,
     errors,
@@ -18,8 +20,6 @@ from models import (
     run_packed,
     run_replicated,
 )
-
-from prefixtree.integrations.families import LIGER_LAYERS
 
 liger = pytest.importorskip("liger_kernel.transformers", reason="needs liger-kernel")
 

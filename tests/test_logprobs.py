@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from head_checks import columns_of, exact_columns
-from triton_tiles import DEVICE, DTYPES
 
 from prefixtree.kernels import head as eager
 from prefixtree.kernels import logprobs
 from prefixtree.kernels.head import LogitRule
 from prefixtree.kernels.logprobs import chunk_rows, head_logprobs, linear_logprobs
 from prefixtree.kernels.triton import head as fused
+from tests.support.head_checks import columns_of, exact_columns
+from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
 pytestmark = pytest.mark.filterwarnings(

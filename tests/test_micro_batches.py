@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import attentions, build, ragged_sequences, run_replicated
-from models import make_objective as objective_of
-from strategies import batches_of, indices_of, many_trees
 
 from prefixtree import ForestError, PrefixForest, plan_micro_batches
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
+from tests.support.models import attentions, build, ragged_sequences, run_replicated
+from tests.support.models import make_objective as objective_of
+from tests.support.strategies import batches_of, indices_of, many_trees
 
 # ---- empty steps and what moves between processes ------------------------------------------------
 

@@ -14,8 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import FAMILIES
-from models import (
+from torch import nn
+from transformers import GPT2Config, GPT2DoubleHeadsModel, LlamaForCausalLM
+
+import prefixtree as pt
+from prefixtree.integrations import families
+from prefixtree.integrations.transformers import allow_model_type, sequence_logprobs
+from tests.support.family_configs import FAMILIES
+from tests.support.models import (
     HIDDEN,
     VOCABULARY,
     assert_same,
@@ -30,12 +36,6 @@ from models import (
     run_packed,
     run_replicated,
 )
-from torch import nn
-from transformers import GPT2Config, GPT2DoubleHeadsModel, LlamaForCausalLM
-
-import prefixtree as pt
-from prefixtree.integrations import families
-from prefixtree.integrations.transformers import allow_model_type, sequence_logprobs
 
 # ---- half the model another attention ------------------------------------------------------------
 

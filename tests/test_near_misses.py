@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_tokenizer import CHATML, save_tokenizer
-from cli_runs import run, run_json
 
 from prefixtree.forest import PrefixForest
 from prefixtree.loops import realign
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.near_misses import find_near_misses
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
+from tests.support.cli_runs import run, run_json
 
 AIRLINE = Path(__file__).parents[2] / "shared" / "data" / "airline_rollouts.jsonl.gz"
 RUN = realign.GRAM + realign.WINDOW - 1

@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised, ours, run
-from strategies import mask_of, random_forest
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +24,8 @@ from prefixtree.kernels import operator, sdpa
 from prefixtree.kernels.flash.lists import Tiles, lists_of
 from prefixtree.packing import mask_plan as mask_module
 from prefixtree.packing.gather import GatherPlan
+from tests.support.attention_checks import Case, assert_as_promised, ours, run
+from tests.support.strategies import mask_of, random_forest
 
 
 def _mask(seed: int) -> TreeMask:

@@ -10,19 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forest_examples import EXAMPLE, as_lists, example
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    Sequences,
-    forests,
-    packed_path,
-    positions_of,
-    predictors_of,
-    query_ranges,
-    subtree_ends,
-    token_sequences,
-)
 
 from prefixtree import (
     ForestError,
@@ -34,6 +23,17 @@ from prefixtree import (
     pack,
 )
 from prefixtree.packing.mask_plan import plan_of
+from tests.support.forest_examples import EXAMPLE, as_lists, example
+from tests.support.strategies import (
+    Sequences,
+    forests,
+    packed_path,
+    positions_of,
+    predictors_of,
+    query_ranges,
+    subtree_ends,
+    token_sequences,
+)
 
 # ---- layout -------------------------------------------------------------------------------------
 

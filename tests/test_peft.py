@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import (
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.integrations.adapters import LORA_VARIANTS, METHODS, check_adapters
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     Objective,
     Run,
     assert_same,
@@ -19,11 +24,6 @@ from models import (
     run_packed,
     run_replicated,
 )
-from torch import nn
-
-import prefixtree as pt
-from prefixtree.integrations.adapters import LORA_VARIANTS, METHODS, check_adapters
-from prefixtree.integrations.transformers import sequence_logprobs
 
 peft = pytest.importorskip("peft")
 

@@ -11,7 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
+
+from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
+from prefixtree.loops import planning as loops
+from prefixtree.packing import _planning
+from prefixtree.packing.cost_model import CostModel
+from prefixtree.packing.micro_batches import PlanStats
+from tests.support.strategies import (
     Sequences,
     batches_of,
     forests,
@@ -20,12 +26,6 @@ from strategies import (
     sequences_of,
     token_sequences,
 )
-
-from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
-from prefixtree.loops import planning as loops
-from prefixtree.packing import _planning
-from prefixtree.packing.cost_model import CostModel
-from prefixtree.packing.micro_batches import PlanStats
 
 
 def trie_tokens(sequences: Any) -> set[tuple[int, ...]]:

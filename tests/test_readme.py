@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from spawn import run_ranks
 
 import prefixtree as pt
+from tests.support.spawn import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -82,7 +82,7 @@ def test_the_loop_over_ranks(tmp_path: Path) -> None:
         (-advantage * (picked * torch.tensor(mask[1:])).sum() / scored).backward()
     alone = {n: p.grad for n, p in model.named_parameters()}
 
-    (mine, first), (theirs, second) = run_ranks("test_readme", tmp_path)
+    (mine, first), (theirs, second) = run_ranks(__name__, tmp_path)
     assert sorted([mine, theirs]) == [[], [0, 1, 2, 3]]
     for name, expected in alone.items():
         for got in (single, first, second):

@@ -7,16 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family_configs import FAMILIES, PARTS, TINY
-from models import (
-    assert_same,
-    build,
-    cases,
-    make_objective,
-    ragged_sequences,
-    run_packed,
-    run_replicated,
-)
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
@@ -27,6 +17,16 @@ from prefixtree.integrations.transformers import (
     allow_model_type,
     sequence_logprobs,
     supported_model_types,
+)
+from tests.support.family_configs import FAMILIES, PARTS, TINY
+from tests.support.models import (
+    assert_same,
+    build,
+    cases,
+    make_objective,
+    ragged_sequences,
+    run_packed,
+    run_replicated,
 )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chat_tokenizer import CHATML, save_tokenizer
 
 from prefixtree.errors import InputError
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import (
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.integrations import scoring_head
+from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
+from tests.support.models import (
     HIDDEN,
     VOCABULARY,
     AdaptedHead,
@@ -28,11 +33,6 @@ from models import (
     run_replicated,
     same_bits,
 )
-from torch import nn
-
-import prefixtree as pt
-from prefixtree.integrations import scoring_head
-from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 
 # ---- what comes back -----------------------------------------------------------------------------
 

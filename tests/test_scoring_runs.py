@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import operations
-from models import (
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     HIDDEN,
     VOCABULARY,
     AdaptedHead,
@@ -27,12 +33,6 @@ from models import (
     run_packed,
     same_bits,
 )
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
-
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
 
 # ---- memory and work -----------------------------------------------------------------------------
 

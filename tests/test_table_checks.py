@@ -7,11 +7,11 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from strategies import mask_of
-from table_checks import assert_tables_exact, shape_id
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
 from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
+from tests.support.strategies import mask_of
+from tests.support.table_checks import assert_tables_exact, shape_id
 
 Break = Callable[[dict[str, torch.Tensor]], None]
 

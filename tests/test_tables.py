@@ -10,7 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import (
+
+from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
+from prefixtree.loops import block_tables as loops
+from tests.support.strategies import (
     ancestors_or_self,
     forests,
     mask_of,
@@ -20,10 +23,7 @@ from strategies import (
     random_forest,
     subtree_ends,
 )
-from table_checks import assert_tables_exact, listed_forward, shape_id, visible_pairs
-
-from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
-from prefixtree.loops import block_tables as loops
+from tests.support.table_checks import assert_tables_exact, listed_forward, shape_id, visible_pairs
 
 SHAPES = [
     TileShape(16, 64),

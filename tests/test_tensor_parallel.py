@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from models import Run, assert_same, build, ragged_objective, run_replicated
-from spawn import run_ranks
-from tensor_parallel import AUTO, HEADS
+
+from tests.support.models import Run, assert_same, build, ragged_objective, run_replicated
+from tests.support.spawn import run_ranks
+from tests.support.tensor_parallel_ranks import AUTO, HEADS
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank computed, a plan."""
-    return run_ranks("tensor_parallel", tmp_path_factory.mktemp("tensor_parallel"))
+    return run_ranks(
+        "tests.support.tensor_parallel_ranks", tmp_path_factory.mktemp("tensor_parallel")
+    )
 
 
 @pytest.mark.parametrize("plan", [AUTO, "head left out"])

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import (
+from packaging import version
+from transformers import AutoModelForCausalLM
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     FAMILIES,
     TRANSFORMERS,
     VOCABULARY,
@@ -29,11 +34,6 @@ from models import (
     run_replicated,
     same_bits,
 )
-from packaging import version
-from transformers import AutoModelForCausalLM
-
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
 
 # ---- one model that generates and trains ---------------------------------------------------------
 

@@ -10,12 +10,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, assert_as_promised, assert_numerics, ours, run
-from conftest import Poison
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import ancestors_or_self, forests, mask_of, query_ranges, random_forest
-from triton_tiles import DEVICE, DTYPES, TILES, use
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
@@ -23,6 +19,16 @@ from prefixtree.kernels import operator
 from prefixtree.kernels.choice import choose
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
+from tests.conftest import Poison
+from tests.support.attention_checks import Case, assert_as_promised, assert_numerics, ours, run
+from tests.support.strategies import (
+    ancestors_or_self,
+    forests,
+    mask_of,
+    query_ranges,
+    random_forest,
+)
+from tests.support.triton_tiles import DEVICE, DTYPES, TILES, use
 
 # numpy warns where dead lanes overflow in the interpreter; what is stored is checked
 pytestmark = pytest.mark.filterwarnings(

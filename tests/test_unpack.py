@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Poison
-from forest_examples import EXAMPLE, as_lists, example
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
+
+from prefixtree import ForestError, PackedForest, PrefixForest, pack
+from prefixtree.loops import sequence_copies as copies
+from prefixtree.packing import gather, layout
+from tests.conftest import Poison
+from tests.support.forest_examples import EXAMPLE, as_lists, example
+from tests.support.strategies import (
     Sequences,
     forests,
     packed_path,
@@ -20,10 +24,6 @@ from strategies import (
     summed_over_copies,
     token_sequences,
 )
-
-from prefixtree import ForestError, PackedForest, PrefixForest, pack
-from prefixtree.loops import sequence_copies as copies
-from prefixtree.packing import gather, layout
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 

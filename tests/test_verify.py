@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cli_runs import one_thread, run, run_json, write_rollouts
-from models import let_wrong_masks_run
 
 from prefixtree.forest import PrefixForest
+from tests.support.cli_runs import one_thread, run, run_json, write_rollouts
+from tests.support.models import let_wrong_masks_run
 
 CONFIG = {
     "model_type": "qwen3",
@@ -243,8 +243,9 @@ def test_a_name_that_is_not_in_the_cache(monkeypatch, rollout_file):
 
 def test_a_name_that_is_in_the_cache(tmp_path, rollout_file, config_file):
     """As a download leaves it: a snapshot, and a reference that names it."""
-    from chat_tokenizer import CHATML, save_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.support.chat_tokenizer import CHATML, save_tokenizer
 
     cached = tmp_path / "hub" / "models--someone--tiny"
     snapshot = cached / "snapshots" / ("0" * 40)

@@ -6,14 +6,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from cli_runs import one_thread, run_json
-from family_configs import FAMILIES, VOCABULARY
-from models import build, cases
 from torch.nn import functional as F
 
 from prefixtree.testing import reference
 from prefixtree.testing.compare import gradient_differences
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
+from tests.support.cli_runs import one_thread, run_json
+from tests.support.family_configs import FAMILIES, VOCABULARY
+from tests.support.models import build, cases
 
 QWEN3 = {
     "model_type": "qwen3",

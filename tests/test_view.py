@@ -13,19 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import run, run_json, write_rollouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from strategies import ancestors_or_self, forests, mask_of, query_ranges, random_forest
-from table_checks import listed_forward
 
 from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, view
 from prefixtree.cli.pictures import check_picture_path, write_pictures
 from prefixtree.errors import ForestError, InputError
 from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.view import plot_forest, plot_mask
+from tests.support.cli_runs import run, run_json, write_rollouts
+from tests.support.strategies import (
+    ancestors_or_self,
+    forests,
+    mask_of,
+    query_ranges,
+    random_forest,
+)
+from tests.support.table_checks import listed_forward
 
 ROOT = Path(__file__).parents[1]
 DOC = ROOT / "docs" / "how-it-works.md"

@@ -16,13 +16,13 @@ import cutlass
 import pytest
 import torch
 from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
-from strategies import mask_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefixtree import PrefixForest
 from prefixtree.kernels.flash import device, launch, order
 from prefixtree.kernels.flash.lists import ForestLists, Lists, lists_of
 from prefixtree.kernels.protocol import AttentionCall
+from tests.support.strategies import mask_of
 
 CPU = torch.device("cpu")
 FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])

@@ -19,11 +19,11 @@ from flash_attn.cute.block_sparsity import (
 )
 from flash_attn.cute.mask import call_mask_mod
 from flash_attn.cute.utils import AuxData
-from strategies import mask_of, random_forest
 
 from prefixtree import PrefixForest
 from prefixtree.kernels.flash import device
 from prefixtree.kernels.flash.lists import Tiles, lists_of
+from tests.support.strategies import mask_of, random_forest
 
 
 @cute.jit

@@ -6,7 +6,6 @@ Everything is made here and downloaded from nowhere. The byte tokenizer has 256 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from chat_tokenizer import CHATML, save_tokenizer
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
 
 VOCABULARY = 260
 # what a run took, and what the adapter adds

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from strategies import Sequences
 
 from prefixtree import PackedForest, PrefixForest, pack
+from tests.support.strategies import Sequences
 
 EXAMPLE: Sequences = [[1, 2, 3, 4], [1, 2, 3], [1, 2, 5, 6, 7, 8], [9], [1, 2, 3]]
 ARRAYS = (

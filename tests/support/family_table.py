@@ -1,6 +1,6 @@
 """Writes docs/families.md and the README's count of types from results of test_families.py.
 
-    python tests/family_table.py RESULTS.xml ...
+    python -m tests.support.family_table RESULTS.xml ...
 
 A file is pytest's --junitxml of one version of transformers; `make families` makes them all. The
 figures, the versions and what was skipped come from the files; what a family's tiny configuration
@@ -15,10 +15,11 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
 
-from family_configs import FAMILIES, PARTS
 from packaging.version import parse
 
-ROOT = Path(__file__).parents[1]
+from tests.support.family_configs import FAMILIES, PARTS
+
+ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/families.md"
 
 # models of the family, and what the proof covers besides RoPE, grouped queries and a gated MLP

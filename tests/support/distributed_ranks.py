@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import (
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
     Objective,
     build,
     enable_checkpointing,
@@ -22,11 +26,7 @@ from models import (
     ragged_sequences,
     randomise,
 )
-from spawn import WORLD_SIZE
-from torch import nn
-
-import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.spawn import WORLD_SIZE
 
 # what each rank does between two updates: micro-batches, None for a rank that has none left
 Step = list[list[Objective | None]]

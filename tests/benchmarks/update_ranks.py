@@ -12,7 +12,7 @@ from pathlib import Path
 from prefixtree.packing.micro_batches import MicroBatchPlan
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     import update
 
     wrong = partialmethod(MicroBatchPlan.loss_weights, rank_reduction="sum")

@@ -1,8 +1,8 @@
 """Processes of one gloo group: `run_ranks("module", folder)` calls the module's
 `on_rank(rank, folder)` on each of two ranks and returns what they returned.
 
-As a script, `python spawn.py MODULE RANK FOLDER`, this file is one of the ranks. They meet in a
-file; a rank that waits for the other in vain fails after half a minute.
+As a script, `python -m tests.support.spawn MODULE RANK FOLDER`, this file is one of the ranks. They
+meet in a file; a rank that waits for the other in vain fails after half a minute.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 LIMIT = 240  # seconds
 
@@ -26,7 +27,8 @@ def run_ranks(module: str, folder: Path) -> list[Any]:
     """What each rank returned; all of them have ended."""
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, module, str(rank), str(folder)],
+            [sys.executable, "-m", __name__, module, str(rank), str(folder)],
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

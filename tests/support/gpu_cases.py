@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from attention_checks import Case, assert_numerics, ours
-from strategies import mask_of, random_forest
 
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.testing.compare import Meter
+from tests.support.attention_checks import Case, assert_numerics, ours
+from tests.support.strategies import mask_of, random_forest
 
 HALVES = [torch.bfloat16, torch.float16]
 # of tree_attention, and of what is asked of it besides out

@@ -17,17 +17,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from family_configs import (
-    BROKEN_BELOW,
-    FAMILIES,
-    REFUSED_BELOW,
-    TINY,
-    VARIANTS,
-    VOCABULARY,
-)
-from family_configs import (
-    HIDDEN as HIDDEN,
-)
 from packaging import version
 from torch import nn
 from transformers import (
@@ -40,6 +29,17 @@ from transformers import (
 from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.integrations import scoring
 from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.family_configs import (
+    BROKEN_BELOW,
+    FAMILIES,
+    REFUSED_BELOW,
+    TINY,
+    VARIANTS,
+    VOCABULARY,
+)
+from tests.support.family_configs import (
+    HIDDEN as HIDDEN,
+)
 
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)

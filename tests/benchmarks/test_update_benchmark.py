@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import update_ranks
-from benchmark_scripts import gpu_check, scripts
-from cli_runs import one_thread, write_rollouts
-from models import let_wrong_masks_run
-from test_suite import TINY, causal, result
 
 import prefixtree.integrations.transformers as adapter
 from prefixtree import PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
+from tests.benchmarks import update_ranks
+from tests.benchmarks.benchmark_scripts import gpu_check, scripts
+from tests.benchmarks.test_suite import TINY, causal, result
+from tests.support.cli_runs import one_thread, write_rollouts
+from tests.support.models import let_wrong_masks_run
 
 SIDES = ["fa2", "verl", "packed"]
 # in float32 the rounding of so small a model does not decide anything

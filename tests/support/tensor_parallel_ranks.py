@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import build, ragged_objective, ragged_packed, run_packed
-from spawn import WORLD_SIZE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
+
+from tests.support.models import build, ragged_objective, ragged_packed, run_packed
+from tests.support.spawn import WORLD_SIZE
 
 HEADS: dict[str, Any] = {
     "head left out": None,

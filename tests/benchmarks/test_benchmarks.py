@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_checks import Case, eager, run
-from benchmark_scripts import ROOT, gpu_check, scripts
-from strategies import random_forest
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.kernels.flash import launch
+from tests.benchmarks.benchmark_scripts import ROOT, gpu_check, scripts
+from tests.support.attention_checks import Case, eager, run
+from tests.support.strategies import random_forest
 
 TINY = "--device cpu --scale 0.002 --heads 4 2 --head-dim 32 --repeats 1 --warm-ups 0"
 SMALL = [*TINY.split(), "--backend", "sdpa", "--scale", "0.01"]

@@ -10,16 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import benchmark_scripts
 import numpy as np
 import pytest
 import torch
-from benchmark_scripts import gpu_check
-from cli_runs import one_thread
-from models import let_wrong_masks_run
 
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.cost import model_cost, visible_pairs
+from tests.benchmarks import benchmark_scripts
+from tests.benchmarks.benchmark_scripts import gpu_check
+from tests.support.cli_runs import one_thread
+from tests.support.models import let_wrong_masks_run
 
 NAMES = (
     "against",
