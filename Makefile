@@ -22,12 +22,12 @@ TRANSFORMERS ?= 5.5.0 5.17.0
 RECORD := -o junit_family=xunit1 --junitxml
 test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	for v in $(TRANSFORMERS); do \
-	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/$$v.xml \
+	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/integrations/transformers/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
 
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
-	$(TEST_ENV) $(BIN)/python -m pytest -q tests/test_families.py $(RECORD)=.venvs/current.xml
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/integrations/transformers/test_families.py $(RECORD)=.venvs/current.xml
 	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # its own transformers and what that needs; everything else from $(VENV)
@@ -42,7 +42,7 @@ families: test-transformers
 # the adapter for TRL, which the main environment does not have
 TRL ?= 1.16.0
 test-trl: .venvs/trl-$(TRL)/.ready
-	$(TEST_ENV) .venvs/trl-$(TRL)/bin/python -m pytest -n auto --dist worksteal tests/trl_adapter $(ARGS)
+	$(TEST_ENV) .venvs/trl-$(TRL)/bin/python -m pytest -n auto --dist worksteal tests/integrations/trl $(ARGS)
 
 # everything from $(VENV), which comes first, so that only what is missing there is installed
 .venvs/trl-%/.ready: $(READY)
@@ -56,7 +56,7 @@ test-trl: .venvs/trl-$(TRL)/.ready
 # the adapter for veRL, with real verl; a file a process, as some start ranks or Ray
 VERL ?= 0.9.1
 test-verl: .venvs/verl-$(VERL)/.ready
-	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/verl $(ARGS)
+	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/verl $(ARGS)
 
 # torch from $(VENV), which comes first, so that verl brings none; then what verl imports but does not
 # require. The project's folder too: Ray's workers start elsewhere
@@ -72,7 +72,7 @@ test-verl: .venvs/verl-$(VERL)/.ready
 # the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36
 test-flash: .venvs/fa4-$(FLASH)/.ready
-	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n auto --dist worksteal tests/flash $(ARGS)
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n auto --dist worksteal tests/kernels/flash/fa4 $(ARGS)
 
 # torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
 # ptxas comes with the CuTe DSL, the disassembler is for whoever looks

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # what has an environment of its own: make test-trl, make test-verl, make test-flash
-collect_ignore = ["trl_adapter", "verl", "flash"]
+collect_ignore = ["integrations/trl", "integrations/verl", "kernels/flash/fa4"]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined
 if not torch.cuda.is_available():

@@ -1,8 +1,9 @@
 """Which PEFT adapters run exactly on packed forests, and the refusal of the others.
 
 A method is on the list because a test compares it with each sequence alone, log-probabilities and
-the gradient of every adapter parameter (tests/test_peft.py). An adapter must compute every token
-from that token alone and draw no noise: a packed row holds many sequences.
+the gradient of every adapter parameter (tests/integrations/transformers/test_peft.py).
+An adapter must compute every token from that token alone and draw no noise: a packed row holds many
+sequences.
 """
 
 from __future__ import annotations

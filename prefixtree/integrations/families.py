@@ -1,7 +1,8 @@
 """Which transformers model types run exactly, and the checks that keep the others out.
 
 A model type is on the list because a test compares it with its own eager run, log-probabilities and
-all parameter gradients (tests/test_families.py). Nothing is inferred from what a class declares.
+all parameter gradients (tests/integrations/transformers/test_families.py). Nothing is
+inferred from what a class declares.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ _FAMILIES: dict[str, Family] = {
     "youtu": Family(),
 }
 
-# whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's (tests/test_liger.py, on a
-# GPU)
+# whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
+# (tests/integrations/transformers/test_liger.py, on a GPU)
 LIGER_LAYERS = (
     "deepseek_v2",
     "deepseek_v3",

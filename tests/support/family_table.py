@@ -94,7 +94,8 @@ ABOUT: dict[str, tuple[str, str]] = {
 
 _HEAD = """# Families
 
-Written by `make families` from the results of `tests/test_families.py`; do not edit.
+Written by `make families` from the results of
+`tests/integrations/transformers/test_families.py`; do not edit.
 
 Each family is on the allow-list because a tiny model of it, configured so that all its special
 parts take part, gives on a packed forest what its own eager attention gives sequence by sequence,

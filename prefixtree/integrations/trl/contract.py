@@ -1,7 +1,7 @@
 """What the adapter relies on in TRL, and the refusal of a TRL where it has changed.
 
 The signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
-only the source shows, are compared by tests/trl_adapter/test_trl_contract.py.
+only the source shows, are compared by tests/integrations/trl/test_contract.py.
 """
 
 from __future__ import annotations

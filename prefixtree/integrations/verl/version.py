@@ -6,8 +6,8 @@ import importlib.metadata
 
 from prefixtree.errors import UnsupportedError
 
-# those that tests/verl passes with: engines change in patch releases too, and a change that went
-# unseen could train on wrong gradients
+# those that tests/integrations/verl passes with: engines change in patch releases too, and a
+# change that went unseen could train on wrong gradients
 VERIFIED = ("0.9.1",)
 
 

@@ -20,13 +20,14 @@ from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.protocol import AttentionCall
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
-# which a registered operator cannot take apart. So one version; tests/flash holds what we rely on
+# which a registered operator cannot take apart. So one version; tests/kernels/flash/fa4
+# holds what we rely on
 VERSION = "4.0.0b36"
-# The head dims (of q and k, of v) that tests/test_flash_gpu.py holds to the bounds on an H200.
-# Gradients of others may be wrong, silently: its backward writes accumulators as wide as the head
-# dim rounded up to 16 and reads them as rounded up to 32, which differ for 16, 80, 112 and others,
-# with block lists and without (Dao-AILab/flash-attention, pull request 2896; tests/flash says when
-# that is mended).
+# The head dims (of q and k, of v) that tests/kernels/flash/test_on_gpu.py holds to the bounds on
+# an H200. Gradients of others may be wrong, silently: its backward writes accumulators as wide as
+# the head dim rounded up to 16 and reads them as rounded up to 32, which differ for 16, 80, 112 and
+# others, with block lists and without (Dao-AILab/flash-attention, pull request 2896;
+# tests/kernels/flash/fa4 says when that is mended).
 SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # From which tail on (`heads_first`) the backward takes the heads of a key tile beside one another.
 # Tails of the benchmarks' workloads, in thousandths, and what that order did to the backward's time

@@ -4,7 +4,7 @@ Its grid takes all key tiles of a head before the next head, so that the last he
 are begun last; ours takes all heads of a key tile. Nothing of flash-attn-4 is changed for it: the
 kernel is a subclass, which turns the grid and reads it turned, and `flash_attn_bwd` is a copy of
 the function that names this subclass, with compiled kernels of its own. Every name here that is
-flash-attn-4's is held by tests/flash.
+flash-attn-4's is held by tests/kernels/flash/fa4.
 """
 
 from __future__ import annotations

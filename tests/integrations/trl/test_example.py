@@ -1,0 +1,97 @@
+"""The example runs, and what docs/trl.md shows does what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixtree.cli import app
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from tests.integrations.trl.runs import make, prompts, reward
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trl_grpo", ROOT / "examples" / "trl_grpo.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_and_trls_own(example: ModuleType, tmp_path: Path) -> None:
+    ours = example.main(["--tiny", "--output", str(tmp_path / "ours")])
+    theirs = example.main(["--tiny", "--stock", "--output", str(tmp_path / "theirs")])
+    assert type(ours) is PrefixTreeGRPOTrainer and type(theirs) is not PrefixTreeGRPOTrainer
+    losses = [
+        [(log["loss"], log["grad_norm"]) for log in run.state.log_history if "loss" in log]
+        for run in (ours, theirs)
+    ]
+    assert len(losses[0]) == 4 and any(abs(loss) > 1e-3 for loss, _ in losses[0])
+    for mine, other in zip(*losses, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    # prompts of 4 worked examples, in micro-batches of two groups of 4
+    assert ours.state.log_history[0]["prefixtree/replication_ratio"] > 4
+    assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("... #### 1,200", 1.0), ("#### 3 no: #### 1200", 1.0), ("#### 12", 0.1), ("1200", 0.0)],
+)
+def test_the_reward(example: ModuleType, text: str, value: float) -> None:
+    completion = [{"role": "assistant", "content": text}]
+    assert example.correct([completion], solution=["1,200"]) == [value]
+
+
+def test_the_prompts(example: ModuleType) -> None:
+    problems = example.Dataset.from_list(
+        [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(5)]
+    )
+    rows = example.prompts(problems, num_examples=2)
+    assert rows.column_names == ["prompt", "solution"]
+    assert rows["solution"] == ["2", "3", "4"]
+    assert len({row["prompt"][0]["content"] for row in rows}) == 1
+    assert "1?\nso\n#### 1" in rows[0]["prompt"][0]["content"]
+
+
+def test_rollouts_written_as_the_page_says(folder: Path, tmp_path: Path) -> None:
+    """The ids that were trained on, which `prefixtree report` reads."""
+    page = (ROOT / "docs" / "trl.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def saving" in c)
+    names: dict = {}
+    exec(code, names)
+    file = tmp_path / "rollouts.jsonl"
+    trainer = make(PrefixTreeGRPOTrainer, folder, max_steps=1, num_iterations=1)
+    trainer.reward_funcs = [names["saving"](reward, trainer.processing_class, file)]
+    trainer.train()
+    written = [json.loads(line) for line in file.read_text().splitlines()]
+    trained = {
+        tuple(ids[mask.bool()].tolist())
+        for batch in trainer._buffered_inputs
+        for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    }
+    assert len(written) == 8
+    assert {tuple(row["prompt_ids"]) for row in written} == trained
+    assert len(trained) == 2 < len(prompts())
+    result = CliRunner().invoke(app, ["report", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"]["ratio"] > 1.8
+
+
+def test_the_page_names_what_is_refused_and_tested() -> None:
+    from prefixtree.integrations.trl import TESTED, refusals
+
+    page = (ROOT / "docs" / "trl.md").read_text()
+    assert f"**TRL {TESTED[1]}**" in page
+    for name, _, _ in refusals._ARGUMENTS:
+        if name not in ("neftune_noise_alpha", "use_transformers_continuous_batching"):
+            assert f"`{name}`" in page, name

@@ -1,0 +1,221 @@
+"""What is not verified is refused, when the trainer is made or at the first batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import AutoModelForCausalLM, StableLmConfig
+from trl import GRPOTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, refusals
+from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_grpo
+from tests.integrations.trl.runs import VOCABULARY, make, rollouts, tiny_config, tiny_mixture
+
+
+def refused(folder: Path, message: str, **arguments: Any) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        make(PrefixTreeGRPOTrainer, folder, **arguments)
+
+
+def model_of(config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_liger_kernel": True}, "use_liger_kernel=True: its layers replace the model's own"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: a shared token would draw one"),
+        ({"torch_compile": True}, "torch_compile=True: not verified under TRL"),
+        ({"use_transformers_continuous_batching": True}, "it needs a paged attention"),
+        ({"cache_implementation": "static"}, "'static': only the dynamic cache is verified"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: scores are made in the dtype"),
+        ({"fp16": True}, "fp16=True: not verified under TRL"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments(folder: Path, arguments: dict[str, Any], message: str) -> None:
+    values = SimpleNamespace(**arguments)
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_arguments(values)
+    # TRL knows the argument, and not under a value that would be let through
+    default = make(GRPOTrainer, folder, beta=0.0).args
+    assert hasattr(default, next(iter(arguments)))
+    refusals.check_arguments(default)
+
+
+def test_the_trainer_asks(folder: Path) -> None:
+    refused(folder, "cache_implementation='static'", cache_implementation="static")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("is_deepspeed_enabled", True, "DeepSpeed is not verified"),
+        ("is_fsdp_enabled", True, "FSDP is not verified"),
+        ("accelerator", SimpleNamespace(parallelism_config=object()), "a parallelism_config"),
+    ],
+)
+def test_ways_to_spread_a_model(folder: Path, name: str, value: Any, message: str) -> None:
+    trainer = make(GRPOTrainer, folder, beta=0.0)
+    refusals.check_distribution(trainer)
+    assert hasattr(trainer, name)
+    assert hasattr(trainer.accelerator, "parallelism_config")
+    setattr(trainer, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_distribution(trainer)
+
+
+def test_model_types_outside_the_allow_list(folder: Path) -> None:
+    """StableLM drops the mask's keyword, and would train on a plain causal mask."""
+    config = StableLmConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    refused(folder, "model type 'stablelm' is not verified", model=model_of(config), beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "config.attention_dropout is 0.1"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "RoPE type 'dynamic'",
+        ),
+    ],
+    ids=["dropout", "rope"],
+)
+def test_configurations(folder: Path, changes: dict[str, Any], message: str) -> None:
+    refused(folder, message, model=model_of(tiny_config(**changes)), beta=0.0)
+
+
+def test_experts_and_their_loss(folder: Path) -> None:
+    """Refused with the loss of experts, which a mixture has unless told otherwise."""
+    model = model_of(tiny_mixture())
+    refused(folder, r"set router_aux_loss_coef=0\.0", model=model, beta=0.0)
+    made = make(PrefixTreeGRPOTrainer, folder, model=model, beta=0.0, router_aux_loss_coef=0.0)
+    batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
+    with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
+        made._get_per_token_logps_and_entropies(
+            made.model, **batch, logits_to_keep=2, compute_aux_loss=True
+        )
+
+
+@pytest.mark.parametrize("name", IMAGE_PARAMETERS)
+def test_images(folder: Path, name: str) -> None:
+    made = make(PrefixTreeGRPOTrainer, folder, beta=0.0)
+    batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
+    with pytest.raises(UnsupportedError, match=f"the batch has {name}: images are not packed"):
+        made._get_per_token_logps_and_entropies(
+            made.model, **batch, logits_to_keep=2, **{name: torch.ones(1)}
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("_is_vlm", "images are not packed yet; for a text-only run pass its tokenizer"),
+        ("is_fsdp_enabled", "FSDP is not verified"),
+    ],
+)
+def test_what_trl_makes_of_its_arguments(
+    folder: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor of images, a launcher's environment."""
+    init = GRPOTrainer.__init__
+
+    def changed(self: GRPOTrainer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        setattr(self, name, True)
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", changed)
+    refused(folder, message, beta=0.0)
+
+
+def test_adapters(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def with_adapter(config: Any) -> dict[str, Any]:
+        return {"options": {"peft_config": config}, "beta": 0.0}
+
+    targets = ["q_proj", "v_proj"]
+    dropout = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.1)
+    refused(folder, r"lora_dropout.*is a dropout \(p = 0.1\)", **with_adapter(dropout))
+    make(PrefixTreeGRPOTrainer, folder, **with_adapter(dropout), disable_dropout=True)
+    activated = peft.LoraConfig(
+        r=4, target_modules=targets, task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2]
+    )
+    refused(
+        folder, "'default' is the LoRA variant alora_invocation_tokens", **with_adapter(activated)
+    )
+    lily = peft.LilyConfig(target_modules=targets)
+    refused(folder, "PEFT method LILY of adapter 'default'", **with_adapter(lily))
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    refused(folder, "PEFT method PROMPT_TUNING", **with_adapter(prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hf_quantizer", object(), "quantised weights are not verified"),
+        ("_use_kernels", True, "use_kernels replaces layers"),
+    ],
+)
+def test_weights_and_layers(name: str, value: Any, message: str) -> None:
+    model = model_of(tiny_config())
+    refusals.check_model(model)
+    vars(model)[name] = value
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_model(model)
+
+
+def test_a_dropout_that_appears_later_is_still_seen(folder: Path) -> None:
+    """At the first batch, by what scores it."""
+    made = make(PrefixTreeGRPOTrainer, folder, options={"rollout_func": rollouts}, beta=0.0)
+    made.model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+        made.model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.1)
+    )
+    with pytest.raises(UnsupportedError, match="is an active dropout"):
+        made.train()
+
+
+def test_another_signature(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that hands the forward something new must not be served as if it had not."""
+
+    def changed(self: Any, model: Any, input_ids: Any, attention_mask: Any, news: Any) -> None: ...
+
+    check_grpo(GRPOTrainer)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", changed)
+    refused(
+        folder,
+        r"changed the parameters of GRPOTrainer._get_per_token_logps_and_entropies "
+        r"\(new news; gone logits_to_keep, .*tested with TRL 1.16.0",
+    )
+    monkeypatch.delattr(GRPOTrainer, "_get_per_token_logps_and_entropies")
+    refused(folder, "has no GRPOTrainer._get_per_token_logps_and_entropies")
+
+
+def test_a_version_that_was_not_tested(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signatures may be the same and mean something else."""
+    monkeypatch.setattr(trl, "__version__", "1.99.0")
+    with pytest.warns(UserWarning, match=r"TRL 1\.99\.0: the adapter is tested with TRL 1\.16\.0"):
+        make(PrefixTreeGRPOTrainer, folder, beta=0.0)
+
+
+def test_the_attention_stays_refused_where_it_is_taken_away(folder: Path) -> None:
+    made = make(PrefixTreeGRPOTrainer, folder, options={"rollout_func": rollouts}, beta=0.0)
+    made.model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedError, match=r"which ignores the tree .*'sdpa'"):
+        made.train()

@@ -1,0 +1,216 @@
+"""Real `train()` runs: the adapter against TRL's own trainer, from the same weights and seeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
+
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from tests.integrations.trl.runs import (
+    SameOrder,
+    make,
+    moved,
+    parameters,
+    prompts,
+    reward,
+    rollouts,
+    save_model,
+    tiny_mixture,
+    train,
+    worst_metric,
+    worst_parameter,
+)
+
+SGD = {"optim": "sgd", "learning_rate": 0.3}
+
+
+def assert_equal_runs(
+    ours: GRPOTrainer, theirs: GRPOTrainer, tolerance: float = 1e-5, **options: Any
+) -> None:
+    metric, parameter = worst_metric(ours, theirs, **options), worst_parameter(ours, theirs)
+    print(f"metrics {metric}, parameters {parameter}")
+    assert metric[0] < tolerance, metric
+    assert parameter[0] < tolerance, parameter
+
+
+@pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adamw", "sgd"])
+def test_a_run_is_trls_own(folder: Path, optimizer: dict[str, Any]) -> None:
+    """One micro-batch a generation, so that no shuffle shows: every metric is TRL's."""
+    arguments = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 8,
+        "options": {"eval_dataset": prompts()},
+        **optimizer,
+    }
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    theirs = train(GRPOTrainer, folder, **arguments)
+    assert type(theirs) is GRPOTrainer
+    assert moved(theirs, folder) > 1e-3
+    kl = [log["kl"] for log in theirs.state.log_history if "kl" in log]
+    assert kl[-1] > 1e-5  # the reference took part
+    assert any("eval_loss" in log for log in ours.state.log_history)
+    assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adamw", "sgd"])
+def test_accumulated_micro_batches(folder: Path, optimizer: dict[str, Any]) -> None:
+    """Several micro-batches a step, which TRL fills in another order: what is a mean of their
+    means (entropy, kl, clip ratios) depends on it, losses and parameters do not."""
+    ours = train(PrefixTreeGRPOTrainer, folder, loss_type="dapo", **optimizer)
+    theirs = train(GRPOTrainer, folder, loss_type="dapo", **optimizer)
+    assert moved(theirs, folder) > 1e-3
+
+    def is_a_sum(name: str) -> bool:
+        return name not in ("kl", "entropy") and not name.startswith("clip_ratio")
+
+    assert_equal_runs(ours, theirs, wanted=is_a_sum)
+    ratio = [log["prefixtree/replication_ratio"] for log in ours.state.log_history if "loss" in log]
+    # a group of 4: its prompt, longer than a completion, is packed once
+    assert min(ratio) > 1.8
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_type": "grpo", "scale_rewards": "batch"},
+        {"loss_type": "bnpo", "temperature": 0.7, "learning_rate": 0.1},
+        {"loss_type": "dr_grpo", "num_iterations": 3, "max_steps": 4},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0},
+        {"entropy_coef": 0.05, "top_entropy_quantile": 0.5},
+        # generation every 4 micro-batches of 2 steps: old log-probabilities are computed
+        {"steps_per_generation": 4, "num_iterations": 1},
+        # micro-batches that cut groups
+        {"per_device_train_batch_size": 6},
+        {
+            "mask_truncated_completions": True,
+            "pad_to_multiple_of": 8,
+            "options": {"rollout_func": rollouts},
+        },
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+# of micro-batches: both sides have the same
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+def test_settings_of_the_loss(folder: Path, arguments: dict[str, Any]) -> None:
+    """Every metric equals TRL's forward on the same micro-batches."""
+    ours = train(PrefixTreeGRPOTrainer, folder, **{**SGD, **arguments})
+    theirs = train(SameOrder, folder, **{**SGD, **arguments})
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+def test_multi_turn_rollouts_and_their_mask(folder: Path) -> None:
+    """Answers of the environment are read and not trained on; branches meet at several depths."""
+    arguments = {**SGD, "options": {"rollout_func": rollouts}, "max_completion_length": 40}
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    theirs = train(SameOrder, folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    assert ours._buffered_inputs[0]["tool_mask"].eq(0).any()
+    ratio = [log["prefixtree/replication_ratio"] for log in ours.state.log_history if "loss" in log]
+    assert min(ratio) > 1.5
+
+    def unmasked(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        return {k: v for k, v in rollouts(chats, trainer).items() if k != "env_mask"}
+
+    blind = train(
+        PrefixTreeGRPOTrainer, folder, **{**arguments, "options": {"rollout_func": unmasked}}
+    )
+    assert worst_parameter(ours, blind)[0] > 1e-4
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Without its load-balancing loss, which is refused."""
+    folder = save_model(tmp_path, tiny_mixture())
+    arguments = {**SGD, "options": {"rollout_func": rollouts}, "router_aux_loss_coef": 0.0}
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    theirs = train(SameOrder, folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("LoraConfig", {"r": 4}), ("IA3Config", {"feedforward_modules": ["up_proj"]})],
+)
+def test_adapters_with_their_reference(folder: Path, method: str, settings: dict[str, Any]) -> None:
+    """The reference is the model without its adapter."""
+    peft = pytest.importorskip("peft")
+
+    def adapter() -> Any:
+        return getattr(peft, method)(target_modules=["q_proj", "v_proj", "up_proj"], **settings)
+
+    # LoRA's A starts at random from the trainer's seed, B at 0
+    arguments = {**SGD, "learning_rate": 1.0}
+    ours = train(PrefixTreeGRPOTrainer, folder, options={"peft_config": adapter()}, **arguments)
+    theirs = train(SameOrder, folder, options={"peft_config": adapter()}, **arguments)
+    assert ours.ref_model is None
+    assert max(log.get("kl", 0) for log in ours.state.log_history) > 1e-5
+    assert_equal_runs(ours, theirs)
+
+
+def test_mixed_precision(folder: Path) -> None:
+    """`bf16=True`, TRL's default: as near to a float32 run as TRL's own."""
+    # one iteration: a token that rounding puts on the other side of a clip drowns the rest
+    arguments = {**SGD, "num_iterations": 1, "options": {"rollout_func": rollouts}}
+    exact = train(SameOrder, folder, **arguments)
+    ours = train(PrefixTreeGRPOTrainer, folder, bf16=True, **arguments)
+    theirs = train(SameOrder, folder, bf16=True, **arguments)
+    wanted = parameters(exact.model)
+    errors = [
+        sum(float((p - wanted[name]).square().sum()) for name, p in parameters(run.model).items())
+        for run in (ours, theirs)
+    ]
+    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
+    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
+    assert moved(exact, folder) > 10 * worst_parameter(ours, exact)[0]
+
+
+def test_a_checkpoint_knows_nothing_of_prefixtree(folder: Path, tmp_path: Path) -> None:
+    """It loads with transformers alone, and training goes on from it as TRL's does."""
+    arguments = {
+        **SGD,
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "options": {"rollout_func": rollouts},
+    }
+    train(PrefixTreeGRPOTrainer, folder, **arguments)
+    saved = tmp_path / "checkpoint-4"
+    for file in saved.glob("*.json"):
+        assert "prefixtree" not in json.dumps(
+            {k: v for k, v in json.loads(file.read_text()).items() if k != "log_history"}
+        ), file
+    assert AutoModelForCausalLM.from_pretrained(saved).config._attn_implementation == "sdpa"
+    resumed = [make(trainer, folder, **arguments) for trainer in (PrefixTreeGRPOTrainer, SameOrder)]
+    for trainer in resumed:
+        trainer.train(resume_from_checkpoint=str(saved))
+        assert trainer.state.global_step == 6
+    assert_equal_runs(*resumed)
+
+
+def test_the_same_model_generates(folder: Path) -> None:
+    """Token by token what sdpa attention generates, in training mode as TRL calls it."""
+    ours = make(PrefixTreeGRPOTrainer, folder, options={"reward_funcs": reward})
+    theirs = make(GRPOTrainer, folder)
+    chats = list(prompts()["prompt"]) * 2
+    completions = []
+    for trainer in (ours, theirs):
+        trainer.model.train()
+        torch.manual_seed(3)
+        completions.append(trainer._generate(chats)[1])
+    assert completions[0] == completions[1]
+    assert ours.model.config._attn_implementation == "prefixtree"
+    assert ours.ref_model.config._attn_implementation == "prefixtree"
+    assert theirs.model.config._attn_implementation == "sdpa"

@@ -1,0 +1,61 @@
+"""Whether a run with packed forests is the run that verl's own engine gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations.verl.runs import Settings
+
+# what verl averages over micro-batches, however many tokens each has
+_MEANS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac", "vpred_mean", "kl_coef")
+_MACHINE = ("perf/", "mfu", "prefixtree/")
+
+
+def difference(a: Any, b: Any) -> float:
+    """The greatest absolute difference of two lists (of tensors or numbers) of one length."""
+    assert len(a) == len(b), (len(a), len(b))
+    return max(
+        float(abs(x - y).max() if hasattr(x, "max") else abs(x - y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
+    """Asserts that everything agrees, and returns the greatest differences.
+
+    Log-probabilities, entropies and values to 1e-5; metrics of every update (relative to their
+    size) and parameters after the last one to the settings' tolerance.
+    """
+    assert isinstance(stock, dict), stock
+    assert isinstance(packed, dict), packed
+    worst = {}
+    assert stock["infer"].keys() == packed["infer"].keys()
+    for name, values in stock["infer"].items():
+        worst[name] = difference(values, packed["infer"][name])
+        assert worst[name] < 1e-5, name
+    compared = set()
+    for name, values in stock["metrics"].items():
+        key = name.split(": ")[1]
+        if key.startswith(_MACHINE):
+            continue
+        if not settings.same_steps and key.split("/")[-1] in _MEANS:
+            continue
+        scale = max(1.0, *(abs(float(v)) for v in values))
+        worst[name] = difference(values, packed["metrics"][name]) / scale
+        assert worst[name] < settings.tolerance, (name, values, packed["metrics"][name])
+        compared.add(key)
+    roles = stock["parameters"].keys()
+    assert {"loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss"} <= compared
+    assert ("kl_loss" if settings.algorithm == "grpo" else "critic/vf_loss") in compared
+    for role in roles:
+        before, after = stock["start"][role], stock["parameters"][role]
+        moved = [float((after[n] - before[n]).abs().max()) for n in after]
+        # equal parameters show something only where updates changed them
+        assert sum(m > 1e-3 for m in moved) >= len(moved) // 2, sorted(moved)
+        names = list(after)
+        other = packed["parameters"][role]
+        worst[f"{role} parameters"] = difference(
+            [after[n] for n in names], [other[n] for n in names]
+        )
+        assert worst[f"{role} parameters"] < settings.tolerance
+    return worst

@@ -1,0 +1,147 @@
+"""verl on a CPU: a platform for it, and verl's and prefixtree's engines registered for it.
+
+verl brings platforms for accelerators only. Importing this module (tests do, and Ray's workers
+through VERL_USE_EXTERNAL_MODULES) registers one named "cpu", which VERL_PLATFORM=cpu selects.
+`register_engines` then makes verl's own FSDP engines available for it under the vendor "stock",
+and prefixtree's under "prefixtree"; VERL_ENGINE_VENDOR chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+def _device_module() -> ModuleType:
+    """torch.cpu with the functions of torch.cuda that verl calls."""
+    module = ModuleType("cpu_device")
+    module.__dict__.update(vars(torch.cpu))
+
+    def nothing(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    names = ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved")
+    for name in (*names, "empty_cache", "synchronize", "ipc_collect"):
+        setattr(module, name, nothing)
+    module.mem_get_info = lambda *args: (0, 0)
+    module.is_available = lambda: False
+    module.get_device_name = lambda *args: "CPU"
+    module.get_rng_state = torch.get_rng_state
+    module.set_rng_state = torch.set_rng_state
+    return module
+
+
+_DEVICE = _device_module()
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """What verl asks of a platform, for a machine without an accelerator."""
+
+    device_name = "cpu"
+    vendor_name = "stock"
+    device_module = _DEVICE
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None
+
+
+class CpuFSDP(FullyShardedDataParallel):
+    """FSDP1 that does not broadcast the first rank's weights, which it refuses to do on a CPU.
+
+    Only for models that every rank loads (with tied weights verl has no meta tensors)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "sync_module_states": False})
+
+
+def _unpinned(policy: Any, pin_memory: bool) -> Any:
+    return policy(pin_memory=False)
+
+
+def register_engines() -> None:
+    """verl's own engines for vendor "stock", prefixtree's for "prefixtree"; once a process."""
+    from functools import partial
+
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl
+
+    from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
+    from tests.integrations.verl.stock_critic import StockCritic
+
+    if ("cpu", "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:
+        return
+    # verl pins what a reference offloads; without an accelerator there is nothing to pin for
+    transformer_impl.CPUOffloadPolicy = partial(_unpinned, transformer_impl.CPUOffloadPolicy)
+    transformer_impl.FSDP = CpuFSDP
+    for vendor, actor, critic in (
+        ("stock", transformer_impl.FSDPEngineWithLMHead, StockCritic),
+        ("prefixtree", PackedActorEngine, PackedCriticEngine),
+    ):
+        options: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": "cpu", "vendor": vendor}
+        EngineRegistry.register(model_type="language_model", **options)(actor)
+        EngineRegistry.register(model_type="value_model", **options)(critic)

@@ -1,0 +1,81 @@
+"""One rank of the runs of test_updates.py: `python -m tests.integrations.verl.rank RANK
+WORLD_SIZE FOLDER CASES...`.
+
+Runs every case with both engines and saves what they computed, or the traceback, a case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def steps(rank: int) -> dict[str, Any]:
+    """How ranks with unlike data agree on micro-batches, and that they cannot."""
+    from prefixtree.integrations.verl.batches import plan_bins, sequences_of, split
+    from tests.integrations.verl.runs import batch_of, rollouts
+
+    # the first rank needs few for its forest, the second, which shares nothing, many
+    rows = rollouts(10, groups=4, size=4, shared=rank == 0)
+    data = batch_of(rows, max_token_len_per_gpu=60)
+    together = split(data, None)
+    found: dict[str, Any] = {
+        "alone": len(plan_bins(sequences_of(data), 60)),
+        "together": len(together),
+        "samples": sorted(i for step in together for i in step),
+    }
+    few = {name: values[:3] for name, values in rows.items()} if rank == 0 else rows
+    short = {name: [value[:3] for value in values] for name, values in few.items()}
+    for name, data in (
+        ("too few", batch_of(few, max_token_len_per_gpu=60)),
+        ("too long", batch_of(short if rank == 0 else rows, max_token_len_per_gpu=10)),
+    ):
+        try:
+            found[name] = split(data, None)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
+    """Runs all cases on this rank."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        VERL_PLATFORM="cpu",
+        WORLD_SIZE=str(world),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    store = dist.FileStore(str(folder / "store"), world)
+    # verl would ask for "cpu:gloo" and the platform's backend for the same device
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    from tests.integrations.verl.cpu_platform import register_engines
+    from tests.integrations.verl.runs import CASES, run
+
+    register_engines()
+    results: dict[Any, Any] = {"steps": steps(rank)}
+    for name in names:
+        for vendor in ("stock", "prefixtree"):
+            try:
+                results[name, vendor] = run(vendor, folder, CASES[name], rank, world)
+            except Exception:
+                results[name, vendor] = traceback.format_exc()
+    # in one go: others wait for the name
+    torch.save(results, folder / f"rank{rank}.part")
+    (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

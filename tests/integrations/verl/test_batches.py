@@ -1,0 +1,147 @@
+"""Splitting, packing and verl's jagged layout, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+import prefixtree as pt
+from prefixtree.integrations.verl.balance import leaf_order
+from prefixtree.integrations.verl.batches import (
+    plan_bins,
+    scored_tokens,
+    sequences_of,
+    shifted_to_jagged,
+    split,
+    split_bins,
+    to_jagged,
+)
+from tests.integrations.verl.runs import batch_of, jagged, rollouts
+
+
+def distinct(sequences: list[np.ndarray], chosen: list[int]) -> int:
+    return pt.PrefixForest.from_sequences([sequences[i] for i in chosen]).num_tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("budget", [40, 100, 400])
+def test_bins_hold_every_sequence_once_within_the_budget(seed: int, budget: int) -> None:
+    sequences = sequences_of(batch_of(rollouts(seed, groups=6, size=5)))
+    bins = plan_bins(sequences, budget)
+    assert sorted(i for b in bins for i in b) == list(range(30))
+    assert all(distinct(sequences, b) <= budget for b in bins)
+
+
+def test_what_is_shared_meets_and_takes_fewer_bins_than_tokens_would() -> None:
+    rows = rollouts(1, groups=4, size=8)
+    # as verl deals samples out: no two of a group side by side
+    mixed = {k: [v[i] for j in range(8) for i in range(j, 32, 8)] for k, v in rows.items()}
+    sequences = sequences_of(batch_of(mixed))
+    groups = mixed["uid"]
+    bins = plan_bins(
+        sequences,
+        max(distinct(sequences, [i for i in range(32) if groups[i] == g]) for g in groups),
+    )
+    assert len(bins) <= 4
+    replicated = sum(len(s) for s in sequences)
+    assert sum(distinct(sequences, b) for b in bins) < replicated / 2
+
+
+def test_the_fullest_bins_are_halved() -> None:
+    assert split_bins([[0, 1, 2, 3], [4]], 2) == [[0, 1, 2, 3], [4]]
+    assert split_bins([[0, 1, 2, 3], [4]], 3) == [[0, 1], [2, 3], [4]]
+    assert split_bins([[0, 1, 2], [4]], 4) == [[0], [1], [2], [4]]
+    bins = [[3, 0], [1]]
+    split_bins(bins, 3)
+    assert bins == [[3, 0], [1]]
+
+
+def test_halves_keep_neighbours() -> None:
+    rows = rollouts(2, groups=2, size=4)
+    sequences = sequences_of(batch_of(rows))
+    (whole,) = plan_bins(sequences, 10_000)
+    halves = split_bins([whole], 2)
+    assert [{rows["uid"][i] for i in half} for half in halves] in (
+        [{"2-0"}, {"2-1"}],
+        [{"2-1"}, {"2-0"}],
+    )
+
+
+def test_leaves_stand_beside_those_that_share_most() -> None:
+    sequences = [[1, 2, 3], [7, 8], [1, 2, 4], [7, 9], [1, 2]]
+    order = leaf_order(pt.PrefixForest.from_sequences(sequences))
+    assert order in ([4, 0, 2, 1, 3], [1, 3, 4, 0, 2])
+
+
+def test_a_fixed_size_brings_groups_together() -> None:
+    rows = rollouts(3, groups=4, size=4)
+    mixed = {k: [v[i] for j in range(4) for i in range(j, 16, 4)] for k, v in rows.items()}
+    data = batch_of(mixed, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
+    parts = split(data, None)
+    assert [len(part) for part in parts] == [4] * 4
+    assert all(len({mixed["uid"][i] for i in part}) == 1 for part in parts)
+
+
+# ---- layout ------------------------------------------------------------------------------------
+
+
+def test_the_layout_is_what_verl_reads_responses_from() -> None:
+    rows = rollouts(4, groups=2, size=3)
+    data = batch_of(rows)
+    sequences = sequences_of(data)
+    # the value of every token but the first of a sequence: which it is
+    values = [torch.arange(1, len(s)) + 100.0 * i for i, s in enumerate(sequences)]
+    out = no_padding_2_padding(shifted_to_jagged(values, data["input_ids"]), data)
+    for i, (prompt, response) in enumerate(zip(rows["prompts"], rows["responses"], strict=True)):
+        places = torch.arange(len(prompt), len(prompt) + len(response)) + 100.0 * i
+        assert torch.equal(out[i, : len(response)], places)
+    jagged_values = shifted_to_jagged(values, data["input_ids"])
+    assert torch.equal(jagged_values.offsets(), data["input_ids"].offsets())
+    assert all(row[-1] == 0 for row in jagged_values.unbind())
+
+
+def test_gradients_go_back_to_the_tokens_they_came_from() -> None:
+    like = jagged([torch.arange(4), torch.arange(1), torch.arange(3)])
+    values = [torch.randn(n, requires_grad=True) for n in (3, 0, 2)]
+    weights = torch.arange(1.0, 9.0)
+    (shifted_to_jagged(values, like).values() * weights).sum().backward()
+    grads = [v.grad for v in values]
+    assert grads[0] is not None and grads[2] is not None
+    assert grads[0].tolist() == [1, 2, 3]
+    assert grads[2].tolist() == [6, 7]
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    assert [r.tolist() for r in to_jagged(rows, jagged(rows)).unbind()] == [[1, 2], [3]]
+
+
+def test_the_response_is_scored_where_the_batch_says_what_it_is() -> None:
+    rows = rollouts(5, groups=1, size=2)
+    data = batch_of(rows)
+    masks = scored_tokens(data)
+    assert masks is not None
+    for mask, prompt, response in zip(masks, rows["prompts"], rows["responses"], strict=True):
+        assert mask.tolist() == [False] * len(prompt) + [True] * len(response)
+
+
+def everything(data: Any) -> None:
+    assert scored_tokens(data) is None
+
+
+def test_everything_is_scored_otherwise() -> None:
+    rows = rollouts(5, groups=1, size=2)
+    everything(batch_of(rows, return_model_output=True))
+    everything(batch_of(rows).exclude("prompts"))
+    everything(batch_of(rows).exclude("responses"))
+    padded = batch_of(rows)
+    padded["prompts"] = padded["prompts"].to_padded_tensor(0)
+    everything(padded)
+    # prompts and responses that are not what input_ids holds
+    other = batch_of(rows)
+    other["responses"] = jagged([r[:-1] for r in rows["responses"]])
+    everything(other)
+    tu.assign_non_tensor(other, return_model_output=False)
+    everything(other)

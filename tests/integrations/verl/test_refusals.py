@@ -1,0 +1,153 @@
+"""What is not verified is refused with the setting to change, before anything is computed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from verl.workers.config import MtpConfig, QATEngineConfig
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.verl import refusals
+from prefixtree.integrations.verl.version import check_version
+from tests.integrations.verl.runs import CASES, Settings, batch_of, jagged, make_worker, rollouts
+
+SETTINGS = CASES["grpo"]
+COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "message"),
+    [
+        ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
+        ("model_options", {"use_fused_kernels": True}, "use_fused_kernels=True"),
+        ("model_options", {"enable_activation_offload": True}, "enable_activation_offload=True"),
+        ("model_options", {"mtp": MtpConfig(enable=True)}, "mtp.enable=True"),
+        ("engine", {"qat": QATEngineConfig(enable=True)}, "qat.enable=True"),
+    ],
+)
+def test_settings(part: str, option: dict[str, Any], message: str, models: Path) -> None:
+    settings = replace(SETTINGS, **{part: option})
+    with pytest.raises(UnsupportedError, match=message):
+        make_worker("prefixtree", models / "qwen3", settings)
+
+
+def test_models_that_take_images_and_unknown_families(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    model_config, engine_config = worker.model_config, worker.engine_config
+    refusals.check_settings(model_config, engine_config)
+    hf_config = model_config.hf_config
+    hf_config.vision_config = object()
+    with pytest.raises(UnsupportedError, match="qwen3 takes images"):
+        refusals.check_settings(model_config, engine_config)
+    del hf_config.vision_config
+    hf_config.model_type = "stablelm"
+    with pytest.raises(UnsupportedError, match="'stablelm' is not verified"):
+        refusals.check_settings(model_config, engine_config)
+
+
+def test_ligers_layers_where_they_are_verified(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    model_config, engine_config = worker.model_config, worker.engine_config
+    object.__setattr__(model_config, "use_liger", True)  # frozen
+    refusals.check_settings(model_config, engine_config)
+    model_config.hf_config.model_type = "olmoe"
+    with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of olmoe"):
+        refusals.check_settings(model_config, engine_config)
+
+
+def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:
+    dropout = {"attn_implementation": "prefixtree", "attention_dropout": 0.1}
+    settings = replace(SETTINGS, model_options={"override_config": dropout})
+    with pytest.raises(UnsupportedError, match=r"attention_dropout is 0\.1"):
+        make_worker("prefixtree", models / "qwen3", settings)
+    make_worker("prefixtree", models / "qwen3", settings, forward_only=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"use_fused_kernels": True}, "use_fused_kernels=True"),
+        ({"distillation_use_topk": True}, "top-k"),
+        ({"distillation_only": True}, "top-k"),
+        ({"calculate_sum_pi_squared": True}, "calculate_sum_pi_squared=True"),
+        ({"force_group_size": 2}, "force_group_size"),
+        ({"pad_mode": "left_right"}, "pad_mode"),
+    ],
+)
+def test_batches(extra: dict[str, Any], message: str, models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    with pytest.raises(UnsupportedError, match=message):
+        worker.infer_batch(batch_of(rollouts(1, groups=1, size=2), **COMMON, **extra))
+
+
+def test_images(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    images = [{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": torch.zeros(1, 3)}]
+    data = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=images, **COMMON)
+    with pytest.raises(UnsupportedError, match="holds images"):
+        worker.infer_batch(data)
+    # what text-only batches carry where others have images
+    text = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=[{}, {}], **COMMON)
+    assert len(worker.infer_batch(text)["log_probs"].unbind()) == 2
+
+
+def test_positions_that_are_not_indices(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+    rows = [row.clone() for row in data["position_ids"].unbind()]
+    rows[1] += 1
+    data["position_ids"] = jagged(rows)
+    with pytest.raises(UnsupportedError, match="position_ids must count 0, 1, 2"):
+        worker.infer_batch(data)
+    three = [torch.arange(len(row)).expand(3, -1) for row in rows]
+    data["position_ids"] = torch.nested.as_nested_tensor(
+        [row.T for row in three], layout=torch.jagged
+    )
+    with pytest.raises(UnsupportedError, match="multi-dimensional"):
+        refusals.check_batch(data)
+
+
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_adapters(model_type: str, models: Path) -> None:
+    """As a checkpoint given as lora_adapter_path may hold them."""
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS, model_type)
+    data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+    worker.infer_batch(data)
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    peft.inject_adapter_in_model(config, worker.engine.module)
+    config.peft_type = peft.PeftType("LILY")
+    with pytest.raises(UnsupportedError, match="PEFT method LILY of adapter 'default'"):
+        worker.infer_batch(data)
+
+
+def test_a_temperature_of_zero(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    data = batch_of(rollouts(1, groups=1, size=2), **{**COMMON, "temperature": 0.0})
+    with pytest.raises(ValueError, match="above 0"):
+        worker.infer_batch(data)
+
+
+def test_a_sequence_beyond_the_budget(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", replace(SETTINGS, tokens=12))
+    with pytest.raises(ValueError, match="more than max_token_len_per_gpu=12"):
+        worker.infer_batch(batch_of(rollouts(1, groups=1, size=2), **COMMON))
+
+
+def test_a_fixed_size_that_does_not_divide(models: Path) -> None:
+    worker = make_worker("prefixtree", models / "qwen3", Settings(tokens=None, size=3))
+    with pytest.raises(ValueError, match="4 sequences on a rank do not divide"):
+        worker.infer_batch(batch_of(rollouts(1, groups=1, size=4), **COMMON))
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.9.2", "0.10.0"])
+def test_other_versions_of_verl(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_version()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(UnsupportedError, match=rf"this is verl {version},.* install verl==0\.9\.1"):
+        check_version()

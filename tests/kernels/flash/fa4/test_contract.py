@@ -1,0 +1,188 @@
+"""What the flash backend relies on in flash-attn-4, so that another version fails readably."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import FunctionType
+
+import cutlass
+import pytest
+import torch
+from flash_attn.cute import block_sparsity, interface
+from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
+from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.tile_scheduler import SingleTileScheduler
+from flash_attn.cute.utils import hash_callable
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prefixtree.kernels.flash import device, launch, order
+
+
+def test_the_version() -> None:
+    assert launch.installed() == launch.VERSION, (
+        "go through tests/kernels/flash/fa4, then move launch.VERSION"
+    )
+
+
+@pytest.mark.parametrize(
+    "call, positional, keywords",
+    [
+        (
+            "_flash_attn_fwd",
+            ["q", "k", "v"],
+            "softmax_scale learnable_sink score_mod mask_mod aux_scalars block_sparse_tensors "
+            "pack_gqa out lse return_lse",
+        ),
+        (
+            "_flash_attn_bwd",
+            ["q", "k", "v", "out", "dout", "lse"],
+            "softmax_scale score_mod score_mod_bwd mask_mod aux_scalars block_sparse_tensors dlse "
+            "learnable_sink dq dk dv",
+        ),
+    ],
+)
+def test_arguments_of_the_calls(call: str, positional: list[str], keywords: str) -> None:
+    parameters = inspect.signature(getattr(interface, call)).parameters
+    assert list(parameters)[: len(positional)] == positional
+    missing = [name for name in keywords.split() if name not in parameters]
+    assert not missing, f"{call} no longer takes {missing}"
+    # what is left out must do nothing
+    off = {"causal": False, "window_size_left": None, "deterministic": False, "num_splits": 1}
+    for name, default in off.items():
+        if name in parameters:
+            assert parameters[name].default == default, name
+
+
+def test_fields_of_the_lists() -> None:
+    names = "mask_block_cnt mask_block_idx full_block_cnt full_block_idx block_size"
+    assert set(names.split()) <= set(block_sparsity.BlockSparseTensorsTorch._fields)
+
+
+@pytest.mark.parametrize("d, d_v", launch.SERVED)
+def test_tiles_are_the_ones_it_takes(d: int, d_v: int) -> None:
+    ours = launch.tiles_for(d, d_v)
+    forward = interface._tile_size_fwd_sm90(d, d_v, False, False, sparse_block_size_q=128)
+    backward = interface._tile_size_bwd_sm90(d, d_v, False, False, sparse_block_size_q=128)
+    assert ours.queries == forward.m_block_size == launch.TILE_ROWS
+    assert ours.forward_keys == forward.n_block_size
+    assert ours.backward_keys == backward.n_block_size
+    assert ours.queries % backward.m_block_size == 0
+
+
+def test_what_packing_heads_rests_on() -> None:
+    """When a group that does not divide the rows is loaded by TMA, `launch.packs_heads` can go."""
+    forward = inspect.getsource(FlashAttentionForwardSm90.__call__)
+    assert "self.pack_gqa and self.tile_m % self.qhead_per_kvhead != 0" in forward
+    assert "self.num_mma_regs, self.num_producer_regs = 224, 40" in forward
+    # which the backward does not know
+    assert "    pack_gqa = False\n" in inspect.getsource(interface._flash_attn_bwd)
+    for group in range(1, 17):
+        assert launch.packs_heads(group, 128) == (group > 1)
+        assert launch.packs_heads(group, 192) == (group in (2, 4, 8, 16))
+
+
+def widths(d: int) -> set[int]:
+    """What each kernel of a backward takes a row of an accumulator to be, in float32 numbers."""
+    made = interface._tile_size_bwd_sm90(d, d, False, False, sparse_block_size_q=128)
+    rows, kept = made.m_block_size, 64 if made.dKV_swapAB else 32
+    assert "hdim_multiple_of = 64 if arch // 10 == 9 and dKV_swapAB else 32" in inspect.getsource(
+        interface._flash_attn_bwd
+    )
+    half = cutlass.BFloat16
+    writes = FlashAttentionBackwardSm90(
+        half, d, d, tile_m=rows, tile_n=made.n_block_size, dKV_swapAB=made.dKV_swapAB
+    )
+    zeroes = FlashAttentionBackwardPreprocess(half, d, d, rows, hdim_multiple_of=kept)
+    reads = FlashAttentionBackwardPostprocess(half, d, 90, rows, hdim_multiple_of=kept)
+    return {writes.tile_hdim, zeroes.head_dim_padded, reads.tile_hdim}
+
+
+def test_head_dims_whose_accumulators_are_read_as_written() -> None:
+    """On an H200 dQ was wrong at 16 and 80. When more agree, `launch.SERVED` can be longer."""
+    agree = [d for d in range(16, 257, 16) if len(widths(d)) == 1]
+    assert agree == [32, 64, 96, 128, 144, 160, 176, 192, 224, 256]
+    assert {d for dims in launch.SERVED for d in dims} <= set(agree)
+
+
+def fake(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="cuda")
+
+
+def test_index_arrays_may_be_as_short_as_the_longest_list() -> None:
+    """Of 1000 tokens, eight tiles: arrays of two columns, shared by all heads."""
+    with FakeTensorMode():
+        given = block_sparsity.BlockSparseTensorsTorch(
+            fake(1, 1, 8), fake(1, 1, 8, 2), fake(1, 1, 8), fake(1, 1, 8, 1), block_size=(128, 128)
+        )
+        common = {"batch_size": 1, "num_head": 4, "seqlen_q": 1000, "seqlen_k": 1000}
+        forward = block_sparsity.normalize_block_sparse_config(
+            given, **common, block_size=(128, 128), q_stage=1
+        )
+        backward, _ = block_sparsity.normalize_block_sparse_config_bwd(
+            given, **common, block_size=(64, 128), q_subtile_factor=2
+        )
+        for tensors in (forward.tensors, backward):
+            assert tensors.mask_block_idx.shape == (1, 4, 8, 2)
+            assert tensors.full_block_idx.shape == (1, 4, 8, 1)
+
+
+def test_what_is_refused_because_of_it() -> None:
+    """When one of these is gone, `launch.refusal` can let more through."""
+    source = inspect.getsource(FlashAttentionBackwardSm90)
+    assert "Deterministic not implemented for block-sparse backward" in source
+    assert "GQA backward requires head_dim == head_dim_v" in source
+
+
+def test_compiled_kernels_are_keyed_on_what_differs() -> None:
+    functions = [
+        device.visible,
+        device.visible_in_window,
+        *device.softcap(3.0),
+        *device.softcap(5.0),
+    ]
+    keys = {hash_callable(function) for function in functions}
+    assert len(keys) == len(functions)
+    assert device.softcap(3.0) is device.softcap(3.0)
+
+
+# ---- what `order` turns --------------------------------------------------------------------------
+
+
+def test_the_backward_is_a_function_that_can_be_copied() -> None:
+    """By its code and defaults alone, with the names that `order` gives another meaning."""
+    call = interface._flash_attn_bwd
+    assert type(call) is FunctionType and not hasattr(call, "__wrapped__")
+    assert call.__closure__ is None and call.__kwdefaults__ is None
+    assert call.__globals__ is vars(interface)
+    source = inspect.getsource(call)
+    assert source.count("FlashAttentionBackwardSm90(") == 1
+    # filled and read by its own name, and nowhere else in its module
+    assert set(re.findall(r"\S*compile_cache\b", source)) == {"_flash_attn_bwd.compile_cache"}
+    assert order.flash_attn_bwd.compile_cache is not call.compile_cache
+    assert order.flash_attn_bwd.__globals__["FlashAttentionBackwardSm90"] is not (
+        interface.FlashAttentionBackwardSm90
+    )
+
+
+def test_a_kernel_knows_its_place_from_the_scheduler_that_it_is_given() -> None:
+    backward = FlashAttentionBackwardSm90
+    call = inspect.getsource(backward.__call__)
+    assert "TileScheduler = SingleTileScheduler" in call
+    assert call.count("self.kernel(") == call.count(".launch(") == call.count("grid=") == 1
+    assert "grid=grid_dim," in call and "grid_dim = TileScheduler.get_grid_shape(" in call
+    kernel = inspect.getsource(backward.kernel)
+    # as an argument, and once used
+    assert len(re.findall(r"\bTileScheduler\b", kernel)) == 2
+    assert "partial(TileScheduler.create, tile_sched_params)" in kernel
+    assert "block_idx" not in inspect.getsource(backward)
+    # one block a tile and head: no clusters, no splits
+    scheduler = inspect.getsource(SingleTileScheduler)
+    assert "cluster" not in call[call.index("tile_sched_args =") : call.index("self.kernel(")]
+    assert "block_idx, head_idx, batch_idx = self._blk_coord" in scheduler
+    assert "blk_coord = cute.arch.block_idx()" in scheduler
+    assert list(inspect.signature(SingleTileScheduler.create).parameters) == list(
+        inspect.signature(order.HeadsFirst.create).parameters
+    )

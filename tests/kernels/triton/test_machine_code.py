@@ -1,0 +1,44 @@
+"""The kernels compile to machine code for GPUs that are not here, within their limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def compile_for(tmp_path: Path, *arguments: str) -> list[dict]:
+    """Rows of benchmarks/compiled.py, in a process that does not interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    out = tmp_path / "compiled.json"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/compiled.py", *arguments, "--out", str(out)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())["rows"]
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: Path) -> None:
+    rows = compile_for(tmp_path, "--capability", str(capability))
+    assert {row["kernel"].split()[0] for row in rows} == {"forward", "keys", "queries"}
+    assert len({row["dims"] for row in rows}) == 4
+    if capability == 90:
+        # the products run on Hopper's tensor core instructions
+        assert all(loop["tensor"] > 0 for row in rows for loop in row["loops"])
+
+
+def test_every_feature_compiles(tmp_path: Path) -> None:
+    rows = compile_for(tmp_path, "--features", "--dims", "128x128", "--dtype", "fp16")
+    assert all(row["programs"] > 0 for row in rows)

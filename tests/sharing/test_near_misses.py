@@ -1,0 +1,479 @@
+"""Near misses: what is found behind a fork, how much it is said to save, and what parts it."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefixtree.forest import PrefixForest
+from prefixtree.loops import realign
+from prefixtree.rollouts import read_rollouts
+from prefixtree.sharing.near_misses import find_near_misses
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
+from tests.support.cli_runs import run, run_json
+
+AIRLINE = Path(__file__).parents[3] / "shared" / "data" / "airline_rollouts.jsonl.gz"
+RUN = realign.GRAM + realign.WINDOW - 1
+
+
+@pytest.fixture
+def find(tmp_path):
+    def _find(*rows, **options):
+        path = tmp_path / "rollouts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rollouts = read_rollouts(path, strict=True)
+        return find_near_misses(
+            PrefixForest.from_sequences(rollouts.sequences), rollouts, **options
+        )
+
+    return _find
+
+
+class Tokens:
+    """Runs of tokens that occur nowhere else."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __call__(self, count):
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+
+class Words:
+    """A tokenizer whose text is the token ids', three of them in two writings."""
+
+    def decode(self, ids):
+        words = {1001: "one", 1002: "one", 1003: "</think>", 1004: "<think>"}
+        return " ".join(words.get(i, str(i)) for i in ids)
+
+
+# ---- tokens to win -------------------------------------------------------------------------------
+
+
+def test_a_timestamp_hides_what_follows(find):
+    new = Tokens()
+    system, stamps, rest = new(30), [new(3), new(3), new(2)], new(100)
+    tails = [new(10), new(20), new(30)]
+    found = find(
+        *({"token_ids": [*system, *s, *rest, *t]} for s, t in zip(stamps, tails, strict=True))
+    )
+    assert (found.num_forks, found.win, found.win_sampled) == (1, 200, 0)
+    (miss,) = found.shown
+    assert (miss.win, miss.alone, miss.again, miss.branches) == (200, 200, 200, 2)
+    assert miss.difference.position == 30
+    assert miss.difference.kind == "unknown"
+    assert sorted(miss.difference.lengths) in ([3, 3], [2, 3])
+    before = " ".join(map(str, system[-16:]))
+    assert (miss.difference.is_text, miss.difference.before) == (False, before)
+    heaviest = " ".join(map(str, stamps[2]))
+    assert heaviest in miss.difference.texts
+
+
+def test_without_rerun_there_is_none(find):
+    new = Tokens()
+    system = new(50)
+    found = find(*({"token_ids": [*system, *new(200)]} for _ in range(5)))
+    assert found.shown == [] and found.num_forks == found.win == 0
+
+
+def test_the_shortest_run_that_is_promised_is_found_wherever_it_stands(find):
+    for before in range(realign.WINDOW):
+        new = Tokens()
+        system, run_ = new(7), new(RUN)
+        one = [*system, *new(5), *run_, *new(40)]
+        other = [*system, *new(5 + before), *run_, *new(30)]
+        assert find({"token_ids": one}, {"token_ids": other}).win == RUN
+
+
+def test_a_run_is_extended_to_its_last_token_on_both_sides(find):
+    new = Tokens()
+    system, run_ = new(3), new(77)
+    found = find({"token_ids": [*system, 900, *run_]}, {"token_ids": [*system, 901, 902, *run_]})
+    (miss,) = found.shown
+    assert miss.win == 77 and sorted(miss.difference.lengths) == [1, 2]
+
+
+def test_an_insertion_has_no_token_on_the_other_side(find):
+    new = Tokens()
+    system, rest = new(20), new(60)
+    found = find({"token_ids": [*system, *rest]}, {"token_ids": [*system, 999, *rest]})
+    (miss,) = found.shown
+    assert miss.win == 60 and sorted(miss.difference.lengths) == [0, 1]
+
+
+def test_every_turn_with_a_stamp_of_its_own(find):
+    new = Tokens()
+    turns = [new(50) for _ in range(4)]
+    rows = []
+    for _ in range(2):
+        rows.append({"token_ids": list(itertools.chain(*([*turn, *new(2)] for turn in turns)))})
+    (miss,) = find(*rows).shown
+    assert (miss.win, miss.alone, miss.again) == (150, 50, 150)
+
+
+def test_after_a_sampled_difference_nothing_more_is_to_win(find):
+    new = Tokens()
+    system, first, second = new(20), new(50), new(60)
+    rows = []
+    for _ in range(2):
+        stamp, answer = new(2), new(8)
+        tokens = [*system, *stamp, *first, *answer, *second]
+        mask = [0] * 22 + [0] * 50 + [1] * 8 + [0] * 60
+        rows.append({"token_ids": tokens, "loss_mask": mask})
+    found = find(*rows)
+    (miss,) = found.shown
+    assert (miss.win, miss.alone, miss.again) == (50, 50, 110)
+    assert miss.difference.kind == "given"
+    assert (found.win, found.win_sampled) == (50, 0)
+
+
+@pytest.mark.parametrize(
+    "own, kind", [((0, 0, 0), "given"), ((0, 1, 1), "mixed"), ((1, 1, 1), "sampled")]
+)
+def test_who_wrote_the_difference(find, own, kind):
+    new = Tokens()
+    system, rest = new(20), new(50)
+    rows = [
+        {"token_ids": [*system, *new(3), *rest], "loss_mask": [0] * 20 + [*own] + [0] * 50}
+        for _ in range(2)
+    ]
+    found = find(*rows)
+    assert found.shown[0].difference.kind == kind
+    assert (found.win, found.win_sampled) == ((50, 0) if kind == "given" else (0, 50))
+
+
+def test_forks_that_the_policy_did_not_sample_come_first(find):
+    new = Tokens()
+    rows = []
+    for length, scored in ((300, 1), (40, 0), (60, 0)):
+        prompt, rest = new(10), new(length)
+        for _ in range(2):
+            mask = [0] * 10 + [scored] * 3 + [0] * length
+            rows.append({"token_ids": [*prompt, *new(3), *rest], "loss_mask": mask})
+    found = find(*rows)
+    assert [miss.win for miss in found.shown] == [60, 40, 300]
+    assert found.num_forks == 3
+    assert [miss.win for miss in find(*rows, most=1).shown] == [60]
+
+
+def test_the_pair_that_repeats_most_stands_for_its_fork(find):
+    new = Tokens()
+    system, rest = new(10), new(200)
+    tails = [rest, [*rest[:40], *new(100)], [*rest[:150], *new(5)], [*rest[:60], *new(70)]]
+    (miss,) = find(*({"token_ids": [*system, *new(2), *tail]} for tail in tails)).shown
+    assert (miss.win, miss.branches, set(miss.sequences)) == (250, 3, {0, 2})
+
+
+def test_first_tokens_may_differ_within_a_group(find):
+    new = Tokens()
+    rest, elsewhere = new(100), new(120)
+    rows = [{"token_ids": [*new(1), *rest], "group": "a"} for _ in range(3)]
+    rows.append({"token_ids": elsewhere, "group": "b"})
+    found = find(*rows)
+    (miss,) = found.shown
+    assert (miss.win, miss.branches, miss.difference.position) == (200, 2, 0)
+    assert all(i < 3 for i in miss.sequences)
+
+
+def test_a_branch_is_compared_with_its_group_and_not_only_the_heaviest(find):
+    new = Tokens()
+    system = new(20)
+    tasks = [new(100) for _ in range(6)]
+    rows = [
+        {"token_ids": [*system, *new(2), *task], "group": t}
+        for _ in range(2)
+        for t, task in enumerate(tasks)
+    ]
+    rows.append({"token_ids": [*system, *new(500)], "group": 9})
+    found = find(*rows)
+    assert found.win == 600 and found.shown[0].branches == 6
+
+
+def test_repeated_boilerplate_does_not_hide_the_alignment(find):
+    new = Tokens()
+    system, boilerplate, turns = new(5), new(30), [new(40) for _ in range(8)]
+    body = list(itertools.chain(*([*boilerplate, *turn] for turn in turns)))
+    found = find({"token_ids": [*system, 900, *body]}, {"token_ids": [*system, 901, *body]})
+    assert found.win == len(body)
+
+
+@pytest.mark.parametrize("period", [1, 7, 40])
+def test_a_stretch_that_repeats_itself_is_aligned(find, period):
+    body = [*range(period)] * (2000 // period)
+    found = find({"token_ids": [500, 900, *body]}, {"token_ids": [500, 901, *body]})
+    assert found.win == len(body)
+
+
+def test_many_repeats_take_no_longer_than_few():
+    # every place of the one fits every place of the other: pairs of places would be 10^10
+    rows = [np.concatenate([[500, 900 + i], np.ones(100_000, np.int64)]) for i in range(2)]
+    tokens = np.concatenate(rows)
+    begins, ends = np.array([0, len(rows[0])]), np.array([len(rows[0]), len(tokens)])
+    index = realign.fingerprints(tokens, begins, ends)
+    assert len(index[1]) <= 2.3 * 100_000 / realign.WINDOW
+    blocks = realign.align(tokens, begins, ends, *index, 0, 2, 1)
+    assert blocks.tolist() == [[2, 100_004, 100_000]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_alignments_are_equal_tokens_in_order(seed):
+    # small vocabularies and copied stretches: many repeats, many wrong ways to align
+    rng = np.random.default_rng(seed)
+    one = rng.integers(0, 2 + 3 * seed, 400)
+    pieces = [one[i : i + rng.integers(5, 90)] for i in np.sort(rng.integers(0, 400, 6))]
+    other = np.concatenate([np.append(piece, rng.integers(0, 99, 3)) for piece in pieces])
+    tokens = np.concatenate([one, other])
+    begins, ends = np.array([0, len(one)]), np.array([len(one), len(tokens)])
+    start = int(rng.integers(0, 30))
+    index = realign.fingerprints(tokens, begins, ends)
+    blocks = realign.align(tokens, begins, ends, *index, 0, start, 1)
+    done = (start, len(one))
+    for x, y, length in blocks.tolist():
+        assert x >= done[0] and y >= done[1] and length >= realign.GRAM
+        assert x + length <= len(one) and y + length <= len(tokens)
+        assert tokens[x : x + length].tolist() == tokens[y : y + length].tolist()
+        done = (x + length, y + length)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_long_run_between_differences_is_aligned(seed):
+    rng = np.random.default_rng(seed)
+    shared = [rng.permutation(100_000)[: rng.integers(2, 90)] for _ in range(8)]
+    sides = [[np.append(run_, rng.integers(0, 10**6, 3)) for run_ in shared] for _ in range(2)]
+    one, other = (np.concatenate(side) for side in sides)
+    begins, ends = np.array([0, len(one)]), np.array([len(one), len(one) + len(other)])
+    tokens = np.concatenate([one, other])
+    index = realign.fingerprints(tokens, begins, ends)
+    blocks = realign.align(tokens, begins, ends, *index, 0, 0, 1)
+    expected = [len(run_) for run_ in shared if len(run_) >= RUN]
+    found = blocks[:, 2].tolist()
+    assert [length for length in found if length >= RUN] == expected
+
+
+def test_kept_hashes_cover_every_window():
+    tokens = np.random.default_rng(0).integers(0, 9, 5000)
+    begins, ends = np.array([0, 10, 40, 41]), np.array([10, 40, 41, 5000])
+    pointers, hashes, positions = realign.fingerprints(tokens, begins, ends)
+    assert pointers.tolist()[:2] == [0, 0] and pointers[2] == pointers[3]
+    for c in (1, 3):
+        mine = slice(pointers[c], pointers[c + 1])
+        assert (np.diff(hashes[mine].astype(float)) >= 0).all()
+        kept = np.sort(positions[mine])
+        assert kept[0] < begins[c] + realign.WINDOW
+        assert kept[-1] > ends[c] - realign.GRAM - realign.WINDOW
+        assert np.diff(kept).max(initial=0) <= realign.WINDOW
+    # equal content has equal hashes, wherever it stands
+    twice = np.concatenate([tokens[:100], [77], tokens[:100]])
+    pointers, hashes, positions = realign.fingerprints(
+        twice, np.array([0, 101]), np.array([100, 201])
+    )
+    assert hashes[: pointers[1]].tolist() == hashes[pointers[1] :].tolist()
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_gives_the_text(find):
+    new = Tokens()
+    system, rest = new(20), new(50)
+    rows = [{"token_ids": [*system, stamp, *rest]} for stamp in (700, 701)]
+    difference = find(*rows, tokenizer=Words()).shown[0].difference
+    assert difference.is_text and set(difference.texts) == {"700", "701"}
+    assert difference.before.endswith("18 19") and difference.after.startswith("20 21")
+
+
+@pytest.mark.parametrize(
+    "own, kind",
+    [(([1001], [1002]), "re-tokenised"), (([5000, 1003], []), "thinking"), (([1], [2]), "sampled")],
+)
+def test_the_text_tells_retokenised_turns_and_thinking(find, own, kind):
+    new = Tokens()
+    system, rest = new(20), new(50)
+    rows = []
+    for tokens in own:
+        ids = [*system, *tokens, *rest]
+        rows.append({"token_ids": ids, "loss_mask": [0] * 20 + [1] * (len(ids) - 20)})
+    assert find(*rows, tokenizer=Words()).shown[0].difference.kind == kind
+
+
+@pytest.mark.parametrize(
+    "before, own, after, kind",
+    [
+        ([], ([1004, 5000, 1003], []), [], "thinking"),
+        # the block's end is written in both, as some templates do
+        ([], ([1004, 5000], []), [1003], "thinking"),
+        # an empty block is none
+        ([1004], ([5000], []), [1003], "thinking"),
+        ([], ([1004, 5000, 1003], [1004, 1003]), [], "thinking"),
+        # both think; one of them is done before they run on alike
+        ([1004], ([5000, 1003, 5001], [5002]), [], "sampled"),
+        ([], ([1004, 5000, 1003], [1004, 5001]), [1003], "sampled"),
+        ([1004, 5003], ([5000], []), [1003], "sampled"),
+        # one of them does not, but says something else too
+        ([], ([1004, 5000, 1003, 5001], [5002]), [], "sampled"),
+    ],
+)
+def test_thinking_is_named_where_one_of_them_lacks_it_and_nothing_else(
+    find, before, own, after, kind
+):
+    new = Tokens()
+    system, rest = new(20), new(50)
+    rows = []
+    for tokens in own:
+        ids = [*system, *before, *tokens, *after, *rest]
+        rows.append({"token_ids": ids, "loss_mask": [0] * 20 + [1] * (len(ids) - 20)})
+    assert find(*rows, tokenizer=Words()).shown[0].difference.kind == kind
+
+
+def test_what_the_policy_sampled_in_an_earlier_row_cannot_be_won(find):
+    # a row a turn, in which earlier turns are prompt: none of them is scored in the longest rows
+    new = Tokens()
+    system, question = new(20), new(90)
+    rows = []
+    for _ in range(2):
+        first, second = new(8), new(8)
+        rows.append({"prompt_ids": system, "response_ids": first})
+        rows.append({"prompt_ids": [*system, *first, *question], "response_ids": second})
+    found = find(*rows)
+    assert (found.win, found.win_sampled) == (0, 90)
+    assert [miss.difference.kind for miss in found.shown] == ["sampled"]
+    # and what can be won, though less, stands above
+    prompt, rest = new(10), new(40)
+    rows += [{"prompt_ids": [*prompt, *new(2), *rest], "response_ids": new(5)} for _ in range(2)]
+    found = find(*rows)
+    assert [(miss.win, miss.difference.can_be_won) for miss in found.shown] == [
+        (40, True),
+        (90, False),
+    ]
+    assert [miss.win for miss in find(*rows, most=1).shown] == [40]
+
+
+def test_chats_whose_template_strips_thinking(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    path = tmp_path / "chats.jsonl"
+    rows = []
+    for thought, answer in (("so it is the first one", "Yes."), ("perhaps another", "Surely not!")):
+        talk = [
+            *chat("Answer.", "Is this the parcel that I ordered? It looks small.", answer)[:2],
+            {"role": "assistant", "content": answer, "reasoning_content": thought},
+            {"role": "user", "content": "Are you sure of that? Please look again, then tell me."},
+            {"role": "assistant", "content": answer, "reasoning_content": thought},
+        ]
+        rows.append({"messages": talk, "group": "g"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--per-turn", "--tokenizer", tokenizer)
+    facts = run_json("report", path, *options)["near_misses"]
+    # the second turns run the second question again, behind answers that the policy sampled
+    (miss,) = facts["largest"]
+    assert sorted(miss["rollouts"]) == ["line 1 turn 1", "line 2 turn 1"]
+    assert (miss["kind"], miss["can_be_won"]) == ("sampled", False)
+    assert facts["tokens_to_win"] == 0 < facts["tokens_to_win_at_sampled_forks"]
+    text = " ".join(run("report", path, *options).stdout.split())
+    assert "tokens run again, which cannot be won, at token" in text
+
+
+def test_turns_of_one_rollout_that_differ_were_written_anew(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", CHATML)
+    path = tmp_path / "chats.jsonl"
+    answer = "I looked at all of the shelves, and this is the only one with your name on it."
+    talk = [
+        *chat("Answer.", "Which one is it?", answer)[:2],
+        {"role": "assistant", "content": answer, "reasoning_content": "hm"},
+        {"role": "user", "content": "Thanks."},
+        {"role": "assistant", "content": "Bye."},
+    ]
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    options = ("--per-turn", "--tokenizer", tokenizer)
+    (miss,) = run_json("report", path, *options)["near_misses"]["largest"]
+    assert (miss["kind"], miss["can_be_won"]) == ("thinking", True)
+    assert miss["tokens_to_win"] >= len(answer)
+
+
+def chat(system, question, answer):
+    return [
+        {"role": "system", "content": system},
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def chat_rows(messages, ends=((80,), (80,))):
+    new = Tokens()
+    prompt, rest = new(20), new(50)
+    return [
+        {"token_ids": [*prompt, *new(5), *rest, *new(5)], "messages": m, "turn_ends": list(e)}
+        for m, e in zip(messages, ends, strict=True)
+    ]
+
+
+def test_the_files_messages_give_the_text(find):
+    said = [chat("be kind", f"It is {hour}:00 here. Where is my parcel?", "ok") for hour in (9, 17)]
+    difference = find(*chat_rows(said)).shown[0].difference
+    assert (difference.role, difference.message, difference.kind) == ("user", 1, "given")
+    assert set(difference.texts) == {"9", "17"}
+    assert difference.before == "It is " and difference.after == ":00 here. Where is my parcel?"
+
+
+def test_messages_that_do_not_fit_the_turns_are_not_quoted(find):
+    # by its turn_ends an assistant turn is over before the fork, by the messages none is
+    said = [chat("be kind", question, "ok") for question in "ab"]
+    difference = find(*chat_rows(said, ends=((10, 80), (10, 80)))).shown[0].difference
+    assert not difference.is_text and difference.role is None
+
+
+def test_equal_messages_are_not_quoted(find):
+    difference = find(*chat_rows([chat("s", "q", "a")] * 2)).shown[0].difference
+    assert not difference.is_text and difference.kind == "unknown"
+
+
+def test_tool_calls_and_parts_are_text(find):
+    call = {"id": "call_1", "function": {"name": "find", "arguments": '{"x": 1}'}}
+    other = {"id": "call_2", "function": {"name": "find", "arguments": '{"x": 2}'}}
+    said = []
+    for c in (call, other):
+        parts = [{"type": "text", "text": "hello"}]
+        said.append(
+            [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": None, "tool_calls": [c]},
+            ]
+        )
+    difference = find(*chat_rows(said)).shown[0].difference
+    assert difference.message == 1 and difference.kind == "sampled"
+    assert set(difference.texts) == {"1", "2"} and difference.before == 'find({"x": '
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_report_describes_near_misses(tmp_path):
+    new = Tokens()
+    system, rest = new(20), new(50)
+    path = tmp_path / "rollouts.jsonl"
+    rows = [{"token_ids": [*system, *new(2), *rest], "group": "g", "id": n} for n in ("x", "y")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = run_json("report", path)["near_misses"]
+    assert (facts["forks"], facts["tokens_to_win"]) == (1, 50)
+    (miss,) = facts["largest"]
+    assert sorted(miss["rollouts"]) == ["x", "y"] and miss["groups"] == ["g", "g"]
+    text = run("report", path).stdout
+    assert "50 tokens to win" in text and "at token 20" in text
+    assert run_json("report", path, "--near-misses", 0)["near_misses"] is None
+
+
+@pytest.mark.skipif(not AIRLINE.exists(), reason=f"needs {AIRLINE}, which is not in the project")
+def test_what_separates_real_trials():
+    # read by hand: the simulated user words the task anew in every trial, from its first message
+    facts = run_json("report", AIRLINE)
+    assert facts["groups"]["first_forks"] == {"user": 10}
+    for entry in [*facts["groups"]["best"], *facts["groups"]["worst"]]:
+        fork = entry["first_fork"]
+        assert (fork["role"], fork["message"]) == ("user", 1)
+        assert 1270 < fork["position"] < 1280
+    largest = facts["near_misses"]["largest"][0]
+    assert sorted(largest["rollouts"]) == ["task0-trial0", "task0-trial2"]
+    assert (largest["position"], largest["message"], largest["role"]) == (1460, 5, "user")
+    assert any("I want to use my certificates first" in text for text in largest["texts"])
