@@ -118,18 +118,18 @@ tests() {
   ours tests && cuda tests || return
   # exit code 5, nothing selected, is a failure too
   limited tests_gpu 420 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/test_gpu.py tests/test_flash_gpu.py tests/test_triton.py tests/test_logprobs.py \
+    tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
     ${PYTEST_ARGS:-}
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -m "not gpu" -p no:benchmark -p no:cacheprovider \
-    tests/test_attention.py tests/test_operator.py tests/test_compile.py tests/test_dualkv.py
+    tests/kernels/test_attention.py tests/kernels/test_operator.py tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
 }
 
 liger() {
   ours liger && cuda liger || return
   # its experts' kernels are tuned over dozens of compilations each, which change no result
   limited liger 400 env OMP_NUM_THREADS=1 LIGER_FUSED_MOE_AUTOTUNE=0 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/test_liger.py
+    tests/integrations/transformers/test_liger.py
 }
 
 # shared_peers NAME SECONDS SELECTION PEER...: the shared peers.py on the workloads that a slice of NAMES selects
