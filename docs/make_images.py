@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from prefixtree import PrefixForest, TileShape, pack
+from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import expand_turns, read_rollouts
-from prefixtree.view import plot_forest, plot_mask
 
 IMAGES = Path(__file__).parent / "images"
 # those of the README

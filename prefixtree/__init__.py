@@ -5,14 +5,20 @@ transformers is imported by the first use of `sequence_logprobs` or `SequenceSco
 
 from typing import TYPE_CHECKING, Any
 
-from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.errors import ForestError, InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
+from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.micro_batches import MicroBatch, MicroBatchPlan, plan_micro_batches
+from prefixtree.packing.micro_batches import (
+    MicroBatch,
+    MicroBatchPlan,
+    PlanStats,
+    plan_micro_batches,
+)
 
 if TYPE_CHECKING:
     from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
@@ -20,12 +26,15 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "BlockTables",
+    "CostModel",
     "Edges",
     "ForestError",
+    "InputError",
     "MaskStats",
     "MicroBatch",
     "MicroBatchPlan",
     "PackedForest",
+    "PlanStats",
     "PrefixForest",
     "SequenceScores",
     "TileShape",

@@ -50,8 +50,8 @@ class ModelCost:
         model_type: transformers' name.
         parameters: of the whole model; a weight that is tied counts once.
         layers: first to last.
-        outside_weights: linear weights a token meets outside layers, embedding and head.
-        head_weights: of the language model's head; only scored tokens meet them.
+        outside_weights: linear weights a token meets outside layers, embedding and lm_head.
+        lm_head_weights: of the language model's head; only scored tokens meet them.
         hidden, vocabulary: sizes.
         heads, head_dim, value_dim: of the config; layers may have others of their own.
         kv_heads: the most of any layer.
@@ -64,7 +64,7 @@ class ModelCost:
     parameters: int
     layers: tuple[LayerCost, ...]
     outside_weights: int
-    head_weights: int
+    lm_head_weights: int
     hidden: int
     vocabulary: int
     heads: int
@@ -77,7 +77,7 @@ class ModelCost:
 
     @property
     def token_weights(self) -> int:
-        """Linear weights that every token meets, outside embedding and head."""
+        """Linear weights that every token meets, outside embedding and lm_head."""
         return self.outside_weights + sum(layer.weights for layer in self.layers)
 
     @property
@@ -186,7 +186,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             per_pair = columns // dims[-1][1] * sum(dims[-1])
         elif kind in SOFTMAX:
             per_pair = heads * sum(dims[-1])
-        its_window = window if kind == "sliding_attention" else None
+        its_window = _of_layer(window, number) if kind == "sliding_attention" else None
         costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(model.get_decoder(), 0).values())
@@ -197,7 +197,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         parameters=sum(p.numel() for p in model.parameters()),
         layers=tuple(costs),
         outside_weights=outside,
-        head_weights=model.get_output_embeddings().weight.numel(),
+        lm_head_weights=model.get_output_embeddings().weight.numel(),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         heads=heads,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixtree import loops
+from prefixtree._renamed import renamed_arguments, renamed_attribute
 from prefixtree._tokens import check_tokens, flatten, integers, is_nested, label_numbers, to_numpy
 from prefixtree.errors import ForestError
 
@@ -35,7 +36,8 @@ class PrefixForest:
         node_parent: int32 [N], the parent's index, -1 for a root.
         node_start: int32 [N], the node's first token in packed order.
         node_length: int32 [N], the node's number of tokens.
-        node_depth: int32 [N], tokens on the path above the node: the position of its first token.
+        node_position: int32 [N], the position of the node's first token in its sequences: the
+            number of tokens on the path above the node.
         node_subtree_end: int32 [N], one past the last packed token of the node's subtree.
         sequence_node: int32 [S], the node at whose last token the sequence ends.
         tokens: int64 [T], token ids in packed order, or None where only the structure was given.
@@ -43,9 +45,9 @@ class PrefixForest:
 
     Invariants, checked whenever one is made (`ForestError` otherwise):
 
-        1. parents precede children; a root has parent -1 and depth 0;
+        1. parents precede children; a root has parent -1 and position 0;
         2. lengths are >= 1 and nodes lie side by side: start[n + 1] = start[n] + length[n];
-        3. depth[n] = depth[parent] + length[parent];
+        3. position[n] = position[parent] + length[parent];
         4. nodes stand depth first: a subtree lies within its parent's, and holds the tokens of its
            node and of that node's descendants, no more and no fewer;
         5. every leaf ends at least one sequence, so that no token is without a sequence.
@@ -56,7 +58,7 @@ class PrefixForest:
     node_parent: np.ndarray
     node_start: np.ndarray
     node_length: np.ndarray
-    node_depth: np.ndarray
+    node_position: np.ndarray
     node_subtree_end: np.ndarray
     sequence_node: np.ndarray
     tokens: np.ndarray | None = None
@@ -76,10 +78,11 @@ class PrefixForest:
     # ---- constructors ------------------------------------------------------------------------
 
     @classmethod
+    @renamed_arguments(keys="namespaces")
     def from_sequences(
         cls,
         sequences: Iterable[Any],
-        keys: Sequence[Hashable] | None = None,
+        namespaces: Sequence[Hashable] | None = None,
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
@@ -88,8 +91,9 @@ class PrefixForest:
         Args:
             sequences: S sequences of token ids, each a list, a numpy array or a torch tensor, 1-D.
                 A sequence may be repeated, or be a prefix of another.
-            keys: S hashable keys; sequences with different keys share nothing. For what token ids
-                do not show: LoRA adapters, images, system state. Default: everything may share.
+            namespaces: S hashable labels, one per sequence; sequences of different namespaces share
+                nothing. For what token ids do not show: LoRA adapters, images, system state.
+                Default: everything may share.
             order: how siblings stand. "heaviest": largest subtree first (fewest partial tiles; ties
                 first-come). "input": first-come. Results come back in input order either way.
 
@@ -98,17 +102,19 @@ class PrefixForest:
 
         Raises:
             ForestError: no sequences, an empty one, tokens that are negative or not integers, an
-                array of another rank than 1, or another number of keys than of sequences.
+                array of another rank than 1, or another number of namespaces than of
+                sequences.
         """
         flat, lengths = flatten(sequences, "sequences")
-        return cls._from_flat(flat, lengths, keys, order)
+        return cls._from_flat(flat, lengths, namespaces, order)
 
     @classmethod
+    @renamed_arguments(keys="namespaces")
     def from_padded(
         cls,
         input_ids: Any,
         attention_mask: Any,
-        keys: Sequence[Hashable] | None = None,
+        namespaces: Sequence[Hashable] | None = None,
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
@@ -117,7 +123,7 @@ class PrefixForest:
         Args:
             input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
             attention_mask: [B, L], nonzero on tokens; each row one unbroken run of them.
-            keys: as in `from_sequences`, one per row.
+            namespaces: as in `from_sequences`, one per row.
             order: as in `from_sequences`.
 
         Returns:
@@ -147,7 +153,7 @@ class PrefixForest:
                 f"row {bad} of attention_mask has a hole between columns {first[bad]} and "
                 f"{last[bad]}; expected one unbroken run of ones (left or right padding)"
             )
-        forest = cls._from_flat(check_tokens(ids[mask]), lengths, keys, order)
+        forest = cls._from_flat(check_tokens(ids[mask]), lengths, namespaces, order)
         columns = (ids.shape[1], first.astype(np.int64))
         return cls(**{**vars(forest), "columns": columns})
 
@@ -283,17 +289,21 @@ class PrefixForest:
 
     @classmethod
     def _from_flat(
-        cls, flat: np.ndarray, lengths: np.ndarray, keys: Sequence[Hashable] | None, order: str
+        cls,
+        flat: np.ndarray,
+        lengths: np.ndarray,
+        namespaces: Sequence[Hashable] | None,
+        order: str,
     ) -> PrefixForest:
         num_sequences = len(lengths)
         offsets = np.zeros(num_sequences + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        if keys is None:
-            key_of, perm = np.zeros(num_sequences, np.int64), np.arange(num_sequences)
+        if namespaces is None:
+            namespace_of, perm = np.zeros(num_sequences, np.int64), np.arange(num_sequences)
         else:
-            key_of = label_numbers(keys, "keys", num_sequences)
-            perm = np.argsort(key_of, kind="stable")
-        *nodes, sequence_node = loops.trie.find_prefixes(flat, offsets, perm, key_of)
+            namespace_of = label_numbers(namespaces, "namespaces", num_sequences)
+            perm = np.argsort(namespace_of, kind="stable")
+        *nodes, sequence_node = loops.trie.find_prefixes(flat, offsets, perm, namespace_of)
         parent, length, source, first = nodes
         return cls._assemble(parent, length, first, sequence_node, order, flat, source)
 
@@ -334,8 +344,8 @@ class PrefixForest:
             # numpy's large arrays come in huge pages, numba's do not: a third of the time
             tokens = np.empty(num_tokens, np.int64)
             loops.trie.gather_tokens(flat, source, new_id, nodes[1], nodes[2], tokens)
-        above, start, node_length, depth, subtree_end = nodes
-        return cls(above, start, node_length, depth, subtree_end, new_id[sequence_node], tokens)
+        above, start, node_length, position, subtree_end = nodes
+        return cls(above, start, node_length, position, subtree_end, new_id[sequence_node], tokens)
 
     # ---- facts -------------------------------------------------------------------------------
 
@@ -365,15 +375,18 @@ class PrefixForest:
         return self.num_replicated_tokens / self.num_tokens
 
     @property
-    def depth(self) -> int:
-        """The number of nodes on the path that has most of them."""
+    def num_levels(self) -> int:
+        """The number of nodes on the path that has most of them: 1 where nothing is shared."""
         return int(self.node_level.max()) + 1
+
+    depth = renamed_attribute("num_levels")
+    node_depth = renamed_attribute("node_position")
 
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
         """int64 [S], the number of tokens of each sequence, in input order."""
         node = self.sequence_node
-        lengths = (self.node_depth[node] + self.node_length[node]).astype(np.int64)
+        lengths = (self.node_position[node] + self.node_length[node]).astype(np.int64)
         lengths.setflags(write=False)
         return lengths
 
@@ -407,8 +420,9 @@ class PrefixForest:
     def to_networkx(self) -> networkx.DiGraph:
         """Returns the forest as a directed graph, edges from parent to child, in preorder.
 
-        Node attributes: start, length, depth, level, subtree_end, multiplicity, sequences (a list
-        of the indices of those that end there) and tokens (an array of their ids, or None).
+        Node attributes: start, length, position, level, subtree_end, multiplicity, sequences (a
+        list of the indices of those that end there) and tokens (an array of their ids, or None).
+        `depth` is the old name of position, for one release.
         """
         import networkx
 
@@ -422,7 +436,8 @@ class PrefixForest:
                 n,
                 start=start,
                 length=length,
-                depth=int(self.node_depth[n]),
+                position=int(self.node_position[n]),
+                depth=int(self.node_position[n]),
                 level=int(self.node_level[n]),
                 subtree_end=int(self.node_subtree_end[n]),
                 multiplicity=int(self.node_multiplicity[n]),
@@ -436,13 +451,14 @@ class PrefixForest:
     def __repr__(self) -> str:
         return (
             f"PrefixForest({self.num_sequences} sequences, {self.num_tokens} distinct of "
-            f"{self.num_replicated_tokens} tokens, {self.num_nodes} nodes, depth {self.depth})"
+            f"{self.num_replicated_tokens} tokens, {self.num_nodes} nodes, "
+            f"{self.num_levels} levels)"
         )
 
     def _check(self) -> None:
         parent, start, length = self.node_parent, self.node_start, self.node_length
         n = len(parent)
-        per_node = (start, length, self.node_depth, self.node_subtree_end)
+        per_node = (start, length, self.node_position, self.node_subtree_end)
         if n == 0 or any(len(a) != n for a in per_node) or len(self.sequence_node) == 0:
             raise ForestError("a forest has at least one node and one sequence, one entry a node")
         child, end = parent >= 0, start + length
@@ -455,8 +471,8 @@ class PrefixForest:
         require((parent >= -1) & (parent < np.arange(n)), "parents precede children")
         require(length >= 1, "a node has at least one token")
         require(start == np.concatenate([[0], end[:-1]]), "nodes lie side by side from 0")
-        depth = np.where(child, self.node_depth[above] + length[above], 0)
-        require(self.node_depth == depth, "its depth is its parent's depth + length")
+        position = np.where(child, self.node_position[above] + length[above], 0)
+        require(self.node_position == position, "its position is its parent's position + length")
         subtree_end = self.node_subtree_end
         limit = np.where(child, subtree_end[above], end[-1])
         require((subtree_end >= end) & (subtree_end <= limit), "subtree ends nest")
@@ -471,3 +487,9 @@ class PrefixForest:
         require(~leaf | ended, "a leaf ends at least one sequence; name it in sequence_ends")
         if self.tokens is not None and self.tokens.shape != (int(end[-1]),):
             raise ForestError(f"tokens must hold {end[-1]} ids, got shape {self.tokens.shape}")
+
+
+# the dataclass makes the constructor
+PrefixForest.__init__ = renamed_arguments(node_depth="node_position")(  # type: ignore[method-assign]
+    PrefixForest.__init__
+)

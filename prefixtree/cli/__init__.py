@@ -377,7 +377,10 @@ def _bench(
     tasks: Annotated[
         int | None, typer.Option(min=1, help="Take the rollouts of the first N groups.")
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, help="Of the tree, in nodes.")] = 4,
+    levels: Annotated[
+        int, typer.Option(min=1, help="Of the tree: nodes from its root to a leaf.")
+    ] = 4,
+    depth: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
     branching: Annotated[int, typer.Option(min=2, help="Of the tree.")] = 4,
     node: Annotated[int, typer.Option(min=1, help="Of the tree: tokens a node.")] = 64,
     heads: Annotated[
@@ -408,21 +411,25 @@ def _bench(
 
         prefixtree bench
         prefixtree bench rollouts.jsonl.gz --per-turn --tasks 2
-        prefixtree bench --depth 6 --branching 2 --node 1024 --device cuda
+        prefixtree bench --levels 6 --branching 2 --node 1024 --device cuda
 
     Exits with 1 when the two differ.
     """
+    from prefixtree._renamed import message
     from prefixtree.cli.bench import show
-    from prefixtree.cli.console import out, print_json, steps
+    from prefixtree.cli.console import complain, out, print_json, steps
     from prefixtree.forest import PrefixForest
     from prefixtree.testing.attention import Setting, bench, synthetic
 
-    source = f"a tree of {depth} levels, {branching} children a node, {node} tokens each"
+    if depth is not None:
+        complain(message("--depth", "--levels"))
+        levels = depth
+    source = f"a tree of {levels} levels, {branching} children a node, {node} tokens each"
     left_out = 0
     if file is None:
         if per_turn or limit is not None or tasks is not None or tokenizer is not None:
             raise InputError("--per-turn, --limit, --tasks and --tokenizer choose from a FILE")
-        forest = synthetic(depth, branching, node)
+        forest = synthetic(levels, branching, node)
     else:
         rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))
         rollouts = rollouts if tasks is None else rollouts.first_groups(tasks)

@@ -14,7 +14,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
-from prefixtree.view import plot_forest, plot_mask, require_matplotlib
+from prefixtree.plotting import plot_forest, plot_mask, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -40,7 +40,7 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     table.add_section()
     table.add_row("trees", f"{facts['trees']:,}", "")
     table.add_row("nodes", f"{facts['nodes']:,}", f"{facts['leaves']:,} of them leaves")
-    table.add_row("depth", f"{facts['depth']:,}", "nodes on the longest path")
+    table.add_row("levels", f"{facts['levels']:,}", "nodes on the path that has most")
     table.add_row(
         "children",
         f"{branching['mean_children']:.2f}",
@@ -131,7 +131,7 @@ def show_estimate(facts: dict[str, Any], console: Console) -> None:
     rows = [
         ("linear layers, PFLOP", "linear_flops", 1e15),
         ("attention, PFLOP", "attention_flops", 1e15),
-        ("head, PFLOP", "head_flops", 1e15),
+        ("lm_head, PFLOP", "head_flops", 1e15),
         ("together, PFLOP", "flops", 1e15),
         ("activations of all tokens at once, GiB", "activation_bytes", _GIB),
     ]

@@ -21,13 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._renamed import renamed_arguments, renamed_names
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask
 
-_FIX_PLAN = "make one with dualkv_plan(cu_seqlens, context_seqlen, device=q.device)"
+_FIX = "make one with dualkv_mask(cu_seqlens, context_seqlen, device=q.device)"
+
+__getattr__ = renamed_names(__name__, {"dualkv_plan": f"{__name__}.dualkv_mask"})
 
 
+@renamed_arguments(plan="mask")
 def flash_attn_dualkv_varlen_func(
     q: torch.Tensor,
     k_context: torch.Tensor,
@@ -42,7 +46,7 @@ def flash_attn_dualkv_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = True,
     *,
-    plan: TreeMask | None = None,
+    mask: TreeMask | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
 ) -> torch.Tensor:
@@ -51,9 +55,9 @@ def flash_attn_dualkv_varlen_func(
     Differentiable in q and in all keys and values; the context's gradient is the sum over all
     responses. The context's and the responses' keys (and values) are copied into one tensor.
 
-    Without a plan, a `cu_seqlens` on a GPU is read back: one synchronisation per call. On the CPU
+    Without a mask, a `cu_seqlens` on a GPU is read back: one synchronisation per call. On the CPU
     it costs none. The same lengths find the mask and the tables of an earlier call again. With a
-    plan nothing is read from a device, and torch.compile sees one graph; without a plan, the graph
+    mask nothing is read from a device, and torch.compile sees one graph; without a mask, the graph
     breaks here.
 
     Args:
@@ -64,7 +68,7 @@ def flash_attn_dualkv_varlen_func(
         k_decoded: [Tq, Hk, D], keys of the decoded tokens.
         v_decoded: [Tq, Hk, Dv], their values.
         cu_seqlens_q: int32 or int64 [N + 1], 0 and the ends of the responses in q; a response may
-            be empty. None only with a plan.
+            be empty. None only with a mask.
         cu_seqlens_k_decoded: the same numbers, as q holds every decoded token.
         max_seqlen_q: an upper bound of the longest response, in tokens. It is only checked; None
             skips the check.
@@ -72,11 +76,11 @@ def flash_attn_dualkv_varlen_func(
         max_seqlen_k_decoded: like max_seqlen_q.
         softmax_scale: factor on q k^T. Default: D ** -0.5.
         causal: True; nothing else is a forest.
-        plan: what `dualkv_plan` returned for these lengths (or any mask whose queries are all the
+        mask: what `dualkv_mask` returned for these lengths (or any mask whose queries are all the
             tokens behind the context). `cu_seqlens` are then compared with it only if they are on
             the CPU, and not in compiled code; the maxima are not looked at.
-        backend: as in `tree_attention`. Default: the plan's option.
-        deterministic: as in `tree_attention`. Default: the plan's option.
+        backend: as in `tree_attention`. Default: the mask's option.
+        deterministic: as in `tree_attention`. Default: the mask's option.
 
     Returns:
         out [Tq, H, Dv] in q's dtype.
@@ -96,8 +100,8 @@ def flash_attn_dualkv_varlen_func(
             f"context_seqlen is {context}, k_context and v_context have {k_context.shape[0]} rows; "
             "slice a longer buffer to the context first"
         )
-    if plan is None:
-        plan = _find_plan(
+    if mask is None:
+        mask = _find_mask(
             cu_seqlens_q,
             cu_seqlens_k_decoded,
             max_seqlen_q,
@@ -107,17 +111,17 @@ def flash_attn_dualkv_varlen_func(
             q.device,
         )
     else:
-        _check_plan(plan, context, q.shape[0])
+        _check_mask(mask, context, q.shape[0])
         if not torch.compiler.is_compiling():
-            _compare(plan, context, cu_seqlens_q, cu_seqlens_k_decoded)
+            _compare(mask, context, cu_seqlens_q, cu_seqlens_k_decoded)
     k = torch.cat([k_context, k_decoded])
     v = torch.cat([v_context, v_decoded])
     return tree_attention(
-        q, k, v, plan, scale=softmax_scale, deterministic=deterministic, backend=backend
+        q, k, v, mask, scale=softmax_scale, deterministic=deterministic, backend=backend
     )
 
 
-def dualkv_plan(
+def dualkv_mask(
     cu_seqlens: torch.Tensor, context_seqlen: int, device: torch.device | str | None = None
 ) -> TreeMask:
     """Makes the mask of `flash_attn_dualkv_varlen_func`, for all calls with these lengths.
@@ -139,12 +143,12 @@ def dualkv_plan(
     ends = _read(cu_seqlens, cu_seqlens)
     _check_ends(ends, ends[-1], None, None)
     where = cu_seqlens.device if device is None else torch.empty(0, device=device).device
-    return _plan(ends, _count(context_seqlen, "context_seqlen"), where)
+    return _mask(ends, _count(context_seqlen, "context_seqlen"), where)
 
 
-# numbers out of tensors are no graph; compiled code without a plan breaks here and goes on behind
-@torch.compiler.disable(reason="lengths are read from cu_seqlens; give plan= for one graph")
-def _find_plan(
+# numbers out of tensors are no graph; compiled code without a mask breaks here and goes on behind
+@torch.compiler.disable(reason="lengths are read from cu_seqlens; give mask= for one graph")
+def _find_mask(
     cu_q: Any,
     cu_k: Any,
     longest_q: int | None,
@@ -155,12 +159,12 @@ def _find_plan(
 ) -> TreeMask:
     ends = _read(cu_q, cu_k)
     _check_ends(ends, rows, longest_q, longest_k)
-    return _plan(ends, context, device)
+    return _mask(ends, context, device)
 
 
-# by value, never by address: a layer loop without a plan builds its tables once too
+# by value, never by address: a layer loop without a mask builds its tables once too
 @lru_cache(maxsize=8)
-def _plan(ends: tuple[int, ...], context: int, device: torch.device) -> TreeMask:
+def _mask(ends: tuple[int, ...], context: int, device: torch.device) -> TreeMask:
     total = context + ends[-1]
     subtree_end = np.full(total, total, np.int32)
     for start, end in itertools.pairwise(ends):
@@ -228,7 +232,7 @@ def _check_cu(cu: Any, name: str) -> torch.Tensor:
 def _read(cu_q: Any, cu_k: Any) -> tuple[int, ...]:
     """The ends as numbers; waits for a device once at most."""
     if cu_q is None or cu_k is None:
-        raise TypeError("cu_seqlens_q and cu_seqlens_k_decoded may be None only with plan=")
+        raise TypeError("cu_seqlens_q and cu_seqlens_k_decoded may be None only with mask=")
     cu_q, cu_k = _check_cu(cu_q, "cu_seqlens_q"), _check_cu(cu_k, "cu_seqlens_k_decoded")
     if cu_q is cu_k:
         return tuple(cu_q.tolist())
@@ -266,24 +270,23 @@ def _check_ends(
             raise ValueError(f"{name} is {given}, the longest response has {longest} tokens")
 
 
-def _check_plan(plan: Any, context: int, decoded: int) -> None:
-    if not isinstance(plan, TreeMask):
-        raise TypeError(f"plan must be a TreeMask, got {type(plan).__name__}; {_FIX_PLAN}")
-    if plan.num_queries != decoded or plan.num_tokens != context + decoded:
+def _check_mask(mask: Any, context: int, decoded: int) -> None:
+    if not isinstance(mask, TreeMask):
+        raise TypeError(f"mask must be a TreeMask, got {type(mask).__name__}; {_FIX}")
+    if mask.num_queries != decoded or mask.num_tokens != context + decoded:
         raise ValueError(
-            f"the plan is for {plan.num_tokens - plan.num_queries} context and "
-            f"{plan.num_queries} decoded tokens, the call has {context} and {decoded}; {_FIX_PLAN}"
+            f"the mask is for {mask.num_tokens - mask.num_queries} context and "
+            f"{mask.num_queries} decoded tokens, the call has {context} and {decoded}; {_FIX}"
         )
 
 
-def _compare(plan: TreeMask, context: int, *given: Any) -> None:
-    """A plan whose totals fit by chance would be silently wrong; what costs no wait is checked."""
-    host = plan.plan
+def _compare(mask: TreeMask, context: int, *given: Any) -> None:
+    """A mask whose totals fit by chance would be silently wrong; what costs no wait is checked."""
+    host = mask.host
     # as many queries as there are tokens behind the context: the first one tells
     if host.num_queries and host.query_runs[0, 0] != context:
         raise ValueError(
-            f"the plan's queries are not the tokens behind the {context} of the context; "
-            f"{_FIX_PLAN}"
+            f"the mask's queries are not the tokens behind the {context} of the context; {_FIX}"
         )
     for cu in given:
         if not isinstance(cu, torch.Tensor) or cu.device.type != "cpu":
@@ -293,4 +296,4 @@ def _compare(plan: TreeMask, context: int, *given: Any) -> None:
         inside = len(ends) == 0 or (starts.min() >= context and ends.max() <= host.num_tokens)
         covered = int((ends - starts).sum()) == host.num_queries
         if not (inside and covered and (host.subtree_end[starts] == ends).all()):
-            raise ValueError(f"cu_seqlens are not those that the plan was made for; {_FIX_PLAN}")
+            raise ValueError(f"cu_seqlens are not those that the mask was made for; {_FIX}")

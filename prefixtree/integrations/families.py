@@ -19,7 +19,7 @@ from prefixtree.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Family:
-    """How a family turns its head's output into logits, besides the head itself.
+    """How a family turns its lm_head's output into logits, besides the lm_head itself.
 
     Attributes:
         softcap: config attribute holding c in c tanh(logits / c), or None.
@@ -186,7 +186,7 @@ def allow_model_type(
 
     Args:
         model_type: `config.model_type` of the text model.
-        softcap: configuration attribute c of a forward that caps the logits after the head:
+        softcap: configuration attribute c of a forward that caps the logits after the lm_head:
             c tanh(logits / c). Default: none.
         scale: configuration attribute that the forward multiplies the logits by. Default: none.
         divisor: configuration attribute that the forward divides the logits by. Default: none.

@@ -25,7 +25,7 @@ from prefixtree.integrations.families import (
     check_tokens,
     family_of,
 )
-from prefixtree.kernels.calls import counted_calls
+from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.layout import PackedForest
 
 _NAME = "prefixtree"
@@ -108,7 +108,7 @@ def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None
     transformer = transformer_of(model)
     expected = _attention_layers(transformer)
     mask = packed.mask
-    with counted_calls(mask.plan) as calls:
+    with counted_calls(mask.host) as calls:
         yield
         count = calls()
     # compiled code does not count the calls of the dense backend, which is for checks

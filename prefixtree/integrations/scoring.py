@@ -23,8 +23,8 @@ from torch import nn
 
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
-from prefixtree.integrations.scoring_head import Units, logit_rule, scoring_head
-from prefixtree.packing.gather import GatherPlan, gather
+from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
+from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
 
@@ -94,7 +94,7 @@ def sequence_logprobs(
         inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
     with (
         every_layer_attends(causal_lm, packed),
-        scoring_head(causal_lm, units, rule, return_entropy, chunk_size) as handed,
+        scoring_lm_head(causal_lm, units, rule, return_entropy, chunk_size) as handed,
     ):
         output = model(**inputs, logits_to_keep=units.predictors)
     scores = handed.returned(output)
@@ -115,7 +115,7 @@ def _make_units(
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     everything = np.empty(0, np.uint8)
     selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
-    predictor = packed.mask.plan.predictor
+    predictor = packed.mask.host.predictor
     unit_of_copy = np.full(offsets[-1], -1, np.int32)
     tokens, unit_temperature, count = [], [], 0
     for value in np.unique(temperatures):
@@ -143,10 +143,10 @@ def _make_units(
     predictor_ids, token_ids = both.split([len(predictors), len(token)])
     return Units(
         predictors=predictor_ids,
-        to_predictors=GatherPlan(row.astype(np.int32), len(predictors), device),
+        to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
         target=packed.model_inputs()["input_ids"][0, token_ids],
         temperature=move(torch.from_numpy(np.concatenate(unit_temperature)), device),
-        to_sequences=GatherPlan(np.delete(unit_of_copy, offsets[:-1]), count, device),
+        to_sequences=GatherIndex(np.delete(unit_of_copy, offsets[:-1]), count, device),
         lengths=(lengths - 1).tolist(),
     )
 

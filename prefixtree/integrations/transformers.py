@@ -5,7 +5,7 @@
 
 The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
 checkpointing and torch.compile. What cannot run exactly is refused (`integrations.families`). The
-same model generates (`integrations.ordinary`).
+same model generates (`integrations.plain_batches`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from prefixtree.integrations.families import (
     check_config,
     supported_model_types,
 )
-from prefixtree.integrations.ordinary import (
-    ordinary_attention,
-    ordinary_mask,
+from prefixtree.integrations.plain_batches import (
+    plain_attention,
+    plain_mask,
     shows_positions,
 )
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
@@ -61,7 +61,7 @@ def prefixtree_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] unrepeated.
 
-    Returns ([1, T, H, Dv], None). Without a tree mask `integrations.ordinary` decides.
+    Returns ([1, T, H, Dv], None). Without a tree mask `integrations.plain_batches` decides.
     """
     if not getattr(module, "is_causal", True):
         raise UnsupportedError(
@@ -75,7 +75,7 @@ def prefixtree_attention(
         )
     if tree_mask is None:
         kwargs["dropout"] = dropout
-        return ordinary_attention(
+        return plain_attention(
             module,
             query,
             key,
@@ -111,7 +111,7 @@ def prefixtree_attention(
         raise UnsupportedError(LABELS)
     check_config(module.config, module.training)
     if shows_positions(module):
-        _check_positions_are_depths(kwargs.get("position_ids"), tree_mask)
+        _check_position_ids(kwargs.get("position_ids"), tree_mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -146,7 +146,7 @@ def _slides(module: nn.Module) -> bool:
     return index is not None and bool(layer_types[index] == "sliding_attention")
 
 
-def _check_positions_are_depths(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
+def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
     without a trace; one comparison a forward, where nothing forbids to look at the values."""
     if position_ids is None:
@@ -163,7 +163,7 @@ def _check_positions_are_depths(position_ids: torch.Tensor | None, tree_mask: Tr
     first_row = position_ids.reshape(-1, position_ids.shape[-1])[0].to(depths.dtype)
     if not torch.equal(first_row, depths):
         raise ValueError(
-            "position_ids are not the tokens' depths in the forest: pass "
+            "position_ids are not the tokens' positions in the forest: pass "
             "packed.position_ids[None], or call the model with **packed.model_inputs()"
         )
 
@@ -188,7 +188,7 @@ def prefixtree_mask(
         )
     if attention_mask is None and q_length == kv_length and q_offset == 0:
         return None
-    return ordinary_mask(
+    return plain_mask(
         attention_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
     )
 

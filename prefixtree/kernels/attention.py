@@ -12,7 +12,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import operator
 from prefixtree.kernels.backends import REFERENCE, TRITON
-from prefixtree.kernels.calls import note_call
+from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.choice import check_name, choose, passed_over
 from prefixtree.kernels.protocol import AttentionCall, reach
 from prefixtree.packing.mask import TreeMask, check_mask, check_window
@@ -73,7 +73,7 @@ def tree_attention(
         v: [T, Hk, Dv].
         mask: the packed forest's TreeMask, on the device of q.
         scale: factor on q k^T; default: D ** -0.5.
-        window: a token sees keys less than `window` above it in depth, itself counted.
+        window: a token sees keys less than `window` positions above it, itself counted.
         softcap: c in c tanh(scale q k^T / c), before the mask.
         sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
         deterministic: whether gradients are bitwise repeatable; default: the mask's own option
@@ -98,8 +98,8 @@ def tree_attention(
     if backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
-            note_call(mask.plan)
-        call = AttentionCall(q, k, v, sinks, mask.plan, scale, window, softcap)
+            note_call(mask.host)
+        call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap)
         out, lse = REFERENCE.forward(call)
     else:
         out, lse = operator.attend(
@@ -143,8 +143,8 @@ def explain(
         k = v = row.expand(mask.num_tokens, 1, 128)
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
     backend, deterministic = _of_mask(mask, backend, deterministic)
-    window = reach(mask.plan, window)
-    call = AttentionCall(q, k, v, sinks, mask.plan, scale, window, softcap, deterministic)
+    window = reach(mask.host, window)
+    call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap, deterministic)
     try:
         chosen = choose(backend, call)
     except UnsupportedError as error:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import devices
+from prefixtree.kernels import device_info
 from prefixtree.kernels.backends import BACKENDS, FLASH, SDPA, TRITON
 from prefixtree.kernels.protocol import AttentionCall, Backend
 from prefixtree.packing.block_tables import TileShape
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *reversed(_NAMED))
@@ -78,16 +78,16 @@ def choose(name: str, call: AttentionCall) -> Choice:
     # all that the choice looks at; asked in every call, so looked up
     shapes = q.shape, k.shape[1], v.shape[2]
     of_call = (q.device, q.dtype, shapes, call.scale, call.deterministic, call.window)
-    chosen = _chosen.get(call.plan)
+    chosen = _chosen.get(call.mask)
     if chosen is None:
-        chosen = _chosen[call.plan] = {}
+        chosen = _chosen[call.mask] = {}
     if of_call not in chosen:
         chosen[of_call] = _automatic(call)
     return chosen[of_call]
 
 
-# choices live as long as the plan they are of
-_chosen: weakref.WeakKeyDictionary[MaskPlan, dict[Any, Choice]] = weakref.WeakKeyDictionary()
+# choices live as long as the mask they are of
+_chosen: weakref.WeakKeyDictionary[HostMask, dict[Any, Choice]] = weakref.WeakKeyDictionary()
 
 
 def _automatic(call: AttentionCall) -> Choice:
@@ -114,10 +114,10 @@ def _refusal(backend: Backend, call: AttentionCall) -> str | None:
 
 def _compared(call: AttentionCall) -> tuple[bool, str]:
     """Whether flash, which serves the call, is expected to be faster than triton, and why."""
-    q, plan, window = call.q, call.plan, call.window
-    work = flash_work(plan, window)
-    share = longest_share(plan, window)
-    work = with_tail(work, share, q.shape[1], devices.processors(q.device))
+    q, mask, window = call.q, call.mask, call.window
+    work = flash_work(mask, window)
+    share = longest_key_tile_share(mask, window)
+    work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
     most = most_work(q.shape[2])
     is_faster = work <= most
     return is_faster, (
@@ -131,21 +131,21 @@ def most_work(d: int) -> float:
     return MOST_WORK.get(d, MOST_WORK[None])
 
 
-def flash_work(plan: MaskPlan, window: int) -> float:
+def flash_work(mask: HostMask, window: int) -> float:
     """What flash-attn-4's tiles and starts cost, over what the visible pairs alone would.
 
     Near 1 where queries see many keys and nodes are long; tiles that need the mask, pairs that are
     computed for nothing and query tiles with little to do raise it.
     """
-    tables = plan.tables(TileShape(_TILE, _TILE), window, torch.device("cpu"))
+    tables = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu"))
     # costs are in half full tiles, 3 a partial one
     tiles = int(tables.q_cost.sum()) / 2 + _STARTING * len(tables.q_cost)
-    return tiles * _TILE**2 / max(1, plan.visible_pairs(window))
+    return tiles * _TILE**2 / max(1, mask.visible_pairs(window))
 
 
-def longest_share(plan: MaskPlan, window: int) -> float:
+def longest_key_tile_share(mask: HostMask, window: int) -> float:
     """The part of all tiles of the backward that the key tile with the most query tiles has."""
-    cost = plan.tables(TileShape(_TILE, _TILE), window, torch.device("cpu")).k_cost
+    cost = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu")).k_cost
     return int(cost.max()) / int(cost.sum()) if len(cost) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of a linear head, in chunks: never more than chunk x vocabulary.
+"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary.
 
 Legend: E rows to score, V vocabulary, d hidden size.
 """
@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from prefixtree.kernels import devices
-from prefixtree.kernels import head as eager
-from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels import device_info
+from prefixtree.kernels import lm_head as eager
+from prefixtree.kernels.lm_head import LogitRule
 
 # logits held at once, beside float32 copies of them. On a CPU blocks of 16 MiB, which malloc
 # reuses: larger ones come fresh from the kernel for every operation, measured 4x slower
@@ -42,8 +42,8 @@ def linear_logprobs(
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
-    Logits are made in hidden's dtype (autocast's where it is on), as an eager head makes them, and
-    everything after in float32. The backward makes them again, chunk by chunk, and sums the
+    Logits are made in hidden's dtype (autocast's where it is on), as an eager lm_head makes them,
+    and everything after in float32. The backward makes them again, chunk by chunk, and sums the
     weight's gradient in float32.
 
     Args:
@@ -76,8 +76,8 @@ def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) 
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
 
 
-def head_logprobs(
-    head: Callable[[torch.Tensor], torch.Tensor],
+def lm_head_logprobs(
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
     vocabulary: int,
     hidden: torch.Tensor,
     target: torch.Tensor,
@@ -86,11 +86,11 @@ def head_logprobs(
     with_entropy: bool,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """`linear_logprobs` for a head that is more than a weight and a bias (an adapter on it, a
+    """`linear_logprobs` for an lm_head that is more than a weight and a bias (an adapter on it, a
     quantised or a sharded one): it is called chunk by chunk, again in the backward."""
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
-        z = rule.apply(head(h).float()) / temp[:, None]
+        z = rule.apply(lm_head(h).float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if with_entropy:
@@ -100,7 +100,7 @@ def head_logprobs(
     rows = chunk_rows(vocabulary, hidden.device, chunk)
     parts = [
         checkpoint(score, h, t, temp, use_reentrant=False)
-        # an empty batch still runs the head once, so that wrappers see it take part
+        # an empty batch still runs the lm_head once, so that wrappers see it take part
         for h, t, temp in zip(
             hidden.split(rows), target.split(rows), temperature.split(rows), strict=True
         )
@@ -210,11 +210,11 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
     """Triton's kernels if they compile here, with a warning if they should and do not."""
-    is_served = torch.version.hip is None and devices.capability(device) >= (8, 0)
+    is_served = torch.version.hip is None and device_info.capability(device) >= (8, 0)
     if not is_served or find_spec("triton") is None:
         return eager
     try:
-        from prefixtree.kernels.triton import head as fused
+        from prefixtree.kernels.triton import lm_head as fused
 
         one, none = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])

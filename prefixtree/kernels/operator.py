@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels.calls import note_call
+from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.choice import choose
 from prefixtree.kernels.protocol import AttentionCall, reach
-from prefixtree.packing.mask_plan import plan_of
+from prefixtree.packing.host_mask import host_of
 
 # One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
 # nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
@@ -53,10 +53,10 @@ def _forward(
     backend: str,
     lse_used: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = plan_of(handle)
-    note_call(plan)
-    window = reach(plan, window)
-    call = AttentionCall(q, k, v, sinks, plan, scale, window, softcap, deterministic, lse_used)
+    mask = host_of(handle)
+    note_call(mask)
+    window = reach(mask, window)
+    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, lse_used)
     with _as_given(q):
         return choose(backend, call).backend.forward(call)
 
@@ -78,9 +78,9 @@ def _backward(
     deterministic: bool,
     backend: str,
 ) -> list[torch.Tensor]:
-    plan = plan_of(handle)
-    window = reach(plan, window)
-    call = AttentionCall(q, k, v, sinks, plan, scale, window, softcap, deterministic)
+    mask = host_of(handle)
+    window = reach(mask, window)
+    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic)
     with _as_given(q):
         *grads, dsinks = choose(backend, call).backend.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 
 
 # A named tuple is frozen too, and made in a third of the time of a frozen dataclass: every layer
@@ -22,9 +22,9 @@ class AttentionCall(NamedTuple):
         k: [T, Hk, D].
         v: [T, Hk, Dv].
         sinks: [H], or None.
-        plan: the mask's host side; tables on any device are made from it.
+        mask: the host side of the mask; tables on any device are made from it.
         scale: factor on q k^T.
-        window: distance in depth; 0 for none.
+        window: distance in positions; 0 for none.
         softcap: c in c tanh(scale q k^T / c); 0 for none.
         deterministic: gradients are bitwise repeatable.
         lse_used: the caller sees lse, known in the forward alone. If not, lse is saved for the
@@ -35,7 +35,7 @@ class AttentionCall(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     sinks: torch.Tensor | None
-    plan: MaskPlan
+    mask: HostMask
     scale: float
     window: int = 0
     softcap: float = 0.0
@@ -43,9 +43,9 @@ class AttentionCall(NamedTuple):
     lse_used: bool = False
 
 
-def reach(plan: MaskPlan, window: int) -> int:
+def reach(mask: HostMask, window: int) -> int:
     """The window as backends get it: 0 if no path outgrows it, so that plain kernels serve."""
-    return 0 if window >= plan.deepest else window
+    return 0 if window >= mask.deepest else window
 
 
 class Backend(Protocol):

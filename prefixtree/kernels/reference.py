@@ -14,7 +14,7 @@ from prefixtree.packing.mask import dense_mask
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys; both with autograd's history."""
-    visible = dense_mask(call.plan, call.q.device, call.window)
+    visible = dense_mask(call.mask, call.q.device, call.window)
     return dense_attention(
         call.q, call.k, call.v, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks
     )

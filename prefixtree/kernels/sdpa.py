@@ -1,6 +1,6 @@
 """Tree attention on any torch device: the queries of one path at a time over the keys above them.
 
-No T x T object. A block of queries (`MaskPlan.paths`) sees a few whole runs of keys, then itself
+No T x T object. A block of queries (`HostMask.paths`) sees a few whole runs of keys, then itself
 causally. On the CPU each run is one call of torch's flash kernel, merged by lse in the forward and,
 in the backward, run with the merged lse, which makes each run's share of the gradient exact
 (FlashAttention-2, arXiv 2307.08691, section 3.1). Where that kernel cannot serve (another device, a
@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from prefixtree.kernels.protocol import AttentionCall
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24
@@ -48,7 +48,7 @@ def _wide_forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     out = queries.new_empty(queries.shape[0], heads, values.shape[2])
     lse = queries.new_empty(heads, queries.shape[0])
     if _flash_serves(call):
-        for row, length, runs in _blocks(call.plan):
+        for row, length, runs in _blocks(call.mask):
             rows = slice(row, row + length)
             out[rows], lse[:, rows] = _flash_forward(queries[rows], keys, values, runs, call.scale)
     else:
@@ -83,7 +83,7 @@ def backward(
     # contiguous whatever the inputs' strides, as compiled code was told
     dq, dk, dv = (x.new_zeros(x.shape) for x in (queries, keys, values))
     if flash:
-        for row, length, runs in _blocks(call.plan):
+        for row, length, runs in _blocks(call.mask):
             rows = slice(row, row + length)
             for start, end, causal in runs:
                 a, b, c = _flash_backward(
@@ -119,9 +119,9 @@ def backward(
     return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsinks
 
 
-def _blocks(plan: MaskPlan) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
+def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
     """(row, length, key runs (start, end, causal)) of each block; the causal run is its own."""
-    blocks, prefix_ptr, prefix_runs = plan.paths
+    blocks, prefix_ptr, prefix_runs = mask.paths
     above = prefix_runs.tolist()
     for (start, row, length), a, b in zip(
         blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
@@ -236,15 +236,15 @@ class _Chunk:
 
     Attributes:
         rows: rows of q.
-        first_depth: depth of the first of them; the others follow one by one.
-        runs: packed (start, end) of the keys, which ascend in depth without a gap.
-        key_depth: depth of the first key.
+        first_position: position of the first of them; the others follow one by one.
+        runs: packed (start, end) of the keys, whose positions ascend without a gap.
+        key_position: position of the first key.
     """
 
     rows: slice
-    first_depth: int
+    first_position: int
     runs: list[tuple[int, int]]
-    key_depth: int
+    key_position: int
 
     def keys(self, k: torch.Tensor) -> torch.Tensor:
         """[K, Hk, D] of the keys in reach."""
@@ -273,8 +273,10 @@ class _Chunk:
         if call.softcap:
             t = torch.tanh(s / call.softcap)
             s, dcap = call.softcap * t, 1 - t * t
-        row = torch.arange(self.first_depth, self.first_depth + length, device=q.device)[:, None]
-        column = torch.arange(self.key_depth, self.key_depth + s.shape[2], device=q.device)
+        row = torch.arange(self.first_position, self.first_position + length, device=q.device)[
+            :, None
+        ]
+        column = torch.arange(self.key_position, self.key_position + s.shape[2], device=q.device)
         hidden = column > row
         if call.window:
             hidden |= row - column >= call.window
@@ -324,19 +326,19 @@ class _Chunk:
 def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
     """The blocks in pieces of at most `_CHUNK` scores, keys out of the window's reach left out."""
     heads = call.q.shape[1]
-    for row, length, with_own in _blocks(call.plan):
+    for row, length, with_own in _blocks(call.mask):
         path = [(start, end) for start, end, _ in with_own]
-        depth = sum(end - start for start, end in path[:-1])
+        position = sum(end - start for start, end in path[:-1])
         at = 0
         while at < length:
-            reach = depth + length
+            reach = position + length
             if call.window:
                 reach = min(reach, call.window + length)
             rows = max(1, min(length - at, _CHUNK // (heads * reach)))
             if call.window:
                 # longer chunks than the window would mostly compute what is masked
                 rows = min(rows, max(64, call.window))
-            first = depth + at
+            first = position + at
             low = max(0, first - call.window + 1) if call.window else 0
             runs = _clip(path, low, first + rows)
             yield _Chunk(slice(row + at, row + at + rows), first, runs, low)
@@ -344,12 +346,12 @@ def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
 
 
 def _clip(path: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """The part of a path's packed runs between two depths."""
-    runs, depth = [], 0
+    """The part of a path's packed runs between two positions."""
+    runs, position = [], 0
     for start, end in path:
-        first = max(start, start + low - depth)
-        last = min(end, start + high - depth)
+        first = max(start, start + low - position)
+        last = min(end, start + high - position)
         if first < last:
             runs.append((first, last))
-        depth += end - start
+        position += end - start
     return runs

@@ -12,7 +12,7 @@ from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
 
 @njit(cache=True)
 def walk(subtree_end):
-    """Path predecessor (-1 at roots) and depth of every token, int32 [T], in one pass.
+    """Path predecessor (-1 at roots) and position of every token, int32 [T], in one pass.
 
     The third value is the first token at which the ends do not nest, or -1.
     """
@@ -238,7 +238,7 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
 
     Args:
         k_ends, k_positions, q_positions: int32 [n, 2], least and greatest of a tile's tokens.
-        window: depth distance, 0 for none.
+        window: distance in positions, 0 for none.
 
     Returns q_ptr int32 [NQ + 1], q_split int32 [NQ] (its full runs stand before, the partial ones
     behind) and q_runs int32 [*, 3] (first key tile, end key tile, compares needed).

@@ -191,7 +191,7 @@ def _sampled_in(before, start, end):
 
 
 @njit(cache=True)
-def share_masks(masks, offsets, start, length, depth, parent, sequence_node):
+def share_masks(masks, offsets, start, length, position, parent, sequence_node):
     """Makes a token of each sequence true where it is in any sequence that holds it too.
 
     masks bool [R], every sequence's tokens from offsets[s] on, changed in place; the other
@@ -202,7 +202,7 @@ def share_masks(masks, offsets, start, length, depth, parent, sequence_node):
         for s in range(len(sequence_node)):
             node = sequence_node[s]
             while node >= 0:
-                at, first = start[node], offsets[s] + depth[node]
+                at, first = start[node], offsets[s] + position[node]
                 for i in range(length[node]):
                     if is_reading:
                         marked[at + i] |= masks[first + i]

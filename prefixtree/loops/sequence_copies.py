@@ -1,7 +1,7 @@
 """The loops between packed tokens and their copies in the sequences, compiled by numba.
 
 Legend: S sequences, N nodes, T packed tokens, R replicated tokens. A sequence's tokens are found
-from its last node upwards: node n holds its positions depth[n] .. depth[n] + length[n].
+from its last node upwards: node n holds its tokens from position[n] to position[n] + length[n].
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from numba import njit
 
 
 @njit(cache=True)
-def copy_index(parent, start, length, depth, sequence_node, sequences, offsets, selected):
+def copy_index(parent, start, length, position, sequence_node, sequences, offsets, selected):
     """Packed index of each token of `sequences`, one sequence after another.
 
     Args:
@@ -43,7 +43,7 @@ def copy_index(parent, start, length, depth, sequence_node, sequences, offsets, 
         node = sequence_node[s]
         while node >= 0:
             for j in range(length[node]):
-                line[depth[node] + j] = start[node] + j
+                line[position[node] + j] = start[node] + j
             node = parent[node]
         for j in range(offsets[s + 1] - offsets[s]):
             if everything or selected[offsets[s] + j] != 0:
@@ -53,13 +53,15 @@ def copy_index(parent, start, length, depth, sequence_node, sequences, offsets, 
 
 
 @njit(cache=True)
-def any_copy(parent, start, length, depth, sequence_node, sequences, offsets, selected, num_tokens):
+def any_copy(
+    parent, start, length, position, sequence_node, sequences, offsets, selected, num_tokens
+):
     """bool [T]: whether a token is selected in any of `sequences`; `selected` is uint8 [R]."""
     out = np.zeros(num_tokens, np.bool_)
     for s in sequences:
         node = sequence_node[s]
         while node >= 0:
-            base = offsets[s] + depth[node]
+            base = offsets[s] + position[node]
             for j in range(length[node]):
                 if selected[base + j] != 0:
                     out[start[node] + j] = True
@@ -68,7 +70,7 @@ def any_copy(parent, start, length, depth, sequence_node, sequences, offsets, se
 
 
 @njit(cache=True)
-def first_copy(parent, start, length, depth, sequence_node, offsets, num_tokens):
+def first_copy(parent, start, length, position, sequence_node, offsets, num_tokens):
     """Where each packed token first stands among the replicated tokens, int64 [T]."""
     first = np.full(len(parent), len(sequence_node), np.int64)
     for s in range(len(sequence_node) - 1, -1, -1):
@@ -77,7 +79,7 @@ def first_copy(parent, start, length, depth, sequence_node, offsets, num_tokens)
     for node in range(len(parent) - 1, -1, -1):
         if parent[node] >= 0:
             first[parent[node]] = min(first[parent[node]], first[node])
-        base = offsets[first[node]] + depth[node]
+        base = offsets[first[node]] + position[node]
         for j in range(length[node]):
             out[start[node] + j] = base + j
     return out

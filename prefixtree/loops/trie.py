@@ -11,31 +11,31 @@ _SMALL = 24
 
 
 @njit(cache=True)
-def _stable_by_token(flat, offsets, depth, perm, lo, hi):
-    """Reorder perm[lo:hi] by each sequence's token at `depth`, keeping ties in their order."""
+def _stable_by_token(flat, offsets, position, perm, lo, hi):
+    """Reorder perm[lo:hi] by each sequence's token at `position`, keeping ties in their order."""
     n = hi - lo
     if n <= _SMALL:
         for i in range(lo + 1, hi):
             sequence = perm[i]
-            token = flat[offsets[sequence] + depth]
+            token = flat[offsets[sequence] + position]
             j = i - 1
-            while j >= lo and flat[offsets[perm[j]] + depth] > token:
+            while j >= lo and flat[offsets[perm[j]] + position] > token:
                 perm[j + 1] = perm[j]
                 j -= 1
             perm[j + 1] = sequence
         return
     tokens = np.empty(n, flat.dtype)
     for i in range(n):
-        tokens[i] = flat[offsets[perm[lo + i]] + depth]
+        tokens[i] = flat[offsets[perm[lo + i]] + position]
     perm[lo:hi] = perm[lo:hi][np.argsort(tokens, kind="mergesort")]
 
 
 @njit(cache=True)
-def find_prefixes(flat, offsets, perm, key_of):
+def find_prefixes(flat, offsets, perm, namespace_of):
     """Path-compressed trie of sequences flat[offsets[s]:offsets[s + 1]], every token compared once.
 
-    `perm` lists the sequences grouped by key, in input order within a key; it is reordered in
-    place. Sequences with different keys never meet. Parents come before their children.
+    `perm` lists the sequences grouped by namespace, in input order within one; it is reordered in
+    place. Sequences of different namespaces never meet. Parents come before their children.
 
     Returns parent, length, source (where in `flat` the node's tokens stand), first (the smallest
     sequence index below the node), each [N], and sequence_node [S].
@@ -47,13 +47,13 @@ def find_prefixes(flat, offsets, perm, key_of):
     source = np.empty(capacity, np.int64)
     first = np.empty(capacity, np.int64)
     sequence_node = np.empty(num_sequences, np.int32)
-    # a pending group shares its first `depth` tokens and hangs below `above`, not yet split
+    # a pending group shares its first `position` tokens and hangs below `above`, not yet split
     stack = np.empty((capacity + num_sequences, 4), np.int64)
     top = 0
     lo = 0
     while lo < num_sequences:
         hi = lo
-        while hi < num_sequences and key_of[perm[hi]] == key_of[perm[lo]]:
+        while hi < num_sequences and namespace_of[perm[hi]] == namespace_of[perm[lo]]:
             hi += 1
         stack[top] = (lo, hi, 0, -1)
         top += 1
@@ -61,19 +61,19 @@ def find_prefixes(flat, offsets, perm, key_of):
     num_nodes = 0
     while top > 0:
         top -= 1
-        lo, hi, depth, above = stack[top]
-        _stable_by_token(flat, offsets, depth, perm, lo, hi)
+        lo, hi, position, above = stack[top]
+        _stable_by_token(flat, offsets, position, perm, lo, hi)
         while lo < hi:
             # one child: the run of sequences with the same next token
             head = perm[lo]
-            token = flat[offsets[head] + depth]
+            token = flat[offsets[head] + position]
             end = lo + 1
-            while end < hi and flat[offsets[perm[end]] + depth] == token:
+            while end < hi and flat[offsets[perm[end]] + position] == token:
                 end += 1
-            a = offsets[head] + depth
+            a = offsets[head] + position
             shared = offsets[head + 1] - a
             for i in range(lo + 1, end):
-                b = offsets[perm[i]] + depth
+                b = offsets[perm[i]] + position
                 most = min(shared, offsets[perm[i] + 1] - b)
                 j = 1
                 while j < most and flat[a + j] == flat[b + j]:
@@ -86,17 +86,17 @@ def find_prefixes(flat, offsets, perm, key_of):
             source[node] = a
             first[node] = head
             # those that end here step out, the others stay in order behind them
-            deeper = depth + shared
+            after = position + shared
             rest = end
             for i in range(end - 1, lo - 1, -1):
                 sequence = perm[i]
-                if offsets[sequence + 1] - offsets[sequence] == deeper:
+                if offsets[sequence + 1] - offsets[sequence] == after:
                     sequence_node[sequence] = node
                 else:
                     rest -= 1
                     perm[rest] = sequence
             if rest < end:
-                stack[top] = (rest, end, deeper, node)
+                stack[top] = (rest, end, after, node)
                 top += 1
             lo = end
     return (
@@ -166,8 +166,8 @@ def preorder(parent, length, siblings):
     """Renumber nodes depth first. `siblings` lists all nodes, those of one parent adjacent and in
     the order wanted, roots first.
 
-    Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, depth (tokens
-    above the node) and subtree_end (packed token), each int32 [N].
+    Returns new_id [N] (old -> new) and, in the new numbering, parent, start, length, position
+    (tokens above the node) and subtree_end (packed token), each int32 [N].
     """
     n = len(parent)
     child_begin = np.zeros(n, np.int64)
@@ -192,8 +192,8 @@ def preorder(parent, length, siblings):
     new_parent = np.empty(n, np.int32)
     start = np.empty(n, np.int32)
     new_length = np.empty(n, np.int32)
-    depth = np.empty(n, np.int32)
-    position = 0
+    position = np.empty(n, np.int32)
+    next_start = 0
     count = 0
     while top > 0:
         top -= 1
@@ -202,13 +202,13 @@ def preorder(parent, length, siblings):
         above = parent[node]
         if above < 0:
             new_parent[count] = -1
-            depth[count] = 0
+            position[count] = 0
         else:
             new_parent[count] = new_id[above]
-            depth[count] = depth[new_id[above]] + length[above]
-        start[count] = position
+            position[count] = position[new_id[above]] + length[above]
+        start[count] = next_start
         new_length[count] = length[node]
-        position += length[node]
+        next_start += length[node]
         count += 1
         for k in range(child_end[node] - 1, child_begin[node] - 1, -1):
             stack[top] = siblings[k]
@@ -218,7 +218,7 @@ def preorder(parent, length, siblings):
         above = new_parent[node]
         if above >= 0 and subtree_end[node] > subtree_end[above]:
             subtree_end[above] = subtree_end[node]
-    return new_id, new_parent, start, new_length, depth, subtree_end
+    return new_id, new_parent, start, new_length, position, subtree_end
 
 
 @njit(cache=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree._renamed import renamed_arguments
 from prefixtree.cost import model_cost, pairs_per_run
 
 
@@ -17,25 +18,35 @@ class CostModel:
         linear x tokens + attention x pairs + windowed x pairs within `window`
 
     where a token at position p sees p + 1 keys, or at most `window` of them. Only the ratios matter
-    to a plan. The defaults are those of a model like Qwen3-8B, without gradient checkpointing.
+    to a plan. The defaults are those of a model like Qwen3-8B, without gradient checkpointing. For
+    layers with windows of several sizes, `windowed` and `window` are tuples, one entry per size.
 
     Attributes:
-        linear: FLOPs a distinct token, all layers and the head.
-        attention: FLOPs a visible (query, key) pair, all layers with full attention.
-        windowed: likewise, all layers with a sliding window.
-        window: their window, None where there is none; it counts the token itself.
+        linear: FLOPs per distinct token, all layers and the lm_head.
+        attention: FLOPs per visible (query, key) pair, all layers with full attention.
+        windowed: FLOPs per visible (query, key) pair, all layers with this sliding window.
+        window: the sliding window, in tokens; it counts the token itself. None where no layer has
+            one.
+
+    Raises:
+        ValueError: costs that are negative, not finite or all 0; `windowed` without a window, or
+            of another number than the windows.
     """
 
     linear: float = 4.7e10
     attention: float = 2.1e6
-    windowed: float = 0.0
-    window: int | None = None
+    windowed: float | tuple[float, ...] = 0.0
+    window: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        parts = (self.linear, self.attention, self.windowed)
+        windowed, windows = _entries(self.windowed), _entries(self.window)
+        parts = (self.linear, self.attention, *windowed)
         if not all(np.isfinite(part) and part >= 0 for part in parts) or sum(parts) == 0:
             raise ValueError(f"costs must be finite, >= 0 and not all 0, got {self}")
-        if (self.windowed > 0) != (self.window is not None and self.window >= 1):
+        if self.window is None and not any(windowed):
+            return
+        fit = len(windowed) == len(windows) and min(windowed) > 0
+        if not fit or any(window is None or window < 1 for window in windows):
             raise ValueError(f"windowed goes with a window >= 1, and only with it, got {self}")
 
     @classmethod
@@ -45,7 +56,7 @@ class CostModel:
         """The coefficients of a Hugging Face model, from its config alone:
 
             linear     3 x 2 x (weights a token meets in linear layers)
-                       + 4 x 2 x (weights of the language model's head) x scored_share
+                       + 4 x 2 x (weights of the lm_head) x scored_share
             attention  3.5 x 2 x (query heads) x (D + Dv), summed over layers
 
         A backward costs 2 forwards in matrix products and 2.5 in attention; checkpointing adds one
@@ -73,21 +84,39 @@ class CostModel:
         except ValueError as problem:
             raise ValueError(f"{problem}; {instead}") from None
         passes, attention_passes = (4, 4.5) if gradient_checkpointing else (3, 3.5)
-        pairs = {
-            slides: sum(x.per_pair for x in cost.layers if (x.window is not None) == slides)
-            for slides in (False, True)
-        }
+        per_pair: dict[int | None, float] = {None: 0.0}
+        for layer in cost.layers:
+            flops = attention_passes * 2 * layer.per_pair
+            per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
+        full = per_pair.pop(None)
+        windows: Any = tuple(per_pair) or (None,)
+        windowed: Any = tuple(per_pair.values()) or (0.0,)
+        if len(windows) == 1:
+            (windows,), (windowed,) = windows, windowed
         return cls(
-            linear=passes * 2 * cost.token_weights + 4 * 2 * cost.head_weights * scored_share,
-            attention=attention_passes * 2 * pairs[False],
-            windowed=attention_passes * 2 * pairs[True],
-            window=next((w for w in cost.windows if w is not None), None),
+            linear=passes * 2 * cost.token_weights + 4 * 2 * cost.lm_head_weights * scored_share,
+            attention=full,
+            windowed=windowed,
+            window=windows,
         )
 
-    def cost(self, depth: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """FLOPs of runs of tokens at positions depth .. depth + length - 1 (int64), float64."""
+    @renamed_arguments(depth="position")
+    def cost(self, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Computes the FLOPs of runs of tokens.
 
-        flops = self.linear * length + self.attention * pairs_per_run(depth, length, None)
-        if self.windowed:
-            flops = flops + self.windowed * pairs_per_run(depth, length, self.window)
+        Args:
+            position: int64 [N], the position of each run's first token in its sequences.
+            length: int64 [N], the number of tokens of each run.
+
+        Returns:
+            float64 [N].
+        """
+        flops = self.linear * length + self.attention * pairs_per_run(position, length, None)
+        for windowed, window in zip(_entries(self.windowed), _entries(self.window), strict=True):
+            if windowed:
+                flops = flops + windowed * pairs_per_run(position, length, window)
         return flops
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

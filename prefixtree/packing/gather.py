@@ -17,7 +17,7 @@ from prefixtree.packing.transfers import move
 _CHUNK = 1 << 26
 
 
-class GatherPlan:
+class GatherIndex:
     """Which row each copy takes.
 
     Args:
@@ -54,22 +54,22 @@ class GatherPlan:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-        ctx.plan = plan
-        if plan.has_zeros:
+    def forward(ctx: Any, values: torch.Tensor, index: GatherIndex) -> torch.Tensor:
+        ctx.index = index
+        if index.has_zeros:
             values = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
-        return values.index_select(0, plan.rows)
+        return values.index_select(0, index.rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        plan = ctx.plan
-        by_row, number, ends = plan.copies
+        index = ctx.index
+        by_row, number, ends = index.copies
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        out = grad.new_empty((plan.num_rows, *grad.shape[1:]))
+        out = grad.new_empty((index.num_rows, *grad.shape[1:]))
         width = max(1, out[:1].numel())
         first = 0
-        while first < plan.num_rows:
+        while first < index.num_rows:
             limit = ends[first] + max(1, _CHUNK // width)
             last = max(first + 1, int(np.searchsorted(ends, limit, side="right")) - 1)
             rows = grad.index_select(0, by_row[ends[first] : ends[last]]).to(dtype)
@@ -84,6 +84,6 @@ class _Gather(torch.autograd.Function):
         return out, None
 
 
-def gather(values: torch.Tensor, plan: GatherPlan) -> torch.Tensor:
-    """values [rows, ...] -> [r, ...] by the plan, differentiable once."""
-    return _Gather.apply(values, plan)
+def gather(values: torch.Tensor, index: GatherIndex) -> torch.Tensor:
+    """values [rows, ...] -> [r, ...] by the index, differentiable once."""
+    return _Gather.apply(values, index)

@@ -15,7 +15,7 @@ import torch
 from prefixtree import loops
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing.gather import GatherPlan, gather
+from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
 from prefixtree.packing.per_sequence import check_lengths, flat_selection
@@ -157,11 +157,11 @@ class PackedForest:
         Raises:
             ForestError: masks of another number or length than the sequences.
         """
-        scored = self.mask.plan.predictor >= 0
+        scored = self.mask.host.predictor >= 0
         if loss_mask is not None:
             scored = scored & self.selected_tokens(self.flat_selection(loss_mask))
         token = np.flatnonzero(scored)
-        both = np.concatenate([self.mask.plan.predictor[token], token])
+        both = np.concatenate([self.mask.host.predictor[token], token])
         return Edges(*move(torch.from_numpy(both), self.device).view(2, -1))
 
     def unpack(
@@ -194,7 +194,7 @@ class PackedForest:
         wanted = self._sequence_indices(sequences)
         selected = np.empty(0, np.uint8) if loss_mask is None else self.flat_selection(loss_mask)
         index, counts = self.copy_index(wanted, selected)
-        flat = gather(values, GatherPlan(index, self.num_tokens, self.device))
+        flat = gather(values, GatherIndex(index, self.num_tokens, self.device))
         return list(flat.split(counts.tolist()))
 
     def unpack_padded(
@@ -235,7 +235,7 @@ class PackedForest:
         place = np.repeat(rows - self._offsets[:-1], lengths) + np.arange(len(index))
         padded = np.full(len(lengths) * length, -1, np.int32)
         padded[place] = index
-        out = gather(values, GatherPlan(padded, self.num_tokens, self.device))
+        out = gather(values, GatherIndex(padded, self.num_tokens, self.device))
         if padding_value != 0:
             empty = move(torch.from_numpy(padded < 0), self.device)
             out = out.masked_fill(empty.view(-1, *[1] * (values.ndim - 1)), padding_value)
@@ -274,7 +274,7 @@ class PackedForest:
             raise ForestError(
                 f"values[{sequence}][{bad - self._offsets[sequence]}] differs from another copy of "
                 f"the same shared token (packed token {index[bad]}); values that differ between "
-                "sequences cannot be packed: give them keys, or keep them per sequence"
+                "sequences cannot be packed: give them namespaces=, or keep them per sequence"
             )
         padding = packed.new_zeros((self.num_padding, *packed.shape[1:]))
         return torch.cat([packed, padding])
@@ -313,7 +313,7 @@ class PackedForest:
     @property
     def _nodes(self) -> tuple[np.ndarray, ...]:
         f = self.forest
-        return f.node_parent, f.node_start, f.node_length, f.node_depth, f.sequence_node
+        return f.node_parent, f.node_start, f.node_length, f.node_position, f.sequence_node
 
     @property
     def _offsets(self) -> np.ndarray:
@@ -382,14 +382,14 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
     subtree_end = np.arange(1, num_tokens + 1, dtype=np.int32)
     subtree_end[: forest.num_tokens] = np.repeat(forest.node_subtree_end, forest.node_length)
     mask = TreeMask(subtree_end)
-    plan = mask.plan
+    host = mask.host
     buffer = np.zeros(_WORDS * num_tokens, np.int32)
     columns = _columns(buffer)
     if forest.tokens is not None:
         columns.token[: forest.num_tokens] = forest.tokens
-    columns.position[:] = columns.narrow_position[:] = plan.position
+    columns.position[:] = columns.narrow_position[:] = host.position
     columns.subtree_end[:] = subtree_end
-    columns.predictor[:] = plan.predictor
+    columns.predictor[:] = host.predictor
     columns.multiplicity[: forest.num_tokens] = np.repeat(
         forest.node_multiplicity, forest.node_length
     )

@@ -14,7 +14,7 @@ import torch
 
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape, visited_tiles
-from prefixtree.packing.mask_plan import MaskPlan, make_handle
+from prefixtree.packing.host_mask import HostMask, make_handle
 
 
 class TreeMask:
@@ -28,7 +28,7 @@ class TreeMask:
 
     Attributes:
         subtree_end: int32 [T] on the mask's device.
-        position_ids: int32 [T], depth of each token on its path: what windows are measured in.
+        position_ids: int32 [T], each token's position on its path: what windows are measured in.
         query_tokens: None where q holds every packed token, else int32 [Tq], the packed index of
             each row of q.
         backend, deterministic: what `tree_attention` uses where its own arguments are None.
@@ -51,24 +51,24 @@ class TreeMask:
                 f"subtree_end[{bad}] is {array[bad]}, beyond the {len(array)} tokens there are"
             )
         # a copy: the caller may go on to write into theirs
-        self._init(MaskPlan(array.astype(np.int32), None), torch.device("cpu"), "auto", False)
+        self._init(HostMask(array.astype(np.int32), None), torch.device("cpu"), "auto", False)
 
     def _init(
         self,
-        plan: MaskPlan,
+        host: HostMask,
         device: torch.device,
         backend: str,
         deterministic: bool,
         handle: torch.Tensor | None = None,
     ) -> TreeMask:
-        self.plan = plan
-        arrays = plan.on(device)
+        self.host = host
+        arrays = host.on(device)
         self.subtree_end = arrays["subtree_end"]
         self.position_ids = arrays["position_ids"]
         self.query_tokens = arrays.get("query_tokens")
         self.backend = backend
         self.deterministic = deterministic
-        self.handle = make_handle(plan) if handle is None else handle
+        self.handle = make_handle(host) if handle is None else handle
         return self
 
     @property
@@ -92,11 +92,11 @@ class TreeMask:
         # a tensor knows the index behind a bare "cuda"
         device = torch.empty(0, device=device).device
         mask = TreeMask.__new__(TreeMask)
-        return mask._init(self.plan, device, self.backend, self.deterministic, self.handle)
+        return mask._init(self.host, device, self.backend, self.deterministic, self.handle)
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> TreeMask:
         """The same mask on the device of these two int32 copies of its arrays, using them."""
-        self.plan.adopt(subtree_end, position_ids)
+        self.host.adopt(subtree_end, position_ids)
         return self.to(subtree_end.device)
 
     def with_options(
@@ -105,7 +105,7 @@ class TreeMask:
         """The same mask with other options; those not given stay. They travel into models."""
         mask = TreeMask.__new__(TreeMask)
         return mask._init(
-            self.plan,
+            self.host,
             self.device,
             self.backend if backend is None else backend,
             self.deterministic if deterministic is None else deterministic,
@@ -133,20 +133,20 @@ class TreeMask:
                 )
             runs.append((start, row, end - start))
             row, last = row + end - start, end
-        plan = MaskPlan(self.plan.subtree_end, np.array(runs, np.int64).reshape(-1, 3))
+        host = HostMask(self.host.subtree_end, np.array(runs, np.int64).reshape(-1, 3))
         mask = TreeMask.__new__(TreeMask)
-        return mask._init(plan, self.device, self.backend, self.deterministic)
+        return mask._init(host, self.device, self.backend, self.deterministic)
 
     def tables(self, shape: TileShape, window: int | None = None) -> BlockTables:
         """The block tables for a tile shape, on the mask's device; built once and kept."""
-        return self.plan.tables(shape, check_window(window), self.device)
+        return self.host.tables(shape, check_window(window), self.device)
 
     def stats(self, shape: TileShape, window: int | None = None) -> MaskStats:
         """Useful share, partial and cut tiles for a tile shape. Counts pairs of one head."""
         window = check_window(window)
-        tables = self.plan.tables(shape, window, torch.device("cpu"))
+        tables = self.host.tables(shape, window, torch.device("cpu"))
         full, partial = visited_tiles(tables)
-        visible_pairs = self.plan.visible_pairs(window)
+        visible_pairs = self.host.visible_pairs(window)
         computed = (full + partial) * shape.tile_q * shape.tile_k
         return MaskStats(
             visible_pairs=visible_pairs,
@@ -160,7 +160,7 @@ class TreeMask:
 
     def dense(self, window: int | None = None) -> torch.Tensor:
         """bool [Tq, T] on the mask's device, for tests and the reference backend: T x T memory."""
-        return dense_mask(self.plan, self.device, check_window(window))
+        return dense_mask(self.host, self.device, check_window(window))
 
     def __copy__(self) -> TreeMask:
         return self
@@ -170,9 +170,9 @@ class TreeMask:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        plan = self.plan
-        runs = plan.query_runs if plan.is_subset else None
-        return _rebuild, (plan.subtree_end, runs, self.backend, self.deterministic)
+        host = self.host
+        runs = host.query_runs if host.is_subset else None
+        return _rebuild, (host.subtree_end, runs, self.backend, self.deterministic)
 
     def __repr__(self) -> str:
         queries = "" if self.query_tokens is None else f", {self.num_queries} queries"
@@ -184,7 +184,7 @@ def _rebuild(
 ) -> TreeMask:
     """Unpickles a mask, on the CPU: another process has caches and devices of its own."""
     mask = TreeMask.__new__(TreeMask)
-    return mask._init(MaskPlan(subtree_end, runs), torch.device("cpu"), backend, deterministic)
+    return mask._init(HostMask(subtree_end, runs), torch.device("cpu"), backend, deterministic)
 
 
 def check_mask(mask: Any, name: str = "mask") -> None:
@@ -207,12 +207,12 @@ def check_window(window: int | None) -> int:
     return window
 
 
-def dense_mask(plan: MaskPlan, device: torch.device, window: int) -> torch.Tensor:
+def dense_mask(host: HostMask, device: torch.device, window: int) -> torch.Tensor:
     """bool [Tq, T]: the definition, pair by pair."""
-    arrays = plan.on(device)
+    arrays = host.on(device)
     end, position = arrays["subtree_end"], arrays["position_ids"]
-    key = torch.arange(plan.num_tokens, device=device)
-    query = arrays["query_tokens"].long() if plan.is_subset else key
+    key = torch.arange(host.num_tokens, device=device)
+    query = arrays["query_tokens"].long() if host.is_subset else key
     visible = (key[None] <= query[:, None]) & (query[:, None] < end[None])
     if window:
         visible &= position[query][:, None] - position[None] < window

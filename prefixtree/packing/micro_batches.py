@@ -2,7 +2,7 @@
 
 Sequences that share tokens should be computed together, micro-batches are limited by the distinct
 tokens they hold, and every rank should have the same work in the same number of steps. How that is
-found: `packing._planning`. Legend: S sequences, N nodes.
+found: `packing.assignment`. Legend: S sequences, N nodes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from prefixtree import loops
+from prefixtree._renamed import renamed_arguments
 from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
-from prefixtree.packing import _planning as planning
+from prefixtree.packing import assignment
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.per_sequence import flat_selection
@@ -320,6 +321,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         )
 
 
+@renamed_arguments(keys="namespaces")
 def plan_micro_batches(
     sequences: Iterable[Any] | PrefixForest,
     max_tokens: int,
@@ -327,13 +329,13 @@ def plan_micro_batches(
     groups: Sequence[Hashable] | None = None,
     min_steps: int = 1,
     *,
-    keys: Sequence[Hashable] | None = None,
+    namespaces: Sequence[Hashable] | None = None,
     cost_model: CostModel | None = None,
 ) -> MicroBatchPlan:
     """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
 
     The plan is deterministic. It does not depend on the order of the input, except for ties
-    between trees of different keys and between groups.
+    between trees of different namespaces and between groups.
 
     Args:
         sequences: S sequences of token ids (lists, numpy arrays or torch tensors), or a forest.
@@ -343,7 +345,8 @@ def plan_micro_batches(
             (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
             tokens fit. Default: no groups.
         min_steps: the least number of steps per rank; those that are not needed are empty.
-        keys: as in `PrefixForest.from_sequences`: sequences of different keys share nothing.
+        namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
+            nothing.
         cost_model: FLOPs per token and per visible pair, `CostModel.from_config(model.config)`.
             Default: those of a model like Qwen3-8B.
 
@@ -353,7 +356,7 @@ def plan_micro_batches(
     Raises:
         ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens`; another
             number of groups than of sequences.
-        ValueError: max_tokens, num_ranks or min_steps below 1; keys with a forest.
+        ValueError: max_tokens, num_ranks or min_steps below 1; namespaces with a forest.
     """
     max_tokens, num_ranks, min_steps = (
         _at_least_one(name, value)
@@ -364,29 +367,31 @@ def plan_micro_batches(
         )
     )
     if isinstance(sequences, PrefixForest):
-        if keys is not None:
-            raise ValueError("keys= belong to sequences; a PrefixForest was built with its own")
+        if namespaces is not None:
+            raise ValueError(
+                "namespaces= belong to sequences; a PrefixForest was built with its own"
+            )
         forest = sequences
     else:
-        forest = PrefixForest.from_sequences(sequences, keys)
+        forest = PrefixForest.from_sequences(sequences, namespaces)
     lengths = forest.sequence_lengths
     for bad in np.flatnonzero(lengths > max_tokens)[:1]:
         raise ForestError(
             f"sequences[{bad}] has {lengths[bad]} tokens, max_tokens is {max_tokens}; a sequence "
             f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it"
         )
-    tree = planning.make_tree(forest, cost_model or CostModel())
+    tree = assignment.make_tree(forest, cost_model or CostModel())
     group = np.full(len(lengths), -1)
     if groups is not None:
         group = label_numbers(groups, "groups", len(lengths), none_is_no_label=True)
-    units = planning.make_units(tree, group, max_tokens)
-    unit_rank, unit_bin = planning.assign(tree, units, num_ranks, max_tokens)
+    units = assignment.make_units(tree, group, max_tokens)
+    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens)
 
     # bins are numbered rank by rank
     num_bins = int(unit_bin.max()) + 1
     bin_rank = np.zeros(num_bins, np.int64)
     bin_rank[unit_bin] = unit_rank
-    bins = planning.make_sets(unit_bin[units.of_pair], units.ends)
+    bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
     tokens = loops.planning.union_weights(tree.parent, tree.length, *bins)
     costs = loops.planning.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
     sequence_bin = unit_bin[units.of_sequence]
@@ -404,7 +409,7 @@ def plan_micro_batches(
 
     naive_bin = loops.planning.fill_in_order(lengths, max_tokens)
     naive = loops.planning.union_weights(
-        tree.parent, tree.length, *planning.make_sets(naive_bin, tree.ends)
+        tree.parent, tree.length, *assignment.make_sets(naive_bin, tree.ends)
     )
     stats = PlanStats(
         packed_tokens=int(tokens.sum()),
@@ -428,15 +433,15 @@ def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     """The forest of some sequences of a forest: their paths, compressed again."""
     ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
     nodes = loops.planning.used_nodes(forest.node_parent, ends)
-    parent = planning.renumber(forest.node_parent[nodes], nodes)
+    parent = assignment.renumber(forest.node_parent[nodes], nodes)
     # a node continues its parent's where no other child is left and no sequence ends between
     children = np.bincount(parent[parent >= 0], minlength=len(nodes))
     is_end = np.zeros(len(nodes), bool)
     is_end[np.searchsorted(nodes, ends)] = True
     starts = (parent < 0) | (children[parent] > 1) | is_end[parent]
     new_id = np.cumsum(starts) - 1
-    heads = np.flatnonzero(starts)
-    above = parent[heads]
+    first_nodes = np.flatnonzero(starts)
+    above = parent[first_nodes]
     lengths = forest.node_length[nodes].astype(np.int64)
     tokens = None
     if forest.tokens is not None:
@@ -444,7 +449,7 @@ def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
         tokens = forest.tokens[np.repeat(first, lengths) + np.arange(lengths.sum())]
     return PrefixForest.from_parents(
         np.where(above < 0, -1, new_id[above]),
-        np.add.reduceat(lengths, heads),
+        np.add.reduceat(lengths, first_nodes),
         tokens,
         new_id[np.searchsorted(nodes, ends)][sequence_end],
     )

@@ -4,13 +4,13 @@ FLOPs of an update, forward and backward:
 
     linear     3 x 2 x (weights a token meets in linear layers) x tokens
     attention  3.5 x 2 x (query heads) x (D + Dv) x (visible query-key pairs), summed over layers
-    head       3 x 2 x hidden size x vocabulary x (scored edges); packed 4 x 2 x, because
+    lm_head    3 x 2 x hidden size x vocabulary x (scored edges); packed 4 x 2 x, because
                prefixtree makes the logits once more in backward rather than keep them
 
 tokens, pairs and scored edges are the replicated batch's or the packed forest's; a layer with a
 sliding window counts the pairs inside it; a token meets the experts it is routed to. Backward costs
 2 forwards in matrix products and 2.5 in attention; gradient checkpointing adds one more forward of
-both, not of the head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
+both, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
 same rate, which short sequences and memory-bound layers do not.
 
 Memory of an update, without optimizer states, b bytes an element:
@@ -86,10 +86,10 @@ def estimate(
     edges = _scored_edges(forest, rollouts)
     lengths = forest.sequence_lengths
     zeros = np.zeros_like(lengths)
-    depth = forest.node_depth.astype(np.int64)
+    position, length = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
     sides = {
         "replicated": (int(lengths.sum()), (zeros, lengths), edges[0], 3.0),
-        "packed": (forest.num_tokens, (depth, forest.node_length.astype(np.int64)), edges[1], 4.0),
+        "packed": (forest.num_tokens, (position, length), edges[1], 4.0),
     }
     passes, attention_passes = (4.0, 4.5) if checkpointing else (3.0, 3.5)
     b = cost.element_bytes
@@ -100,17 +100,17 @@ def estimate(
         "gradient_checkpointing": checkpointing,
         "fixed_bytes": 2 * b * cost.parameters,
     }
-    for name, (tokens, spans, scored, head_passes) in sides.items():
+    for name, (tokens, spans, scored, lm_head_passes) in sides.items():
         pairs = {window: visible_pairs(*spans, window) for window in set(cost.windows)}
         linear = passes * 2 * cost.token_weights * tokens
         attention = attention_passes * 2 * sum(x.per_pair * pairs[x.window] for x in cost.layers)
-        head = head_passes * 2 * cost.head_weights * scored
+        lm_head = lm_head_passes * 2 * cost.lm_head_weights * scored
         facts[name] = {
             "scored": scored,
             "linear_flops": linear,
             "attention_flops": attention,
-            "head_flops": head,
-            "flops": linear + attention + head,
+            "head_flops": lm_head,
+            "flops": linear + attention + lm_head,
             "activation_bytes": cost.activation_bytes(tokens, checkpointing),
         }
     facts["speedup"] = facts["replicated"]["flops"] / facts["packed"]["flops"]

@@ -118,6 +118,6 @@ def _first_forks(
     groups, first = np.unique(group_of_node[nodes], return_index=True)
     for n, node, child in zip(groups, nodes[first], later[at[first]], strict=True):
         if int(n) not in forks:
-            position = int(apart.node_depth[node] + apart.node_length[node])
+            position = int(apart.node_position[node] + apart.node_length[node])
             forks[int(n)] = (below(node + 1), below(child)), position
     return forks

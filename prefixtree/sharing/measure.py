@@ -16,7 +16,7 @@ def measure(forest: PrefixForest) -> dict[str, Any]:
     children = np.bincount(parent[parent >= 0], minlength=forest.num_nodes)
     branching = children[children > 1]
     sequence_lengths = forest.sequence_lengths
-    packed_pairs = visible_pairs(forest.node_depth.astype(np.int64), length, None)
+    packed_pairs = visible_pairs(forest.node_position.astype(np.int64), length, None)
     replicated_pairs = visible_pairs(np.zeros_like(sequence_lengths), sequence_lengths, None)
     return {
         "sequences": forest.num_sequences,
@@ -34,7 +34,9 @@ def measure(forest: PrefixForest) -> dict[str, Any]:
         "nodes": forest.num_nodes,
         "trees": int((parent < 0).sum()),
         "leaves": int((children == 0).sum()),
-        "depth": forest.depth,
+        "levels": forest.num_levels,
+        # its old name, for one release
+        "depth": forest.num_levels,
         "branching": {
             "nodes": len(branching),
             "mean_children": float(branching.mean()) if len(branching) else 0.0,

@@ -71,13 +71,14 @@ class NearMisses:
 class _Chains:
     """The forest's chains [C], in preorder; see `realign`.
 
-    begins and ends are packed tokens, depth the position of the first; sequence is one that ends
-    at the leaf. trunk, fork and previous are `realign.best_partners`'s; fork_id numbers the forks.
+    begins and ends are packed tokens, position that of the first in its sequences; sequence is one
+    that ends at the leaf. trunk, fork and previous are `realign.best_partners`'s; fork_id numbers
+    the forks.
     """
 
     begins: np.ndarray
     ends: np.ndarray
-    depth: np.ndarray
+    position: np.ndarray
     sequence: np.ndarray
     trunk: np.ndarray
     fork: np.ndarray
@@ -153,7 +154,7 @@ def find_near_misses(
         )
         lengths = int(blocks[0, 0] - a_from[f]), int(blocks[0, 1] - chains.begins[b])
         pair = int(chains.sequence[a]), int(chains.sequence[b])
-        difference = describe(rollouts, pair, int(chains.depth[b]), lengths, tokenizer)
+        difference = describe(rollouts, pair, int(chains.position[b]), lengths, tokenizer)
         win, alone, run_again = totals[f].tolist()
         shown.append(NearMiss(win, alone, run_again, int(branches[f]), pair, difference))
     shown.sort(key=lambda miss: (not miss.difference.can_be_won, -miss.win))
@@ -211,7 +212,7 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
         offsets,
         forest.node_start,
         forest.node_length,
-        forest.node_depth,
+        forest.node_position,
         forest.node_parent,
         forest.sequence_node,
     )
@@ -254,7 +255,7 @@ def _chains(forest: PrefixForest, rollouts: Rollouts) -> _Chains:
     return _Chains(
         begins,
         node_end[last],
-        forest.node_depth[first].astype(np.int64),
+        forest.node_position[first].astype(np.int64),
         sequence,
         trunk,
         fork,
@@ -280,14 +281,14 @@ def _sampled_before(chains: _Chains, num_tokens: int, rollouts: Rollouts) -> np.
     """How many of the tokens before each packed one the policy sampled: int64 [T + 1]."""
     sampled = np.zeros(num_tokens, bool)
     if rollouts.loss_masks is not None:
-        for begin, end, depth, sequence in zip(
+        for begin, end, position, sequence in zip(
             chains.begins.tolist(),
             chains.ends.tolist(),
-            chains.depth.tolist(),
+            chains.position.tolist(),
             chains.sequence.tolist(),
             strict=True,
         ):
-            sampled[begin:end] = rollouts.loss_masks[sequence][depth:]
+            sampled[begin:end] = rollouts.loss_masks[sequence][position:]
     before = np.zeros(num_tokens + 1, np.int64)
     np.cumsum(sampled, out=before[1:])
     return before

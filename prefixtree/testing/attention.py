@@ -78,9 +78,9 @@ class Setting:
         )
 
 
-def synthetic(depth: int, branching: int, node: int) -> PrefixForest:
-    """A full tree: `depth` levels of nodes of `node` tokens, `branching` children each."""
-    total = sum(branching**level for level in range(depth))
+def synthetic(num_levels: int, branching: int, node: int) -> PrefixForest:
+    """A full tree: `num_levels` levels of nodes of `node` tokens, `branching` children each."""
+    total = sum(branching**level for level in range(num_levels))
     parents = [(i - 1) // branching if i else -1 for i in range(total)]
     return PrefixForest.from_parents(parents, [node] * total)
 
@@ -282,7 +282,7 @@ def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -
     setting = setting.resolved()
     limit = LIMITS[setting.dtype]
     lengths = forest.sequence_lengths
-    depth, length = forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64)
+    position, length = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
     try:
         sides = Replication(forest, setting)
         found = sides.check()
@@ -295,7 +295,7 @@ def bench(forest: PrefixForest, setting: Setting, *, watch: Watch = unwatched) -
             f"({str(problem).splitlines()[0]})"
         ) from None
     bound = visible_pairs(np.zeros_like(lengths), lengths, None) / visible_pairs(
-        depth, length, None
+        position, length, None
     )
     speedup = replicated["seconds"] / packed["seconds"] if packed and replicated else None
     return {

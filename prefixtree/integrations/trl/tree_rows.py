@@ -150,7 +150,7 @@ def tree_row_mask(kv_index: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> TreeMa
             end[parent[child]] = max(end[parent[child]], end[child])
     mask = TreeMask(np.repeat(end, length).astype(np.int32))
     # in another order than depth first, a subtree's run holds tokens that are not below it
-    _require(mask.plan.predictor[start] == before, "segments must stand depth first")
+    _require(mask.host.predictor[start] == before, "segments must stand depth first")
     return mask
 
 

@@ -39,10 +39,10 @@ def leaf_order(forest: PrefixForest) -> list[int]:
 
 
 class GroupCosts:
-    """What sets of samples cost when each is packed: a token once, at its depth.
+    """What sets of samples cost when each is packed: a token once, at its position.
 
     Args:
-        sequences: token ids [n] each. workload: of a lone sequence; tokens from depth d on cost
+        sequences: token ids [n] each. workload: of a lone sequence; tokens from position d on cost
             workload(n) - workload(d).
 
     Attributes:
@@ -54,8 +54,8 @@ class GroupCosts:
         self.order = leaf_order(forest)
         self._node = forest.sequence_node
         self._parent = forest.node_parent
-        ends = forest.node_depth + forest.node_length
-        self._node_cost = workload(ends) - workload(forest.node_depth.astype(np.int64))
+        ends = forest.node_position + forest.node_length
+        self._node_cost = workload(ends) - workload(forest.node_position.astype(np.int64))
 
     def cost(self, samples: Sequence[int]) -> float:
         """Of the forest of some samples."""

@@ -20,7 +20,7 @@ class Work:
 
     Attributes:
         replicated: tokens of all sequences. packed: distinct ones, padding left out.
-        squares: sum over packed tokens of 2 x depth + 1; n^2 for a lone sequence of n tokens.
+        squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
     """
 
     replicated: int = 0
@@ -29,7 +29,7 @@ class Work:
 
     def add(self, forest: PrefixForest) -> None:
         """Counts one micro-batch."""
-        first = forest.node_depth.astype(np.int64)
+        first = forest.node_position.astype(np.int64)
         last = first + forest.node_length
         self.replicated += int(forest.sequence_lengths.sum())
         self.packed += forest.num_tokens

@@ -167,7 +167,7 @@ def check_loss(loss_function: Any, dynamic: bool) -> None:
 
 
 def _check_positions_are_indices(input_ids: Any, position_ids: Any) -> None:
-    """In a forest a token's position is its depth, so it must be its index in its sequence.
+    """In a forest a token's position is its index in its sequence, so it must be so here.
 
     Both jagged [B, n]."""
     offsets = input_ids.offsets()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from prefixtree.kernels import devices
-from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
+from prefixtree.kernels import device_info
+from prefixtree.kernels.flash.block_lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.protocol import AttentionCall
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
@@ -62,7 +62,7 @@ def refusal(call: AttentionCall) -> str | None:
         )
     if not q.is_cuda or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, and q is on {'an AMD GPU' if q.is_cuda else q.device}"
-    if (capability := devices.capability(q.device))[0] != 9:
+    if (capability := device_info.capability(q.device))[0] != 9:
         return (
             "it was compiled and checked for compute capability 9.x (Hopper), and this is "
             f"{capability[0]}.{capability[1]}"
@@ -89,7 +89,7 @@ def refused_features(call: AttentionCall) -> str | None:
         return f"scale must be above 0, and is {call.scale}"
     if call.deterministic:
         return "flash-attn-4 has no deterministic backward with block lists on Hopper"
-    if call.plan.is_subset:
+    if call.mask.is_subset:
         return "its block lists take q whole, and this mask is for_queries(...)"
     return None
 
@@ -151,9 +151,9 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute import interface
 
     tiles = tiles_for(q.shape[2], v.shape[2])
-    given = _arguments_of(lists_of(call.plan, tiles, call.window, q.device), tiles)
+    given = _arguments_of(lists_of(call.mask, tiles, call.window, q.device), tiles)
     inside, around = _sinks_where(call.sinks, call.lse_used)
-    with _TURN, devices.current(q.device):
+    with _TURN, device_info.current(q.device):
         interface._flash_attn_fwd(
             _batch(q),
             _batch(k),
@@ -186,7 +186,7 @@ def backward(
     if q.shape[0] == 0:
         return dq, dk, dv, None if sinks is None else torch.zeros_like(sinks)
     tiles = tiles_for(q.shape[2], v.shape[2])
-    lists = lists_of(call.plan, tiles, call.window, q.device)
+    lists = lists_of(call.mask, tiles, call.window, q.device)
     given = _arguments_of(lists, tiles)
     inside, around = _sinks_where(sinks, dlse is not None)
     total = lse if inside is None else torch.logaddexp(lse, inside.unsqueeze(1))
@@ -195,8 +195,8 @@ def backward(
         share = keys_share(lse, around)
         given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
     score, score_gradient = _score_functions(call.softcap)
-    with _TURN, devices.current(q.device):
-        run = _backward_call(heads_first(lists, q.shape[1], devices.processors(q.device)))
+    with _TURN, device_info.current(q.device):
+        run = _backward_call(heads_first(lists, q.shape[1], device_info.processors(q.device)))
         results = run(
             _batch(q),
             _batch(k),
@@ -230,15 +230,15 @@ def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
     A key tile's list is one block's work. The longest, a prompt's, of the last head is begun last
     in flash-attn-4's order, and may leave a tail: its length over a multiprocessor's part of all.
     """
-    tail = lists.longest_share * processors / heads
+    tail = lists.longest_list_share * processors / heads
     return tail > HEADS_FIRST_FROM and lists.backward.full_count.shape[2] <= MOST_TILES
 
 
 def _backward_call(heads_first: bool) -> Any:
     if heads_first:
-        from prefixtree.kernels.flash import order
+        from prefixtree.kernels.flash import heads_first_backward
 
-        return order.flash_attn_bwd
+        return heads_first_backward.flash_attn_bwd
     from flash_attn.cute import interface
 
     return interface._flash_attn_bwd
@@ -312,7 +312,7 @@ class _Arguments:
     mask: dict[str, Any]
 
 
-# arguments live as long as the lists they are of, and those as long as the plan
+# arguments live as long as the lists they are of, and those as long as the mask
 _made: weakref.WeakKeyDictionary[ForestLists, _Arguments] = weakref.WeakKeyDictionary()
 
 
@@ -338,18 +338,18 @@ def _given(lists: Lists, queries: int, keys: int) -> Any:
 
 
 def _mask_arguments(lists: ForestLists) -> dict[str, Any]:
-    from prefixtree.kernels.flash import device
+    from prefixtree.kernels.flash import mask_mods
 
     if lists.positions is None or lists.reach is None:
-        arrays, function = [lists.spans], device.visible
+        arrays, function = [lists.spans], mask_mods.visible
     else:
-        arrays, function = [lists.spans, lists.positions, lists.reach], device.visible_in_window
-    return {"mask_mod": function, "aux_scalars": tuple(device.address(x) for x in arrays)}
+        arrays, function = [lists.spans, lists.positions, lists.reach], mask_mods.visible_in_window
+    return {"mask_mod": function, "aux_scalars": tuple(mask_mods.address(x) for x in arrays)}
 
 
 def _score_functions(softcap: float) -> tuple[Any, Any]:
     if not softcap:
         return None, None
-    from prefixtree.kernels.flash import device
+    from prefixtree.kernels.flash import mask_mods
 
-    return device.softcap(softcap)
+    return mask_mods.softcap(softcap)

@@ -170,7 +170,7 @@ def keys_kernel(
     tile = tl.load(PIECES)
     slot = tl.load(PIECES + 3)
     begin = tl.load(K_TILES + 2 * tile)
-    key, live, span, key_depth = key_lanes(K_SPANS, POSITION, tile, begin, KEYS, HAS_WINDOW, TMA)
+    key, live, span, key_position = key_lanes(K_SPANS, POSITION, tile, begin, KEYS, HAS_WINDOW, TMA)
     k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
     v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
     first_head = kv_head * GROUP
@@ -235,15 +235,15 @@ def keys_kernel(
                 logits = tl.where(alive[None, :], logits, float("-inf"))
             if (q_tile < full_begin) | (q_tile >= full_end):
                 query = start + token
-                depth = query
+                position = query
                 if HAS_WINDOW:
-                    depth = tl.load(POSITION + query, mask=alive, other=0)
+                    position = tl.load(POSITION + query, mask=alive, other=0)
                 seen = visible(
                     query[None, :],
                     key[:, None],
                     span[:, None],
-                    depth[None, :],
-                    key_depth[:, None],
+                    position[None, :],
+                    key_position[:, None],
                     window,
                     HAS_WINDOW,
                 )
@@ -452,12 +452,12 @@ def queries_kernel(
                 scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
             )
             dq = add_product(ds.to(k.dtype), k, dq)
-    depth = query
+    position = query
     if HAS_WINDOW:
-        depth = tl.load(POSITION + query, mask=alive, other=0)
+        position = tl.load(POSITION + query, mask=alive, other=0)
     for i in range(tl.load(PARTIAL_PTR + tile), tl.load(PARTIAL_PTR + tile + 1)):
         begin = tl.load(PARTIAL + 2 * i + 1)
-        key, live, span, key_depth = key_lanes(
+        key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
         k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
@@ -466,8 +466,8 @@ def queries_kernel(
             query[:, None],
             key[None, :],
             span[None, :],
-            depth[:, None],
-            key_depth[None, :],
+            position[:, None],
+            key_position[None, :],
             window,
             HAS_WINDOW,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from prefixtree.packing.block_tables import TileShape
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 
 # the grid on which the share of partial tiles is counted, and the share above which a forest
 # counts as one of short nodes (prototype: its one guess between two sets, right on all ten
@@ -52,7 +52,7 @@ Pair = tuple[Config, Config]
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelConfigs:
     """Configurations of the three kernels, each for forests of (long, short) nodes.
 
     Attributes:
@@ -68,11 +68,11 @@ class Choice:
     keys: Pair
     queries: Pair
 
-    def of(self, plan: MaskPlan, window: int) -> tuple[Config, Config, Config]:
+    def of(self, mask: HostMask, window: int) -> tuple[Config, Config, Config]:
         """The configurations (forward, keys, queries) for one forest."""
         index = 0
         if not self._uniform:
-            index = int(plan.partial_share(PROBE, window) > SHORT_NODES)
+            index = int(mask.partial_share(PROBE, window) > SHORT_NODES)
         return self.forward[index], self.keys[index], self.queries[index]
 
     @cached_property
@@ -182,7 +182,7 @@ _SMALL: dict[int, tuple[Pair, Pair, Pair]] = {
 @cache
 def choose(
     capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
-) -> Choice:
+) -> KernelConfigs:
     """The configurations for a GPU and a model.
 
     Args:
@@ -197,12 +197,12 @@ def choose(
     wide = max(d, dv, 64)
     if tma:
         key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
-        return Choice(True, heads, *_HOPPER[key])
+        return KernelConfigs(True, heads, *_HOPPER[key])
     if cuda and capability[0] == 9:
-        return Choice(False, heads, *_HOPPER_POINTERS[wide])
+        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
     # compute capability 8.0 and 10.x have 160 KiB and more of shared memory a program
     large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
-    return Choice(False, heads, *(_LARGE if large else _SMALL)[wide])
+    return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])
 
 
 def heads_of_tile(group: int, tma: bool) -> int:

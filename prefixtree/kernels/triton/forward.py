@@ -110,12 +110,12 @@ def forward_kernel(
             v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
             scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
             top, total, acc = _absorb(scores, outer, v, top, total, acc)
-    depth = query
+    position = query
     if HAS_WINDOW:
-        depth = tl.load(POSITION + query, mask=alive, other=0)
+        position = tl.load(POSITION + query, mask=alive, other=0)
     for i in range(tl.load(PARTIAL_PTR + tile), tl.load(PARTIAL_PTR + tile + 1)):
         begin = tl.load(PARTIAL + 2 * i + 1)
-        key, live, span, key_depth = key_lanes(
+        key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
         k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
@@ -124,8 +124,8 @@ def forward_kernel(
             query[:, None],
             key[None, :],
             span[None, :],
-            depth[:, None],
-            key_depth[None, :],
+            position[:, None],
+            key_position[None, :],
             window,
             HAS_WINDOW,
         )

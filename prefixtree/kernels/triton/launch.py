@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from prefixtree.kernels import devices
+from prefixtree.kernels import device_info
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs
 from prefixtree.kernels.triton.backward import (
@@ -22,7 +22,7 @@ from prefixtree.kernels.triton.backward import (
     queries_kernel,
     reduce_kernel,
 )
-from prefixtree.kernels.triton.configs import Choice, Config
+from prefixtree.kernels.triton.configs import Config, KernelConfigs
 from prefixtree.kernels.triton.forward import forward_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
 
@@ -42,7 +42,7 @@ def refusal(call: AttentionCall) -> str | None:
     dtypes = (torch.float16, torch.bfloat16)
     if q.dtype not in dtypes and not (INTERPRETED and q.dtype == torch.float32):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
-    if q.is_cuda and torch.version.hip is None and devices.capability(q.device) < (8, 0):
+    if q.is_cuda and torch.version.hip is None and device_info.capability(q.device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], v.shape[2]) > 256 or min(q.shape[2], v.shape[2]) < 1:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
@@ -66,7 +66,7 @@ class Problem:
         call: as it came.
         q, k, v: those of the call, copied where no kernel can read them in place.
         choice: the frozen tiles.
-        position: int32 [T], depths on the device.
+        position: int32 [T], each token's on its path, on the device.
         configs: of the forward, the keys' and the queries' kernel.
     """
 
@@ -74,7 +74,7 @@ class Problem:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    choice: Choice
+    choice: KernelConfigs
     position: torch.Tensor
     configs: tuple[Config, Config, Config]
 
@@ -83,15 +83,15 @@ class Problem:
         q, k, v = _readable(call.q), _readable(call.k), _readable(call.v)
         tma = _describable(q) and all(_describable(x) and _side_by_side(x) for x in (k, v))
         choice = configs.choose(
-            devices.capability(q.device),
+            device_info.capability(q.device),
             padded(q.shape[2]),
             padded(v.shape[2]),
             q.shape[1] // k.shape[1],
             tma,
             torch.version.hip is None,
         )
-        position = call.plan.on(q.device)["position_ids"]
-        chosen = choice.of(call.plan, call.window)
+        position = call.mask.on(q.device)["position_ids"]
+        chosen = choice.of(call.mask, call.window)
         return cls(call, q, k, v, choice, position, chosen)
 
     @property
@@ -112,13 +112,13 @@ class Problem:
         longest = 0
         if (config.rows, config.keys, config.cut) == (keys.rows, keys.keys, keys.cut):
             longest = configs.piece_tiles(
-                self.call.plan.visible_pairs(self.call.window),
+                self.call.mask.visible_pairs(self.call.window),
                 self.tokens(config) * config.keys,
                 self.k.shape[1],
-                devices.processors(self.q.device),
+                device_info.processors(self.q.device),
             )
         shape = TileShape(self.tokens(config), config.keys, config.cut, longest)
-        return self.call.plan.tables(shape, self.call.window, self.q.device)
+        return self.call.mask.tables(shape, self.call.window, self.q.device)
 
     def statics(self, config: Config) -> dict[str, Any]:
         """Compile-time arguments common to the kernels, and the launch options."""
@@ -165,7 +165,7 @@ class Problem:
     @property
     def rows_tma(self) -> bool:
         """Whether every query tile's row values start at a multiple of 16 bytes."""
-        return self.choice.tma and (not self.call.plan.is_subset or self.choice.heads % 4 == 0)
+        return self.choice.tma and (not self.call.mask.is_subset or self.choice.heads % 4 == 0)
 
     def row_values(self, rows: torch.Tensor, config: Config) -> Any:
         """What `prepare_kernel` made, [2 or 3, rows], as one vector: one descriptor serves all."""
@@ -203,7 +203,7 @@ class Problem:
 @cache
 def _statics(
     config: Config,
-    choice: Choice,
+    choice: KernelConfigs,
     heads: int,
     kv_heads: int,
     d: int,
@@ -242,7 +242,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     problem = Problem.of(call)
     config, _, _ = problem.configs
     tables = problem.tables(config)
-    with devices.current(q.device):
+    with device_info.current(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
             problem.rows(problem.q, config),
             problem.keys(problem.k, config),
@@ -281,7 +281,7 @@ def backward(
         dout = dout.contiguous()
     dout = _readable(dout)
     _, keys, queries = problem.configs
-    with devices.current(q.device):
+    with device_info.current(q.device):
         rows, rows_a_block, dsinks = _prepare(problem, dout, dlse, sinks, out, lse, keys, queries)
         _keys_gradient(problem, keys, dout, rows, rows_a_block, dk, dv)
         _queries_gradient(problem, queries, dout, rows, rows_a_block, dq)
@@ -369,7 +369,7 @@ def _keys_gradient(
             TOKENS=problem.tokens(config),
             HAS_SHARE=len(rows) == 3,
             ROWS_TMA=problem.rows_tma,
-            SUBSET=problem.call.plan.is_subset,
+            SUBSET=problem.call.mask.is_subset,
             DETERMINISTIC=deterministic,
             WITH_DK=with_dk,
             WITH_DV=with_dv,

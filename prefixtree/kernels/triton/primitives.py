@@ -151,27 +151,27 @@ def squash(scores, inner, SOFTCAP: tl.constexpr):
 def key_lanes(
     K_SPANS, POSITION, tile, begin, KEYS: tl.constexpr, WINDOW: tl.constexpr, TMA: tl.constexpr
 ):
-    """-> (packed index, alive, subtree_end - index or 0 where dead, depth) of each key. # [KEYS]
+    """-> packed index, alive, subtree_end - index (0 where dead), position of each key. # [KEYS]
 
-    The depth is read only for a window.
+    The position is read only for a window.
     """
     key = begin + tl.arange(0, KEYS)
     span = load_vector(K_SPANS, tile * KEYS, KEYS, TMA)
     alive = span > 0
-    depth = key
+    position = key
     if WINDOW:
-        depth = tl.load(POSITION + key, mask=alive, other=0)
-    return key, alive, span, depth
+        position = tl.load(POSITION + key, mask=alive, other=0)
+    return key, alive, span, position
 
 
 @triton.jit
-def visible(query, key, span, query_depth, key_depth, window, WINDOW: tl.constexpr):
+def visible(query, key, span, query_position, key_position, window, WINDOW: tl.constexpr):
     """k <= q < subtree_end[k] as one unsigned compare: q - k < span = subtree_end[k] - k.
 
     Broadcasts query against key; span is 0 for dead key lanes. With a window also
-    depth(q) - depth(k) < window.
+    position(q) - position(k) < window.
     """
     seen = (query - key).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
     if WINDOW:
-        seen = seen & (query_depth - key_depth < window)
+        seen = seen & (query_position - key_position < window)
     return seen

@@ -78,10 +78,10 @@ class Units(NamedTuple):
 def make_tree(forest: PrefixForest, model: CostModel) -> Tree:
     above, start = forest.node_parent, forest.node_start
     token = start if forest.tokens is None else forest.tokens[start]
-    new_id, parent, _, length, depth, _ = loops.trie.preorder(
+    new_id, parent, _, length, position, _ = loops.trie.preorder(
         above, forest.node_length.astype(np.int64), np.lexsort((token, above))
     )
-    cost = model.cost(depth.astype(np.int64), length.astype(np.int64))
+    cost = model.cost(position.astype(np.int64), length.astype(np.int64))
     # a millionth of a token's mean cost: 2^31 tokens stay far below 2^63
     unit_cost = float(cost.sum()) / forest.num_tokens * 1e-6
     return Tree(

@@ -1,4 +1,4 @@
-"""From a head's output to log-probabilities and entropies, and back, by torch's own operations.
+"""From an lm_head's output to log-probabilities and entropies, and back, by torch's own operations.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class LogitRule:
-    """From the head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
+    """From the lm_head's output x to logits: softcap tanh(scale x / softcap); 0 for no softcap."""
 
     scale: float = 1.0
     softcap: float = 0.0

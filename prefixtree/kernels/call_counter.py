@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 
 
 class _Watch(threading.local):
-    plan: MaskPlan | None = None
+    mask: HostMask | None = None
     calls: int = 0
 
 
@@ -23,18 +23,18 @@ _watch = _Watch()
 
 
 @contextmanager
-def counted_calls(plan: MaskPlan) -> Iterator[Callable[[], int]]:
-    """Gives a function that returns the number of forward calls over `plan` so far, in the thread
+def counted_calls(mask: HostMask) -> Iterator[Callable[[], int]]:
+    """Gives a function that returns the number of forward calls over `mask` so far, in the thread
     that entered."""
-    before = _watch.plan, _watch.calls
-    _watch.plan, _watch.calls = plan, 0
+    before = _watch.mask, _watch.calls
+    _watch.mask, _watch.calls = mask, 0
     try:
         yield lambda: _watch.calls
     finally:
-        _watch.plan, _watch.calls = before
+        _watch.mask, _watch.calls = before
 
 
-def note_call(plan: MaskPlan) -> None:
+def note_call(mask: HostMask) -> None:
     """Called by `tree_attention` where it computes, once per forward call."""
-    if _watch.plan is plan:
+    if _watch.mask is mask:
         _watch.calls += 1

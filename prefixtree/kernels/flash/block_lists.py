@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.packing.block_tables import BlockTables, TileShape
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.transfers import lasting, move_all
 
 # places in an index array are sent as int32
@@ -65,9 +65,9 @@ class ForestLists:
         forward, backward: key tiles of each query tile; query tiles of each key tile.
         spans: int32 [T + a tile]: subtree_end[k] - k, then zeros. Query q sees key k exactly when
             q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
-        positions: int32 like `spans`, the depth of each token, then zeros; None without a window.
-        reach: int32 like `spans`, the first depth from which a token's window hides it; or None.
-        longest_share: of all query tiles in `backward`'s lists, those in its longest.
+        positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
+        reach: int32 like `spans`, the first position from which a token's window hides it; or None.
+        longest_list_share: of all query tiles in `backward`'s lists, those in its longest.
     """
 
     forward: Lists
@@ -75,30 +75,30 @@ class ForestLists:
     spans: torch.Tensor
     positions: torch.Tensor | None
     reach: torch.Tensor | None
-    longest_share: float
+    longest_list_share: float
 
 
-# lists live as long as the plan they are of
-_made: weakref.WeakKeyDictionary[MaskPlan, dict[Any, ForestLists]] = weakref.WeakKeyDictionary()
+# lists live as long as the mask they are of
+_made: weakref.WeakKeyDictionary[HostMask, dict[Any, ForestLists]] = weakref.WeakKeyDictionary()
 
 
-def lists_of(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
+def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
     """The lists of a forest, built once a (tiles, window, device); nothing waits for the device.
 
     Raises:
         UnsupportedError: an index array would have more than `MOST_ENTRIES` entries.
     """
-    made = _made.setdefault(plan, {})
+    made = _made.setdefault(mask, {})
     if (key := (tiles, window, device)) not in made:
-        made[key] = _build(plan, tiles, window, device)
+        made[key] = _build(mask, tiles, window, device)
     return made[key]
 
 
 @lasting
-def _build(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
+def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
     host = torch.device("cpu")
-    tables = plan.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
-    back = plan.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
+    tables = mask.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
+    back = mask.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
     # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
     # numbers serves all key tiles, each from its own place on, and stays linear in T. Not so where
     # a window takes tiles out of the middle, or tiles of q and k differ in length.
@@ -111,17 +111,17 @@ def _build(plan: MaskPlan, tiles: Tiles, window: int, device: torch.device) -> F
         shared = linear and i == len(runs) - 1
         index = _following(r, device) if shared else _expanded(r, place, jump)
         arrays += [count.view(1, 1, -1), index]
-    on = plan.on(device)
-    spans = on["subtree_end"] - torch.arange(plan.num_tokens, dtype=torch.int32, device=device)
+    on = mask.on(device)
+    spans = on["subtree_end"] - torch.arange(mask.num_tokens, dtype=torch.int32, device=device)
     room = (0, max(tiles.queries, tiles.forward_keys, tiles.backward_keys))
     positions = reach = None
     if window:
         positions = F.pad(on["position_ids"], room)
         reach = F.pad(on["position_ids"] + window, room)
     visits = (runs[2].count + runs[3].count).numpy()
-    longest_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
+    longest_list_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
     forward, backward = Lists(*arrays[:4]), Lists(*arrays[4:])
-    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, longest_share)
+    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, longest_list_share)
 
 
 # ---- runs of tiles, on the host ------------------------------------------------------------------

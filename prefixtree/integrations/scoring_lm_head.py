@@ -18,9 +18,9 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_hook
-from prefixtree.kernels.head import LogitRule
-from prefixtree.kernels.logprobs import head_logprobs, linear_logprobs
-from prefixtree.packing.gather import GatherPlan, gather
+from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.packing.gather import GatherIndex, gather
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Units:
     """The distinct (edge, temperature) pairs.
 
     Attributes:
-        predictors: int64 [P], packed tokens whose hidden states the head needs, ascending.
+        predictors: int64 [P], packed tokens whose hidden states the lm_head needs, ascending.
         to_predictors: from hidden states [P, d] to one row per unit [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
         to_sequences: from scores [U, ...] to [R - S, ...], every sequence but its first token.
@@ -36,22 +36,22 @@ class Units:
     """
 
     predictors: torch.Tensor
-    to_predictors: GatherPlan
+    to_predictors: GatherIndex
     target: torch.Tensor
     temperature: torch.Tensor
-    to_sequences: GatherPlan
+    to_sequences: GatherIndex
     lengths: list[int]
 
 
 @dataclass
 class Handed:
-    """The scores that the head gave to the model.
+    """The scores that the lm_head gave to the model.
 
     Attributes:
         values: float32 [U, columns], and nobody else's.
         output: [1, U, columns], what the model returns in the place of logits.
         version: of `output` when it was handed over; None where torch keeps none.
-        times: how often the head was called.
+        times: how often the lm_head was called.
     """
 
     values: torch.Tensor | None = None
@@ -99,7 +99,7 @@ class Handed:
 
 
 def logit_rule(causal_lm: Any) -> LogitRule:
-    """How the model's forward turns its head's output into logits.
+    """How the model's forward turns its lm_head's output into logits.
 
     Raises:
         ValueError: a configured softcap or divisor of 0.
@@ -122,7 +122,7 @@ def logit_rule(causal_lm: Any) -> LogitRule:
 
 
 @contextmanager
-def scoring_head(
+def scoring_lm_head(
     causal_lm: Any,
     units: Units,
     rule: LogitRule,
@@ -135,32 +135,32 @@ def scoring_head(
     wants to score the same model waits.
     """
     with _lock_of(causal_lm):
-        head = causal_lm.get_output_embeddings()
-        for hook in head._forward_hooks.values():
+        lm_head = causal_lm.get_output_embeddings()
+        for hook in lm_head._forward_hooks.values():
             check_hook(hook, "the output embedding")
-        head_forward, lm_forward = head.forward, causal_lm.forward
-        plain = _is_plain_linear(head) and "forward" not in vars(head)
+        lm_head_forward, lm_forward = lm_head.forward, causal_lm.forward
+        plain = _is_plain_linear(lm_head) and "forward" not in vars(lm_head)
         thread = threading.get_ident()
         handed = Handed()
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
-            _check_whole(hidden, head.weight if plain else None)
+            _check_whole(hidden, lm_head.weight if plain else None)
             _check_rows(causal_lm, hidden, len(units.predictors))
             rows = gather(hidden[0], units.to_predictors)
             rest = (units.target, units.temperature, rule, with_entropy, chunk_size)
             if plain:
-                result = linear_logprobs(rows, head.weight, head.bias, *rest)
+                result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
             else:
-                _check_rowwise(head, head_forward, hidden[0])
+                _check_rowwise(lm_head, lm_head_forward, hidden[0])
                 vocabulary = causal_lm.config.get_text_config().vocab_size
-                result = head_logprobs(head_forward, vocabulary, rows, *rest)
+                result = lm_head_logprobs(lm_head_forward, vocabulary, rows, *rest)
             handed.values = result.detach()
             # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
             return result[None].clone()
 
         def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if threading.get_ident() != thread:
-                return head_forward(hidden, *args, **kwargs)
+                return lm_head_forward(hidden, *args, **kwargs)
             return score(hidden)
 
         def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -183,10 +183,10 @@ def scoring_head(
 
         # they are other functions in every call, which torch.compile(model) would trace anew each
         # time; the model's own forward, called inside, is compiled
-        handle = head.register_forward_hook(torch.compiler.disable(keep))
+        handle = lm_head.register_forward_hook(torch.compiler.disable(keep))
         outer = torch.compiler.disable(forward, recursive=False)
         inner = torch.compiler.disable(own_score)
-        with _own_forward(head, inner), _own_forward(causal_lm, outer):
+        with _own_forward(lm_head, inner), _own_forward(causal_lm, outer):
             try:
                 yield handed
             finally:
@@ -238,10 +238,10 @@ def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
 
 
 def _check_rowwise(
-    head: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    lm_head: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
 ) -> None:
-    """Refuses a head whose output for a token depends on the tokens beside it: in a packed forest
-    these are others. Hidden states [P, d]; nothing is learnt from it without one."""
+    """Refuses an lm_head whose output for a token depends on the tokens beside it: in a packed
+    forest these are others. Hidden states [P, d]; nothing is learnt from it without one."""
     if len(hidden) == 0:
         return
     with torch.no_grad():
@@ -252,9 +252,9 @@ def _check_rowwise(
     # NaN is for whoever looks at the scores
     if bool(((among_others - alone).abs() > tolerance).any()):
         raise UnsupportedError(
-            f"the output embedding ({type(head).__name__}) gives a token other logits when other "
-            "tokens stand beside it: a packed forest has no such neighbours; use a head that "
-            "treats every token alone"
+            f"the output embedding ({type(lm_head).__name__}) gives a token other logits when "
+            "other tokens stand beside it: a packed forest has no such neighbours; use an lm_head "
+            "that treats every token alone"
         )
 
 
@@ -267,6 +267,6 @@ def _check_dtype(scores: torch.Tensor, who: str) -> None:
         )
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
+def _is_plain_linear(lm_head: nn.Module) -> bool:
     # sharding wrappers change the class by a subclass of the same forward
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    return isinstance(lm_head, nn.Linear) and type(lm_head).forward is nn.Linear.forward

@@ -1,7 +1,7 @@
-"""What a head does with the logits of a chunk: log p, entropy, and their gradient, in one launch.
+"""log p and entropy of a chunk of logits, and their gradient, in one launch each.
 
-torch's own operations (`kernels.head`) make a dozen passes over float32 copies. Here the logits
-stay in the head's dtype and are read two or three times, mostly from the cache; what is made of
+torch's own operations (`kernels.lm_head`) make a dozen passes over float32 copies. Here the logits
+stay in the lm_head's dtype and are read two or three times, mostly from the cache; what is made of
 them is float32, in registers.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from prefixtree.kernels import devices
-from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels import device_info
+from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.triton.primitives import squash
 
 # columns of a step: 16 a thread
@@ -163,7 +163,7 @@ def score(
     rule: LogitRule,
     out: torch.Tensor,
 ) -> None:
-    """As `kernels.head.score`; all contiguous."""
+    """As `kernels.lm_head.score`; all contiguous."""
     _launch(score_kernel, rule, logits, target, temperature, out)
 
 
@@ -176,7 +176,7 @@ def gradient(
     grad: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
-    """As `kernels.head.gradient`; all contiguous."""
+    """As `kernels.lm_head.gradient`; all contiguous."""
     _launch(gradient_kernel, rule, logits, target, temperature, out, grad, into)
 
 
@@ -184,7 +184,7 @@ def _launch(kernel: Any, rule: LogitRule, *arrays: torch.Tensor) -> None:
     """A program a row; the kernels begin with the same four arrays."""
     logits, _, _, out, *_ = arrays
     rows, vocabulary = logits.shape
-    with devices.current(logits.device):
+    with device_info.current(logits.device):
         kernel[(rows,)](
             *arrays,
             vocabulary,

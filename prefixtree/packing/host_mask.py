@@ -1,4 +1,4 @@
-"""`MaskPlan`: the host side of a mask, and the handle by which a registered operator finds it.
+"""`HostMask`: the host side of a mask, and the handle by which a registered operator finds it.
 
 Legend: T packed tokens, Tq query rows.
 """
@@ -19,7 +19,7 @@ from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables
 from prefixtree.packing.transfers import lasting, move_all
 
 
-class MaskPlan:
+class HostMask:
     """The host side of a `TreeMask`, shared by its copies on every device: arrays and caches."""
 
     def __init__(self, subtree_end: np.ndarray, query_runs: np.ndarray | None) -> None:
@@ -108,28 +108,28 @@ class MaskPlan:
 
 # A registered torch operator takes tensors, not objects, and torch.compile must see one graph for
 # all forests: so a mask travels as a `handle`, a CPU tensor that holds a number. The number finds
-# the plan here as long as any tensor on the handle's storage lives, saved for a backward or not:
-# the storage owns the buffer object, the buffer object owns the plan. Numbers are never reused.
-class _PlanBuffer(bytearray):
-    plan: MaskPlan
+# the host mask here as long as any tensor on the handle's storage lives, saved for a backward or
+# not: the storage owns the buffer object, which owns the mask. Numbers are never reused.
+class _MaskBuffer(bytearray):
+    host: HostMask
 
 
 _numbers = itertools.count(1)
-_buffers: weakref.WeakValueDictionary[int, _PlanBuffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[int, _MaskBuffer] = weakref.WeakValueDictionary()
 
 
 @lasting
-def make_handle(plan: MaskPlan) -> torch.Tensor:
+def make_handle(host: HostMask) -> torch.Tensor:
     number = next(_numbers)
-    buffer = _PlanBuffer(number.to_bytes(8, "little"))
-    buffer.plan = plan
+    buffer = _MaskBuffer(number.to_bytes(8, "little"))
+    buffer.host = host
     _buffers[number] = buffer
     return torch.frombuffer(buffer, dtype=torch.int64)
 
 
-def plan_of(handle: torch.Tensor) -> MaskPlan:
-    """The plan behind a `TreeMask.handle`."""
+def host_of(handle: torch.Tensor) -> HostMask:
+    """The host side of the mask behind a `TreeMask.handle`."""
     buffer = _buffers.get(int(handle))
     if buffer is None:
         raise ForestError("the TreeMask of this call no longer exists; keep its PackedForest alive")
-    return buffer.plan
+    return buffer.host

@@ -36,7 +36,7 @@ _LOST_CACHE = (
 )
 
 
-def ordinary_attention(
+def plain_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -103,7 +103,7 @@ def shows_positions(module: nn.Module) -> bool:
     return not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
 
 
-def ordinary_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
     """The mask [B, 1, n, m] of a batch with padding or cached keys, never left out.
 
     Raises:
