@@ -186,7 +186,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             per_pair = columns // dims[-1][1] * sum(dims[-1])
         elif kind in SOFTMAX:
             per_pair = heads * sum(dims[-1])
-        its_window = _of_layer(window, number) if kind == "sliding_attention" else None
+        its_window = window if kind == "sliding_attention" else None
         costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(model.get_decoder(), 0).values())

@@ -45,7 +45,7 @@ class CostModel:
             raise ValueError(f"costs must be finite, >= 0 and not all 0, got {self}")
         if self.window is None and not any(windowed):
             return
-        fit = len(windowed) == len(windows) and min(windowed) > 0
+        fit = len(windowed) == len(windows) > 0 and all(part > 0 for part in windowed)
         if not fit or any(window is None or window < 1 for window in windows):
             raise ValueError(f"windowed goes with a window >= 1, and only with it, got {self}")
 
@@ -86,8 +86,9 @@ class CostModel:
         passes, attention_passes = (4, 4.5) if gradient_checkpointing else (3, 3.5)
         per_pair: dict[int | None, float] = {None: 0.0}
         for layer in cost.layers:
-            flops = attention_passes * 2 * layer.per_pair
-            per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
+            if layer.per_pair:
+                flops = attention_passes * 2 * layer.per_pair
+                per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
         full = per_pair.pop(None)
         windows: Any = tuple(per_pair) or (None,)
         windowed: Any = tuple(per_pair.values()) or (0.0,)

@@ -73,11 +73,14 @@ class ChatTokenizer:
             ) from None
 
     def __call__(self, messages: Any, tools: Any = None) -> Conversation:
-        """The conversation's tokens, with its assistant turns.
+        """Tokenizes a conversation and finds its assistant turns.
 
         Args:
             messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
             tools: the tools' schemas, where the template shows them.
+
+        Returns:
+            The tokens, with loss mask and turns.
 
         Raises:
             InputError: messages of another shape, or that the template refuses.

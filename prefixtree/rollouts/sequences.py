@@ -13,7 +13,7 @@ from prefixtree.errors import InputError
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Token sequences of a file, in its order, one list entry a sequence.
+    """Token sequences of a file, in its order, one list entry per sequence.
 
     Attributes:
         source: the file's name, for messages.
@@ -63,7 +63,11 @@ class Rollouts:
         return self.take(range(min(count, len(self))))
 
     def first_groups(self, count: int) -> Rollouts:
-        """The sequences of the first `count` groups, in order of appearance."""
+        """The sequences of the first `count` groups, in order of appearance.
+
+        Raises:
+            InputError: a rollout without a group.
+        """
         if self.groups is None or None in self.groups:
             line = self.lines[0 if self.groups is None else self.groups.index(None)]
             raise InputError(
@@ -74,10 +78,21 @@ class Rollouts:
 
 
 def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
-    """One sequence per assistant turn: the rollout up to the turn's end, its loss mask likewise.
+    """Cuts rollouts into one sequence per assistant turn: the rollout up to the turn's end.
 
-    This is what trainers that step turn by turn compute. A rollout whose turns are unknown is a
-    broken line: left out and noted in `problems`, or an `InputError` with `strict`.
+    Trainers that step turn by turn compute these sequences.
+
+    Args:
+        rollouts: as `read_rollouts` returns them.
+        strict: raise at a rollout whose turns are unknown. Default: leave it out and keep the
+            problem in `Rollouts.problems`.
+
+    Returns:
+        One sequence per turn, in the order of the rollouts and their turns; loss masks are cut
+        likewise.
+
+    Raises:
+        InputError: no turn at all, or, with `strict`, a rollout whose turns are unknown.
     """
     origin: list[int] = []
     sequences: list[np.ndarray] = []
