@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from prefixtree import ForestError, PrefixForest, plan_micro_batches
+from prefixtree.cost import LayerCost, model_cost
 from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.packing import cost_model
 from prefixtree.packing.cost_model import CostModel
 from tests.support.models import attentions, build, ragged_sequences, run_replicated
 from tests.support.models import make_objective as objective_of
@@ -240,6 +243,23 @@ def test_latent_attention():
     assert costs.attention == 7 * per_pair * config.num_hidden_layers
 
 
+def test_every_window_counts_with_its_layers(monkeypatch):
+    config = build("qwen3").config
+    cost = model_cost(config)
+    layers = tuple(
+        LayerCost("", 0, per_pair, w) for per_pair, w in ((2, 4), (3, None), (5, 9), (7, 4))
+    )
+    monkeypatch.setattr(cost_model, "model_cost", lambda config: replace(cost, layers=layers))
+    costs = CostModel.from_config(config)
+    assert costs.attention == 7 * 3
+    assert dict(zip(costs.window, costs.windowed, strict=True)) == {4: 7 * (2 + 7), 9: 7 * 5}
+    want = [
+        sum(costs.linear + 7 * (3 * (p + 1) + 9 * min(p + 1, 4) + 5 * min(p + 1, 9)) for p in run)
+        for run in (range(3), range(3, 20))
+    ]
+    assert costs.cost(np.array([0, 3]), np.array([3, 17])).tolist() == want
+
+
 def test_cost_of_runs_adds_up():
     model = CostModel(linear=3, attention=2, windowed=5, window=4)
     depth, length = np.array([0, 3, 7]), np.array([3, 4, 1])
@@ -259,6 +279,10 @@ def test_cost_of_runs_adds_up():
         {"window": 4},
         {"windowed": 1.0},
         {"windowed": 1.0, "window": 0},
+        {"windowed": (1.0, 2.0), "window": 4},
+        {"windowed": (1.0, 2.0), "window": (4, 0)},
+        {"windowed": (1.0, 0.0), "window": (4, 8)},
+        {"windowed": (), "window": ()},
     ],
 )
 def test_costs_that_make_no_sense(arguments):

@@ -1,0 +1,110 @@
+"""What is public: every type that a public function takes, returns or raises, with an API page."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prefixtree
+
+ROOT = Path(prefixtree.__file__).parent
+PAGES = ROOT.parent / "docs/api"
+# adapters import their trainers, which this environment does not have
+ELSEWHERE = ("prefixtree.integrations.trl", "prefixtree.integrations.verl")
+
+
+def on_pages() -> dict[str, Any]:
+    """The objects that the pages name, by their dotted names."""
+    found: dict[str, Any] = {}
+    pattern = re.compile(r"^::: (\S+)\n((?: +.*\n?)*)", re.MULTILINE)
+    for page in sorted(PAGES.glob("*.md")):
+        for dotted, options in pattern.findall(page.read_text()):
+            if dotted.startswith(ELSEWHERE):
+                continue
+            members = re.search(r"members: \[(.*)\]", options)
+            names = [f"{dotted}.{m}" for m in members[1].split(", ")] if members else [dotted]
+            for name in names:
+                module, _, attribute = name.rpartition(".")
+                found[name] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+# every class of the package, by name: annotations are text, and some imported for types alone
+CLASSES = {
+    node.name
+    for file in ROOT.rglob("*.py")
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+}
+PUBLIC = on_pages()
+
+
+def annotations(thing: Any) -> Iterator[str]:
+    """The text of every annotation a user of `thing` meets, and of what it raises."""
+    docstring = inspect.getdoc(thing) or ""
+    raised = re.search(r"Raises:\n((?:    .*\n?)*)", docstring)
+    yield from re.findall(r"\w+Error\b", raised[1] if raised else "")
+    # "stats: PlanStats.", of attributes set in the constructor
+    yield from re.findall(r"^ +\w+: (?:the |The )?([A-Z]\w+)[.,]", docstring, re.MULTILINE)
+    if inspect.isclass(thing):
+        for base in thing.__mro__:
+            if base.__module__.startswith("prefixtree"):
+                yield from map(str, inspect.get_annotations(base).values())
+        for name, member in vars(thing).items():
+            if not name.startswith("_") or name in ("__init__", "__call__"):
+                yield from annotations(getattr(member, "__func__", member))
+    elif isinstance(thing, property):
+        yield from annotations(thing.fget)
+    elif hasattr(thing, "func"):  # a cached property
+        yield from annotations(thing.func)
+    elif callable(thing):
+        yield from map(str, inspect.get_annotations(inspect.unwrap(thing)).values())
+
+
+def named(thing: Any) -> set[str]:
+    """The classes of the package that `thing` names."""
+    return {word for text in annotations(thing) for word in re.findall(r"\w+", text)} & CLASSES
+
+
+def test_the_search_finds_types() -> None:
+    # the rule below would hold of anything if this found nothing
+    assert {"MicroBatch", "PlanStats", "PrefixForest", "ForestError"} <= named(
+        prefixtree.MicroBatchPlan
+    )
+    assert {"CostModel", "PrefixForest"} <= named(prefixtree.plan_micro_batches)
+    assert "PrefixForest" in named(prefixtree.PrefixForest.from_padded)
+    assert {"TileShape", "MaskStats", "BlockTables"} <= named(prefixtree.TreeMask)
+    assert "UnsupportedError" in named(prefixtree.tree_attention)
+    assert len(PUBLIC) > 25
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_types_of_public_things_are_public(name: str) -> None:
+    """In `prefixtree.__all__`, or in that of the module the thing is imported from."""
+    home = importlib.import_module(name.rpartition(".")[0])
+    exported = {*prefixtree.__all__, *getattr(home, "__all__", ())}
+    missing = named(PUBLIC[name]) - exported
+    assert not missing, f"{name} names {missing}, which are in no __all__"
+
+
+def test_what_is_exported_has_a_page() -> None:
+    for module in (prefixtree, importlib.import_module("prefixtree.rollouts")):
+        for name in module.__all__:
+            assert f"{module.__name__}.{name}" in PUBLIC, f"{name} is on no page of docs/api"
+            assert getattr(module, name) is PUBLIC[f"{module.__name__}.{name}"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_things_say_what_they_are(name: str) -> None:
+    assert inspect.getdoc(PUBLIC[name])
+    for member, value in vars(PUBLIC[name]).items() if inspect.isclass(PUBLIC[name]) else ():
+        if member.startswith("_") or not callable(getattr(value, "__func__", value)):
+            continue
+        assert inspect.getdoc(value), f"{name}.{member} has no docstring"
