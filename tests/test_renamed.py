@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from prefixtree import CostModel, PrefixForest, plan_micro_batches, plotting
+from prefixtree.cli import app
 from prefixtree.integrations import dualkv
 
 SEQUENCES = [[1, 2, 3], [1, 2, 4], [1, 2, 4]]
@@ -172,3 +175,17 @@ def test_signatures_show_the_new_names_alone() -> None:
 def test_an_old_attribute_cannot_be_set() -> None:
     with pytest.raises(AttributeError):
         FOREST.depth = 3  # type: ignore[misc]
+
+
+def test_an_old_option_of_the_command_line_is_said_on_stderr() -> None:
+    size = "--branching 2 --node 3 --heads 2 1 --head-dim 16 --device cpu --repeats 1 --json"
+    old, new = (
+        CliRunner().invoke(app, ["bench", option, "5", *size.split()])
+        for option in ("--depth", "--levels")
+    )
+    assert (old.exit_code, new.exit_code) == (0, 0)
+    assert "--depth is now --levels; the old name will be removed" in old.stderr
+    assert "--depth" not in new.stderr
+    tokens = [json.loads(result.stdout)["tokens"] for result in (old, new)]
+    assert tokens[0] == tokens[1] and tokens[0]["distinct"] == 3 * 31
+    assert "--depth" not in CliRunner().invoke(app, ["bench", "--help"]).stdout

@@ -95,7 +95,7 @@ def test_measure_on_a_forest_counted_by_hand():
     assert facts["nodes"] == 6
     assert facts["trees"] == 2
     assert facts["leaves"] == 4
-    assert facts["depth"] == 3
+    assert facts["levels"] == facts["depth"] == 3
     assert facts["branching"] == {"nodes": 1, "mean_children": 3.0, "max_children": 3}
     assert facts["node_length"] == {"min": 1, "median": 2.0, "mean": 13 / 6, "max": 4}
     assert facts["sequence_length"] == {"min": 1, "median": 4.5, "mean": 25 / 6, "max": 7}
