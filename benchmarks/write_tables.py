@@ -1,6 +1,6 @@
 """Writes the tables of docs/results.md and README.md from the JSON under results/.
 
-python benchmarks/write_tables.py
+python -m benchmarks.write_tables
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from depth import memory
-from plots import LABELS
-from shapes import SHAPES, Shape
-
+from benchmarks.cases.depth import memory
+from benchmarks.lib.plots import LABELS
+from benchmarks.lib.shapes import SHAPES, Shape
 from prefixtree.kernels.choice import most_work, with_tail
 from prefixtree.kernels.flash.launch import packs_heads
 
@@ -516,7 +515,7 @@ def main() -> None:
     on_gpu = (attention, backends, peers, depth, layer, model, layers_by, head, update)
     for write in (packing, sdpa_cpu, *on_gpu, compiled, micro_batches, verl_balance):
         name = write.__name__
-        folder = "h200/" if write in on_gpu else ""
+        folder = "h200/" if write in on_gpu else "cpu/"
         data = json.loads((HERE / "results" / f"{folder}{name}.json").read_text())
         page = replaced(page, name, write(data))
     shaped = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("shapes_*.json"))]

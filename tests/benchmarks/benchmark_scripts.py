@@ -16,17 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def scripts(*names: str) -> Iterator[dict[str, ModuleType]]:
-    """The scripts as modules; they import each other as scripts do, from their own folder."""
-    folder = str(ROOT / "benchmarks")
-    before = set(sys.modules)
-    sys.path.insert(0, folder)
-    try:
-        yield {name: importlib.import_module(name) for name in names}
-    finally:
-        sys.path.remove(folder)
-        for name in set(sys.modules) - before:
-            if folder in str(getattr(sys.modules[name], "__file__", "")):
-                del sys.modules[name]
+    """Modules of benchmarks/ by their last names."""
+
+    def found(name: str) -> ModuleType:
+        rooms = ("cases", "lib", "")
+        (file,) = (f for room in rooms if (f := ROOT / "benchmarks" / room / f"{name}.py").exists())
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        return importlib.import_module(".".join(parts))
+
+    yield {name: found(name) for name in names}
 
 
 def gpu_check(folder: Path, *steps: str, **words: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +43,7 @@ def gpu_check(folder: Path, *steps: str, **words: str) -> subprocess.CompletedPr
     words = {name: str(folder / x) for name, x in folders.items()} | words
     words |= {"OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.run(
-        ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), *steps],
+        ["bash", str(ROOT / "tools" / "gpu_check.sh"), *steps],
         env=os.environ | words,
         capture_output=True,
         text=True,

@@ -34,7 +34,7 @@ NAMES = (
     "planning",
     "plots",
     "replicated",
-    "suite",
+    "runs",
 )
 TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "1"]
 
@@ -457,8 +457,8 @@ def test_out_of_memory_is_a_row_and_the_case_runs_with_fewer_layers(
 
 
 def test_an_error_is_a_failed_row(scripts: Any, tmp_path: Path) -> None:
-    options = scripts.suite.parse(scripts.suite.parser("x"), ["--out", str(tmp_path / "o.json")])
-    report = scripts.suite.Report(options)
+    options = scripts.runs.parse(scripts.runs.parser("x"), ["--out", str(tmp_path / "o.json")])
+    report = scripts.runs.Report(options)
 
     def broken() -> dict[str, Any]:
         raise RuntimeError("an illegal address")

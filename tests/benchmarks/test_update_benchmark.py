@@ -19,8 +19,7 @@ import torch
 import prefixtree.integrations.transformers as adapter
 from prefixtree import PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
-from tests.benchmarks import update_ranks
-from tests.benchmarks.benchmark_scripts import gpu_check, scripts
+from tests.benchmarks.benchmark_scripts import ROOT, gpu_check, scripts
 from tests.benchmarks.test_suite import TINY, causal, result
 from tests.support.cli_runs import one_thread, write_rollouts
 from tests.support.models import let_wrong_masks_run
@@ -103,7 +102,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_all_sides_have_all_samples_and_one_loss(update: ModuleType, rollouts: Path) -> None:
     """However they are dealt; weights that the ranks' mean makes 1 over all scored tokens."""
-    policy = sys.modules["policy"]
+    policy = sys.modules["benchmarks.lib.policy"]
     options = SimpleNamespace(rollouts=rollouts, tasks=2, scale=1.0, is_tiny=False)
     samples = policy.Samples.read(options, 512)
     for count in (1, 2, 3):
@@ -229,8 +228,10 @@ def test_gradients_that_are_not_averaged_as_weighted_are_red(tmp_path: Path) -> 
     rollouts = write_rollouts(tmp_path / "rollouts.jsonl")
     out = tmp_path / "red.json"
     command = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+    command += " -m tests.benchmarks.update_ranks"
     done = subprocess.run(
-        [sys.executable, *command.split(), update_ranks.__file__, str(rollouts), str(out)],
+        [sys.executable, *command.split(), str(rollouts), str(out)],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import sys
 from functools import partialmethod
-from pathlib import Path
 
 from prefixtree.packing.micro_batches import MicroBatchPlan
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-    import update
+    from benchmarks.cases import update
 
     wrong = partialmethod(MicroBatchPlan.loss_weights, rank_reduction="sum")
     MicroBatchPlan.loss_weights = wrong

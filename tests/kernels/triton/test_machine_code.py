@@ -19,7 +19,7 @@ def compile_for(tmp_path: Path, *arguments: str) -> list[dict]:
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     out = tmp_path / "compiled.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/compiled.py", *arguments, "--out", str(out)],
+        [sys.executable, "-m", "benchmarks", "compiled", *arguments, "--out", str(out)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -9,7 +9,6 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import cutlass
@@ -236,8 +235,7 @@ def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.Monkey
 def test_the_benchmark_takes_either_order(
     monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
 ) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
-    flash_by_hand = importlib.import_module("flash_by_hand")
+    flash_by_hand = importlib.import_module("benchmarks.cases.flash_by_hand")
     for variant, forest, counts in (
         ("heads first", DOCUMENTS, [0, 1]),
         ("tiles first", FOREST, [1, 1]),

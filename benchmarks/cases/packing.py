@@ -1,6 +1,6 @@
 """Times what happens on the host before a model runs: forest, packing, block tables.
 
-    python benchmarks/packing.py --rollouts FILE.jsonl.gz --out results/packing.json
+    python -m benchmarks packing --rollouts FILE.jsonl.gz --out results/packing.json
 
 Every figure is a median after a warm-up, on this machine, with the threads it has.
 """
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import environment
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE, NAMES, workload
 
+from benchmarks.lib.environment import environment
+from benchmarks.lib.workloads import AIRLINE, NAMES, workload
 from prefixtree import PrefixForest, TileShape, TreeMask, pack
 
 REPEATS = 9

@@ -1,7 +1,7 @@
 """The ten workloads against all that attends to the same batch today, and the dense ceilings.
 
-    python benchmarks/peers.py --rollouts FILE --out peers.json --plot peers.png   # on a GPU
-    python benchmarks/peers.py --device cpu --scale 0.01 --repeats 1               # every code path
+    python -m benchmarks peers --rollouts FILE --out peers.json --plot peers.png   # on a GPU
+    python -m benchmarks peers --device cpu --scale 0.01 --repeats 1               # every code path
 
 Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Sides: packed, by
 `--backend`; the replicated batch through FA2 ("fa2"), flash-attn-4 ("fa4") and our own backend
@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from against import compare, settle, sided
-from attention import Shape, draw, median_ms, scaled, times_of
-from plots import LABELS, bars, figure, name, save
-from replicated import missing, out_of, pairs, peer
 from rich.table import Table
-from suite import Report, Row, number, parse, parser, verdict
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workloads import AIRLINE, NAMES, skip_airline, workload
 
+from benchmarks.cases.attention import Shape, draw, median_ms, scaled, times_of
+from benchmarks.lib.against import compare, settle, sided
+from benchmarks.lib.plots import LABELS, bars, figure, name, save
+from benchmarks.lib.replicated import missing, out_of, pairs, peer
+from benchmarks.lib.runs import Report, Row, number, parse, parser, verdict
+from benchmarks.lib.workloads import AIRLINE, NAMES, skip_airline, workload
 from prefixtree import PrefixForest
 from prefixtree.testing.attention import LIMITS, Attention, differences
 

@@ -1,7 +1,7 @@
 """What packed verl engines compute under verl's balancing of samples over ranks, and under ours.
 
-    VERL_PLATFORM=nvidia .venvs/verl-0.9.1/bin/python benchmarks/verl_balance.py ROLLOUTS.jsonl.gz \
-        --out benchmarks/results/verl_balance.json
+    VERL_PLATFORM=nvidia .venvs/verl-0.9.1/bin/python -m benchmarks verl_balance ROLLOUTS.jsonl.gz \
+        --out benchmarks/results/cpu/verl_balance.json
 
 A training sample per assistant turn, as many on every rank, micro-batches planned by the engine.
 Needs verl (`make test-verl` makes that environment); no GPU.
@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from environment import environment
 from rich.console import Console
 from rich.table import Table
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
+from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest
 from prefixtree.integrations.verl.balance import GroupCosts, balance
 from prefixtree.integrations.verl.batches import plan_bins

@@ -1,7 +1,7 @@
 """Times what the host pays for a call of tree attention.
 
-    python benchmarks/host.py --out OUT.json                     # triton, on a GPU
-    python benchmarks/host.py --device cpu                       # the operator alone
+    python -m benchmarks host --out OUT.json                     # triton, on a GPU
+    python -m benchmarks host --device cpu                       # the operator alone
 
 "operator" is a call with a stand-in for the backend that returns empty tensors: checks, choice of
 the backend, dispatcher and autograd. "operator and triton", on a GPU, is a real call on a small
@@ -24,8 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from environment import environment
 
+from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.backends import BACKENDS
 from prefixtree.kernels.protocol import AttentionCall

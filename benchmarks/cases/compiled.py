@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that are not here, and reads the machine code.
 
-    python benchmarks/compiled.py [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
+    python -m benchmarks compiled [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
 
 For each configuration of `prefixtree/kernels/triton/configs.py`: registers, stack and shared memory
 of a program, how many programs a multiprocessor holds, and for the innermost loops over tiles

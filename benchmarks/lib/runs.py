@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import about, median_ms
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases.attention import about, median_ms
 from prefixtree.testing.compare import Meter
 
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """The flash backend's forward with the query heads of a kv head side by side in a tile, and apart.
 
-    python benchmarks/pack_gqa.py --rollouts ROLLOUTS.jsonl.gz --out OUT.json
+    python -m benchmarks pack_gqa --rollouts ROLLOUTS.jsonl.gz --out OUT.json
 
 What `launch.packs_heads` rests on: every head dim that flash serves with grouped heads, groups of
 2 to 8, 4 kv heads, bf16. Forward and backward as the rule has them are held against float64 (all
@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import about, draw, median_ms, results_of, scaled
-from checks import check
-from flash_by_hand import MOST_ERROR, order_of, worst_error
 from rich.console import Console
 from rich.table import Table
-from shapes import Shape
-from workloads import AIRLINE, NAMES, workload
 
+from benchmarks.cases.attention import about, draw, median_ms, results_of, scaled
+from benchmarks.cases.flash_by_hand import MOST_ERROR, order_of, worst_error
+from benchmarks.lib.checks import check
+from benchmarks.lib.shapes import Shape
+from benchmarks.lib.workloads import AIRLINE, NAMES, workload
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.flash import launch
 

@@ -1,7 +1,7 @@
 """Forest, packing and block tables from 100K to 10M tokens on the CPU, against what else there is.
 
-    OMP_NUM_THREADS=1 python benchmarks/planning.py --wait 120 \
-        --out benchmarks/results/planning.json --plot docs/images/planning.png
+    OMP_NUM_THREADS=1 python -m benchmarks planning --wait 120 \
+        --out benchmarks/results/cpu/planning.json --plot docs/images/planning.png
 
 Two kinds of rollouts: a sample per turn of agents' conversations (7 to 8 copies of a token) and
 prompts of 512 tokens with 16 responses of 1,024 each. Steps: `PrefixForest.from_sequences`, `pack`,
@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from environment import environment
-from packing import SHAPES, median_ms
-from plots import figure, name, save
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases.packing import SHAPES, median_ms
+from benchmarks.lib.environment import environment
+from benchmarks.lib.plots import figure, name, save
 from prefixtree import PrefixForest, TreeMask, pack
 
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)

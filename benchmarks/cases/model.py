@@ -1,7 +1,7 @@
 """A whole policy update of a Qwen3-8B-shaped model: replicated against packed, and the bound.
 
-    python benchmarks/model.py --layers 12 --rollouts FILE --out model.json --plot model.png
-    python benchmarks/model.py --device cpu --scale 0.02 --layers 2 --repeats 1    # every code path
+    python -m benchmarks model --layers 12 --rollouts FILE --out model.json --plot model.png
+    python -m benchmarks model --device cpu --scale 0.02 --layers 2 --repeats 1    # every code path
 
 Random weights, bf16, gradient checkpointing, weights and gradients but no optimizer state. An
 update: old log-probabilities of every micro-batch, then forward and backward of each with a clipped
@@ -32,7 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from layers import (
+from rich.table import Table
+
+from benchmarks.lib.layers import (
     CHECKPOINTED,
     FORWARD,
     UPDATE,
@@ -48,12 +50,10 @@ from layers import (
     prompt_batch,
     response_lengths,
 )
-from plots import bars, figure, name, save
-from policy import token_losses, turn_samples
-from replicated import PEERS, attending, chains, pairs, skip_missing
-from rich.table import Table
-from suite import GIB, Report, Row, measure, number, parse, parser, verdict
-
+from benchmarks.lib.plots import bars, figure, name, save
+from benchmarks.lib.policy import token_losses, turn_samples
+from benchmarks.lib.replicated import PEERS, attending, chains, pairs, skip_missing
+from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
 from prefixtree import pack, plan_micro_batches
 from prefixtree.cost import model_cost
 from prefixtree.integrations.transformers import sequence_logprobs

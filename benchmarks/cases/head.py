@@ -1,7 +1,7 @@
 """The head alone: log-probabilities of a linear head, forward and backward, in time and memory.
 
-    python benchmarks/head.py --out head.json                        # on a GPU
-    python benchmarks/head.py --device cpu --scale 0.01 --repeats 1  # every code path
+    python -m benchmarks head --out head.json                        # on a GPU
+    python -m benchmarks head --device cpu --scale 0.01 --repeats 1  # every code path
 
 What packing cannot shrink: responses are scored once, packed or replicated. Sides: triton and
 torch, `linear_logprobs` with the Triton kernels and with torch's operations on a chunk's logits;
@@ -25,8 +25,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from rich.table import Table
-from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 
+from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
 from prefixtree.kernels import head, logprobs
 from prefixtree.kernels.head import LogitRule
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from replicated import attending, chains, in_pieces
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.lib.replicated import attending, chains, in_pieces
 from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.cost import ModelCost
 from prefixtree.testing.attention import Attention

@@ -1,7 +1,7 @@
 """One Qwen3-8B decoder layer, forward and backward, over prompts and micro-batches.
 
-    python benchmarks/layer.py --out layer.json --plot layer.png           # on a GPU
-    python benchmarks/layer.py --device cpu --scale 0.01 --repeats 1       # every code path
+    python -m benchmarks layer --out layer.json --plot layer.png           # on a GPU
+    python -m benchmarks layer --device cpu --scale 0.01 --repeats 1       # every code path
 
 The grid of DualKV's Table 2: prompts of 5K to 131K tokens, 1 to 32 responses of 131 to 2,048 (seed
 fixed; n responses are the first n of the 32), bf16, gradients of the input and of every weight.
@@ -19,15 +19,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from grouper import grouped_attention
-from layers import attention_of, config, flops, over_limit, prompt_batch, response_lengths, sharpen
-from plots import LABELS, figure, line, name, save, ticks
-from replicated import attending, chains, copies, missing, pairs, skip_missing
 from rich.table import Table
-from suite import GIB, Report, Row, measure, number, parse, parser, verdict
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
+from benchmarks.lib.grouper import grouped_attention
+from benchmarks.lib.layers import (
+    attention_of,
+    config,
+    flops,
+    over_limit,
+    prompt_batch,
+    response_lengths,
+    sharpen,
+)
+from benchmarks.lib.plots import LABELS, figure, line, name, save, ticks
+from benchmarks.lib.replicated import attending, chains, copies, missing, pairs, skip_missing
+from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
 from prefixtree import PrefixForest, pack
 from prefixtree.cost import model_cost
 from prefixtree.testing.compare import gradient_differences

@@ -1,6 +1,6 @@
 """Times each Triton kernel alone with many configurations: what configs.py should say.
 
-    python benchmarks/tune.py --rollouts ROLLOUTS.jsonl.gz --out tune.json       # on a GPU
+    python -m benchmarks tune --rollouts ROLLOUTS.jsonl.gz --out tune.json       # on a GPU
 
 On workloads of long, middling and short nodes, every candidate's result is held against the frozen
 configuration's before it is timed (red: no time); a candidate that does not compile or fit says so.
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import median_ms, scaled
-from environment import environment
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE, workload
 
+from benchmarks.cases.attention import median_ms, scaled
+from benchmarks.lib.environment import environment
+from benchmarks.lib.workloads import AIRLINE, workload
 from prefixtree import pack
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for one lease of one H200: tests, peers, our times, sanitizers.
 #
-#   bash benchmarks/gpu_check.sh STEP...
+#   bash tools/gpu_check.sh STEP...
 #
 # Here, once, where there is a network (5 minutes on two cores; nothing of it is tracked by git):
 #
-#   bash benchmarks/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
+#   bash tools/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
 #
 # Carry .gpu whole: 56 MiB, nearly all of it flash-attn-4. What a call unpacks under /tmp serves later
 # calls while the machine is warm (30 s after a call: keep them close, or peers and ours no longer
@@ -31,7 +31,7 @@
 #  17. shapes_b     4   others
 #  18. shapes_c     4   groups that do not divide 128, and a rank's heads under tensor parallelism
 #
-# for example: run(command="bash benchmarks/gpu_check.sh peers_a", timeout_s=600,
+# for example: run(command="bash tools/gpu_check.sh peers_a", timeout_s=600,
 #                  carry=[".gpu"])
 #
 # `tune` comes before all of them where choices are still open; `attention` is Triton alone (the table
@@ -39,8 +39,8 @@
 # are skipped, said so in their JSON.
 # Then here, with the files that came back:
 #
-#   python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json
-#   python benchmarks/depth.py --read depth.json --plot depth.png     (layer, model, memory, update likewise)
+#   python -m benchmarks compare_peers --ours attention.json --peers peers_*.json
+#   python -m benchmarks depth --read depth.json --plot depth.png     (layer, model, memory, update likewise)
 #
 # Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
 # (a call with several must still end within 600 s), and one that fails does not stop the next; the
@@ -161,16 +161,16 @@ peers_b() {
 
 attention() {
   ours attention || return
-  limited attention 540 python3 benchmarks/attention.py --backend ${BACKEND:-triton} --rollouts "$rollouts" \
+  limited attention 540 python3 -m benchmarks attention --backend ${BACKEND:-triton} --rollouts "$rollouts" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/attention.json" ${ATTENTION_ARGS:-}
 }
 
 backends() {
   ours backends || return
   local about=(--rollouts "$rollouts" --commit "$(cat "$files/commit" 2>/dev/null)")
-  limited backends 300 python3 benchmarks/attention.py --backend triton flash "${about[@]}" --out "$out/backends.json"
-  limited flash_by_hand 180 python3 benchmarks/flash_by_hand.py "${about[@]}" --out "$out/flash_by_hand.json"
-  limited host 60 python3 benchmarks/host.py --out "$out/host.json"
+  limited backends 300 python3 -m benchmarks attention --backend triton flash "${about[@]}" --out "$out/backends.json"
+  limited flash_by_hand 180 python3 -m benchmarks flash_by_hand "${about[@]}" --out "$out/flash_by_hand.json"
+  limited host 60 python3 -m benchmarks host --out "$out/host.json"
 }
 
 # flash-attn-4 keeps what it compiles on disk if told to; Triton does so by itself
@@ -190,7 +190,7 @@ compiled_first() {
 # flash-attn-4's forward with the heads of a group packed in a tile and apart, every head dim and group
 pack_gqa() {
   ours pack_gqa || return
-  local run=("${keep[@]}" python3 benchmarks/pack_gqa.py --rollouts "$rollouts")
+  local run=("${keep[@]}" python3 -m benchmarks pack_gqa --rollouts "$rollouts")
   for dim in 256 192 128 64 96; do
     printf -- "--dims $dim --groups %s\n" 6 3 5 7 4 2 8
   done | compiled_first pack_gqa 100 "${run[@]}" --tasks 1 ${PACK_GQA_ARGS:-}
@@ -202,7 +202,7 @@ head_shapes() {
   local name=$1
   shift
   ours "$name" || return
-  local run=("${keep[@]}" python3 benchmarks/attention.py --backend ${BACKEND:-triton flash} --rollouts "$rollouts")
+  local run=("${keep[@]}" python3 -m benchmarks attention --backend ${BACKEND:-triton flash} --rollouts "$rollouts")
   # forests of long and of short nodes, for which triton has other kernels
   printf -- '--shapes %s\n' "$@" |
     compiled_first "$name" 130 "${run[@]}" --tasks 1 --workloads "airline per turn" "prompt 512 x 64 x 1K" ${SHAPES_ARGS:-}
@@ -228,7 +228,7 @@ shapes_c() {
 
 tune() {
   ours tune || return
-  limited tune 570 python3 benchmarks/tune.py --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
+  limited tune 570 python3 -m benchmarks tune --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
 }
 
 # suite NAME SECONDS ARGUMENT...: one of the suite's benchmarks; plots are drawn where matplotlib is
@@ -236,7 +236,7 @@ suite() {
   local name=$1 limit=$2
   shift 2
   ours "$name" || return
-  limited "$name" "$limit" python3 "benchmarks/$name.py" --backend "${BACKEND:-auto}" \
+  limited "$name" "$limit" python3 -m benchmarks "$name" --backend "${BACKEND:-auto}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@"
 }
 
@@ -260,7 +260,7 @@ update() { suite update 420 --rollouts "$rollouts" ${UPDATE_ARGS:-}; }
 update_2gpu() {
   ours update_2gpu || return
   limited update_2gpu 420 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-    benchmarks/update.py --fsdp --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" \
+    -m benchmarks update --fsdp --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" \
     --out "$out/update_2gpu.json" --rollouts "$rollouts" ${UPDATE_ARGS:-}
 }
 

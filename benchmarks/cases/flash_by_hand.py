@@ -1,6 +1,6 @@
 """The flash backend beside flash-attn-4 called by hand, and with its backward in either order.
 
-    python benchmarks/flash_by_hand.py --rollouts ROLLOUTS.jsonl.gz --out OUT.json
+    python -m benchmarks flash_by_hand --rollouts ROLLOUTS.jsonl.gz --out OUT.json
 
 Four variants of every workload, one after another in one process (bf16, 32 / 8 heads, D 128):
 
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against import block_mask
-from attention import Shape, about, draw, median_ms, scaled
-from replicated import out_of
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE, NAMES, skip_airline, workload
 
+from benchmarks.cases.attention import Shape, about, draw, median_ms, scaled
+from benchmarks.lib.against import block_mask
+from benchmarks.lib.replicated import out_of
+from benchmarks.lib.workloads import AIRLINE, NAMES, skip_airline, workload
 from prefixtree import TreeMask, pack, tree_attention
 from prefixtree.kernels.flash import launch
 

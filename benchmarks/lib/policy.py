@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from layers import attention_of
-from micro_batches import verl_micro_batches
-from replicated import attending, chains
 from transformers import Qwen3Config
 
+from benchmarks.cases.micro_batches import verl_micro_batches
+from benchmarks.lib.layers import attention_of
+from benchmarks.lib.replicated import attending, chains
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel

@@ -1,7 +1,7 @@
 """Peak memory of a micro-batch against prompt and responses, and the law that it follows.
 
-    python benchmarks/memory.py --out memory.json --plot memory.png        # on a GPU
-    python benchmarks/memory.py --device cpu --scale 0.05 --layers 2       # every code path
+    python -m benchmarks memory --out memory.json --plot memory.png        # on a GPU
+    python -m benchmarks memory --device cpu --scale 0.05 --layers 2       # every code path
 
 Forward and backward of GRPO's loss (`model.Update.learn`) through a Qwen3-8B-shaped model with
 random weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R = 512. The
@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from layers import check_sides, checkpointed, config, model_of, prompt_batch
-from model import Update
-from plots import COLOURS, LABELS, figure, name, save
-from replicated import PEERS, skip_missing
 from rich.table import Table
-from suite import GIB, Report, Row, parse, parser, verdict
 
+from benchmarks.cases.model import Update
+from benchmarks.lib.layers import check_sides, checkpointed, config, model_of, prompt_batch
+from benchmarks.lib.plots import COLOURS, LABELS, figure, name, save
+from benchmarks.lib.replicated import PEERS, skip_missing
+from benchmarks.lib.runs import GIB, Report, Row, parse, parser, verdict
 from prefixtree.testing.compare import Meter
 
 PROMPTS, COUNTS, RESPONSE = (2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32), 512

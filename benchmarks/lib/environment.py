@@ -30,14 +30,14 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The checkout's commit, marked where it has uncommitted changes to the library."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
         return run.stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../prefixtree")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "prefixtree")
     return f"{commit}+changes" if commit and changed else commit or None
 
 

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from attention import results_of, size
-from checks import check
-from replicated import PEERS, pairs, peer, skip_missing
-from suite import Row, measure
 
+from benchmarks.cases.attention import results_of, size
+from benchmarks.lib.checks import check
+from benchmarks.lib.replicated import PEERS, pairs, peer, skip_missing
+from benchmarks.lib.runs import Row, measure
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.testing.attention import LIMITS, Attention, Replication, Setting, differences
 

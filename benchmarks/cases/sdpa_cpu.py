@@ -1,6 +1,6 @@
 """How much faster the sdpa backend is on a packed forest than torch's SDPA on every sequence alone.
 
-    python benchmarks/sdpa_cpu.py ROLLOUTS.jsonl.gz [--tasks 2] [--out OUT.json]
+    python -m benchmarks sdpa_cpu ROLLOUTS.jsonl.gz [--tasks 2] [--out OUT.json]
 
 CPU, fp32, 8 heads of 64, a sequence per assistant turn, forward and backward. The packed result is
 compared with the replicated one first, out and gradients; red prints no time. Median of 3 after one
@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import typer
-from environment import environment
 
 import prefixtree as pt
+from benchmarks.lib.environment import environment
 from prefixtree.rollouts import expand_turns, read_rollouts
 
 HEADS, HEAD_DIM = 8, 64

@@ -1,8 +1,8 @@
 """Times tree attention, forward and backward apart, after holding every case against float64.
 
-    python benchmarks/attention.py --backend triton --rollouts ROLLOUTS.jsonl.gz --out OUT.json
-    python benchmarks/attention.py --device cpu --scale 0.01 --backend sdpa     # every code path
-    python benchmarks/attention.py --backend triton flash --tasks 3 --shapes qwen3.5-27b phi-3-mini
+    python -m benchmarks attention --backend triton --rollouts ROLLOUTS.jsonl.gz --out OUT.json
+    python -m benchmarks attention --device cpu --scale 0.01 --backend sdpa     # every code path
+    python -m benchmarks attention --backend triton flash --tasks 3 --shapes qwen3.5-27b phi-3-mini
 
 The ten workloads of `workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head dims
 64 and 256 and as many kv heads as query heads on three of them. With `--shapes`, the head shapes of
@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from checks import NAMES as RESULTS
-from checks import check
-from environment import environment
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, Shape
-from workloads import AIRLINE, NAMES, workload
 
+from benchmarks.lib.checks import NAMES as RESULTS
+from benchmarks.lib.checks import check
+from benchmarks.lib.environment import environment
+from benchmarks.lib.shapes import SHAPES, Shape
+from benchmarks.lib.workloads import AIRLINE, NAMES, workload
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
 from prefixtree.kernels.choice import flash_work, longest_share
 

@@ -1,6 +1,6 @@
 """Plans of micro-batches: tokens beside a lower bound, balance, other planners, time.
 
-    python benchmarks/micro_batches.py --rollouts FILE.jsonl.gz --out results/micro_batches.json
+    python -m benchmarks micro_batches --rollouts FILE.jsonl.gz --out results/micro_batches.json
 
 Workloads, on 8 ranks with budgets of 16K and 32K distinct tokens: the rollouts, a sample per turn
 (without --rollouts they are left out), as they are and with their tasks kept together, and 512
@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from environment import environment
-from packing import median_ms
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE
 
+from benchmarks.cases.packing import median_ms
+from benchmarks.lib.environment import environment
+from benchmarks.lib.workloads import AIRLINE
 from prefixtree import PrefixForest, plan_micro_batches
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.rollouts import expand_turns, read_rollouts

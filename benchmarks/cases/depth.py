@@ -1,7 +1,7 @@
 """Forest depth against FA2 replication: what attention over a tree gains, and what bounds it.
 
-    python benchmarks/depth.py --out depth.json --plot depth.png           # on a GPU
-    python benchmarks/depth.py --device cpu --scale 0.02 --repeats 1       # every code path
+    python -m benchmarks depth --out depth.json --plot depth.png           # on a GPU
+    python -m benchmarks depth --device cpu --scale 0.02 --repeats 1       # every code path
 
 Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Two sweeps:
 
@@ -19,12 +19,12 @@ import math
 import sys
 from collections.abc import Sequence
 
-from against import compare, settle, sided
-from plots import COLOURS, LABELS, figure, line, name, save, ticks
 from rich.table import Table
-from suite import GIB, Report, Row, number, parse, parser, verdict
-from workloads import forest_of, full
 
+from benchmarks.lib.against import compare, settle, sided
+from benchmarks.lib.plots import COLOURS, LABELS, figure, line, name, save, ticks
+from benchmarks.lib.runs import GIB, Report, Row, number, parse, parser, verdict
+from benchmarks.lib.workloads import forest_of, full
 from prefixtree import PrefixForest
 
 PATH, TOKENS = 4096, 524_288

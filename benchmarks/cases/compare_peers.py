@@ -1,6 +1,6 @@
 """Puts our times and the peers' of the same lease into one table, with the targets of issue 4.
 
-    python benchmarks/compare_peers.py --ours attention.json --peers peers_*.json [--out OUT.json]
+    python -m benchmarks compare_peers --ours attention.json --peers peers_*.json [--out OUT.json]
 
 Ratios are our time over the peer's: below 1 we are faster. Only the main shape (32/8 heads, D 128,
 bf16, heaviest-first, full size) is compared, which is what `peers.py` runs. A target whose peer or
@@ -19,7 +19,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from workloads import AIRLINE, NAMES
+
+from benchmarks.lib.workloads import AIRLINE, NAMES
 
 MAIN = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "order": "heaviest"}
 DOCUMENTS = "documents 32 x 4K"

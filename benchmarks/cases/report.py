@@ -1,9 +1,9 @@
 """Time of `prefixtree report` on 100,000 sequences of 50M tokens, from JSON lines and from parquet.
 
-    python benchmarks/report.py            # about 2 minutes, 1 GB of temporary files
-    python benchmarks/report.py --small    # a hundredth of it
+    python -m benchmarks report            # about 2 minutes, 1 GB of temporary files
+    python -m benchmarks report --small    # a hundredth of it
 
-Writes benchmarks/results/report.json (not with --small). Each figure is a median of runs of the
+Writes benchmarks/results/cpu/report.json (not with --small). Each figure is a median of runs of the
 command as a user starts it, in a process of its own, imports included, with a progress bar on a
 terminal of its own; cpu_seconds show what of it was the machine's other work. The stages are timed
 once, in this process.
@@ -154,7 +154,7 @@ def main() -> None:
     }
     print(json.dumps(facts))
     if not options.small:
-        target = Path(__file__).parent / "results" / "report.json"
+        target = Path(__file__).parents[1] / "results" / "cpu" / "report.json"
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -1,8 +1,8 @@
 """A policy update of a Qwen3-0.6B-shaped model on agent rollouts: replicated, packed, planned.
 
-    python benchmarks/update.py --rollouts FILE --out update.json
-    torchrun --standalone --nproc-per-node 2 benchmarks/update.py --fsdp --rollouts FILE
-    python benchmarks/update.py --device cpu --scale 0.02 --repeats 1 --rollouts FILE  # every path
+    python -m benchmarks update --rollouts FILE --out update.json
+    torchrun --standalone --nproc-per-node 2 -m benchmarks update --fsdp --rollouts FILE
+    python -m benchmarks update --device cpu --scale 0.02 --repeats 1 --rollouts FILE  # every path
 
 The airline rollouts, a sample per turn, with seeded random advantages. Random weights in bf16,
 gradient checkpointing. An update: the samples are split into micro-batches and packed, the old
@@ -42,13 +42,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from attention import median_ms
-from layers import checkpointed, model_of
-from plots import COLOURS, figure, save
-from policy import Ranks, Samples, Update, config, sharded, token_losses
 from rich.table import Table
-from suite import GIB, Report, Row, number, parse, parser, verdict
 
+from benchmarks.cases.attention import median_ms
+from benchmarks.lib.layers import checkpointed, model_of
+from benchmarks.lib.plots import COLOURS, figure, save
+from benchmarks.lib.policy import Ranks, Samples, Update, config, sharded, token_losses
+from benchmarks.lib.runs import GIB, Report, Row, number, parse, parser, verdict
 from prefixtree import PrefixForest
 from prefixtree.testing.compare import Meter, worst_difference
 
