@@ -1,12 +1,20 @@
-"""Runs a benchmark: python -m benchmarks NAME [OPTIONS]. Without a name it lists them."""
+"""Runs a benchmark, or shows what earlier runs wrote; without a name it lists the benchmarks.
+
+python -m benchmarks NAME [OPTIONS]
+python -m benchmarks show NAME FILE.json [FILE.json ..] [--markdown]
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
-import runpy
+import importlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.lib.tables import markdown, show
 
 CASES = Path(__file__).parent / "cases"
 
@@ -18,14 +26,35 @@ def questions() -> dict[str, str]:
     return {name: doc.splitlines()[0] for name, doc in docs.items()}
 
 
+def show_files(arguments: Sequence[str]) -> int:
+    """Prints the tables of a benchmark's JSON files, for a terminal or a page."""
+    parser = argparse.ArgumentParser("python -m benchmarks show")
+    parser.add_argument("name", choices=list(questions()), metavar="NAME")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("--markdown", action="store_true", help="as docs/results.md has them")
+    options = parser.parse_args(arguments)
+    module = importlib.import_module(f"benchmarks.cases.{options.name}")
+    runs = []
+    for file in options.files:
+        data = json.loads(file.read_text())
+        # a file may hold several runs
+        runs += data if isinstance(data, list) else [data]
+    parts = module.tables(*runs)
+    if options.markdown:
+        print(markdown(parts))
+    else:
+        show(parts)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The benchmark's exit code: 0 if every case was green; 2 without a name that exists."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     known = questions()
+    if given and given[0] == "show":
+        return show_files(given[1:])
     if given and given[0] in known:
-        sys.argv = [sys.argv[0], *given[1:]]
-        runpy.run_module(f"benchmarks.cases.{given[0]}", run_name="__main__")
-        return 0
+        return importlib.import_module(f"benchmarks.cases.{given[0]}").main(given[1:])
     if given and given[0] not in ("-h", "--help"):
         print(f"no benchmark {given[0]!r}; there are:", file=sys.stderr)
     for name, question in known.items():

@@ -1,4 +1,4 @@
-"""Times tree attention, forward and backward apart, after holding every case against float64.
+"""How fast is tree attention, forward and backward apart, by workload, backend and heads?
 
     python -m benchmarks attention --backend triton --rollouts ROLLOUTS.jsonl.gz --out OUT.json
     python -m benchmarks attention --device cpu --scale 0.01 --backend sdpa     # every code path
@@ -15,29 +15,25 @@ TFLOP/s, of visible pairs only: forward 2 (D + Dv) H x pairs, backward (6 D + 4 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.lib.checks import NAMES as RESULTS
-from benchmarks.lib.checks import check
-from benchmarks.lib.environment import environment
-from benchmarks.lib.shapes import SHAPES, Shape
-from benchmarks.lib.workloads import AIRLINE, NAMES, workload
+from benchmarks.lib.checks import check, results_of
+from benchmarks.lib.environment import about
+from benchmarks.lib.replicated import pairs
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.shapes import SHAPES, Shape, draw
+from benchmarks.lib.tables import Column, Parts, Table, by_key, gib, machine, show
+from benchmarks.lib.timing import peak_bytes, size, times_of
+from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, workload
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.choice import flash_work, longest_share
+from prefixtree.kernels.choice import flash_work, longest_share, most_work, with_tail
 
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")
@@ -45,66 +41,9 @@ QUICK = ("prompt 512 x 64 x 1K", "caterpillar 24", "documents 32 x 4K")
 # where the head shapes of models are measured: `choice.MOST_WORK` is held to them
 SHAPED = (AIRLINE, "caterpillar 24", "prompt 512 x 64 x 1K", "documents 32 x 4K")
 Row = dict[str, Any]
-# cycles, about 2 ms
-_HEAD_START = 4_000_000
-
-
-# ---- timing -------------------------------------------------------------------------------------
-
-
-def median_ms(
-    run: Callable[[], object], device: torch.device, repeats: int, warm_ups: int
-) -> tuple[float, list[float]]:
-    """Median and all milliseconds of `run`, by CUDA events where there is CUDA."""
-    for _ in range(warm_ups):
-        run()
-    times = []
-    for _ in range(repeats):
-        if device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - start))
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # the GPU waits a moment, so that launches are queued before it begins: a host that is
-        # slower than the kernels would be timed otherwise (its own time is a column of the table)
-        torch.cuda._sleep(_HEAD_START)
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times), times
-
-
-def host_us(run: Callable[[], object], calls: int = 10) -> float:
-    """Median microseconds until a call returns while the GPU still works: what the host pays."""
-    times = []
-    torch.cuda.synchronize()
-    for _ in range(calls):
-        start = time.perf_counter()
-        run()
-        times.append(1e6 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
-    return statistics.median(times)
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Most memory held during `run` beyond what was held before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 # ---- memory formula -----------------------------------------------------------------------------
-
-
-def size(*tensors: torch.Tensor) -> int:
-    """Bytes."""
-    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def accumulator_bytes(mask: TreeMask, kv_heads: int, dims: int, deterministic: bool) -> int:
@@ -141,68 +80,7 @@ def memory_formula(
     }
 
 
-# ---- what an attention gives, and takes ----------------------------------------------------------
-
-
-def results_of(
-    attend: Callable[..., Any], inputs: Sequence[torch.Tensor], dout: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """out, lse and the gradients, by the names of `checks.py`."""
-    out, lse = attend(*inputs, return_lse=True)
-    gradients = torch.autograd.grad(out, inputs, dout)
-    return dict(zip(RESULTS, (out.detach(), lse.detach(), *gradients), strict=True))
-
-
-def times_of(
-    attend: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    dout: torch.Tensor,
-    pairs: int,
-    repeats: int,
-    warm_ups: int,
-) -> Row:
-    """Medians of forward and backward apart, what the host pays, TF of so many visible pairs."""
-    device, (_, heads, d), d_v = dout.device, inputs[0].shape, inputs[2].shape[2]
-
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    row: Row = {}
-    timed = partial(median_ms, device=device, repeats=repeats, warm_ups=warm_ups)
-    row["forward_ms"], row["forward_all_ms"] = timed(forward)
-    backward = partial(torch.autograd.grad, attend(*inputs), inputs, dout, retain_graph=True)
-    row["backward_ms"], row["backward_all_ms"] = timed(backward)
-    if device.type == "cuda":
-        row["forward_host_us"], row["backward_host_us"] = host_us(forward), host_us(backward)
-    row["forward_tflops"] = 2.0 * (d + d_v) * heads * pairs / row["forward_ms"] / 1e9
-    row["backward_tflops"] = (6.0 * d + 4.0 * d_v) * heads * pairs / row["backward_ms"] / 1e9
-    return row
-
-
 # ---- one case -----------------------------------------------------------------------------------
-
-
-def scaled(forest: PrefixForest, scale: float, order: str) -> PrefixForest:
-    """The same tree with every node `scale` as long, one token at least."""
-    if scale == 1:
-        return forest
-    lengths = np.maximum(1, (forest.node_length * scale).astype(np.int64))
-    return PrefixForest.from_parents(
-        forest.node_parent, lengths, sequence_ends=forest.sequence_node, order=order
-    )
-
-
-def draw(
-    forest: PrefixForest, shape: Shape, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """q, k, v and dout, of the same numbers in every run on one kind of device."""
-    generator = torch.Generator(device).manual_seed(0)
-    h, hk, d, d_v = shape.heads, shape.kv_heads, shape.head_dim, shape.dim_of_v
-    return [
-        torch.randn(forest.num_tokens, *size, generator=generator, device=device, dtype=dtype)
-        for size in ((h, d), (hk, d), (hk, d_v), (h, d_v))
-    ]
 
 
 def measure(
@@ -243,9 +121,7 @@ def measure(
     if row["red"]:
         return row
 
-    # a token sees itself and what is above it
-    pairs = int((mask.position_ids.long() + 1).sum())
-    row |= times_of(attend, inputs, dout, pairs, options.repeats, options.warm_ups)
+    row |= times_of(attend, inputs, dout, pairs(forest), options.repeats, options.warm_ups)
     formula = memory_formula(q, k, v, dout, mask, options.deterministic)
     row["memory_formula"] = formula
     if device.type == "cuda":
@@ -305,47 +181,172 @@ def headline(row: Row) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """All cases, the errors as shares of their limits."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("workload", "tokens", "shape", "backend"):
-        out.add_column(column, no_wrap=True)
-    for column in (
-        "fwd ms",
-        "bwd ms",
-        "both",
-        "TF fwd/bwd",
-        "error/limit",
-        "peak/formula",
-        "host us",
-    ):
-        out.add_column(column, justify="right", no_wrap=True)
+def tables(data: Row, *peers: Row) -> Parts:
+    """A line per case; `peers` are files of others' times on the same cases."""
+    times = {
+        (row["workload"], row["peer"]): row["forward_ms"] + row["backward_ms"]
+        for file in peers
+        for row in file["rows"]
+    }
+
+    def timed(head: str, text: Callable[[Row], str], is_detail: bool = False) -> Column:
+        return Column(head, lambda row: text(row) if "forward_ms" in row else "", is_detail)
+
+    def over(peer: str, title: str) -> Column:
+        def ratio(row: Row) -> str:
+            known = times.get((row["workload"], peer)) if heads(row) == "32 / 8 x 128" else None
+            return f"{(row['forward_ms'] + row['backward_ms']) / known:.2f}" if known else ""
+
+        return timed(title, ratio)
+
+    def memory(row: Row) -> str:
+        if "peak_bytes" not in row:
+            return ""
+        return f"{gib(row['peak_bytes'], '.2f')} / {row['peak_over_formula']:.2f}"
+
+    def host(row: Row) -> str:
+        if "forward_host_us" not in row:
+            return ""
+        return f"{row['forward_host_us']:.0f} / {row['backward_host_us']:.0f}"
+
+    def problem(row: Row) -> str:
+        if row.get("red"):
+            return f"RED {' '.join(row['red'])}"
+        return "failed" if "failed" in row else "" if "forward_ms" in row else "compiled"
+
+    yield machine(data["environment"], "triton")
+    yield Table(
+        [
+            Column("workload", lambda row: row["workload"]),
+            Column("heads", heads),
+            Column("tokens", lambda row: f"{row['tokens']:,}", is_detail=True),
+            Column("backend", lambda row: row["backend"], is_detail=True),
+            timed("forward ms", lambda row: f"{row['forward_ms']:.2f}"),
+            timed("backward ms", lambda row: f"{row['backward_ms']:.2f}"),
+            timed("TF", lambda row: f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}"),
+            timed("error / limit", lambda row: f"{worst_share(row):.2f}"),
+            over("prototype", "prototype"),
+            over("flex", "FlexAttention"),
+            over("fa4tree", "flash-attn-4 tree"),
+            over("fa2", "torch FA2"),
+            over("fa4", "flash-attn-4 varlen"),
+            timed("peak GiB / formula", memory, is_detail=True),
+            timed("host us", host, is_detail=True),
+            Column("", problem, is_detail=True),
+        ],
+        data["rows"],
+    )
+
+
+def heads(row: Row) -> str:
+    """Query heads, kv heads and head dims."""
+    dims = "/".join(str(dim) for dim in dict.fromkeys(head_dims(row)))
+    return f"{row['heads']} / {row['kv_heads']} x {dims}"
+
+
+def worst_share(row: Row) -> float:
+    """The worst error of a case over its limit."""
+    return max(max(found["worst"], found["mean"]) for found in row["check"].values())
+
+
+def head_dims(row: Row) -> tuple[int, int]:
+    """Of q and of v; rows of earlier files have one for both."""
+    return row["head_dim"], row.get("v_head_dim") or row["head_dim"]
+
+
+def automatic(row: Row) -> str:
+    """What `backend="auto"` takes for the case of a row, by the rule of now, with the 132
+    multiprocessors of an H200."""
+    work = with_tail(row["flash_work"], row["longest_share"], row["heads"], 132)
+    return "flash" if work <= most_work(row["head_dim"]) else "triton"
+
+
+def total_ms(sides: dict[str, Row]) -> dict[str, float]:
+    """Forward + backward by backend."""
+    return {name: row["forward_ms"] + row["backward_ms"] for name, row in sides.items()}
+
+
+def auto_over_best(sides: dict[str, Row]) -> float:
+    """The time of what `auto` takes over that of the faster backend."""
+    times = total_ms(sides)
+    return times[automatic(sides["triton"])] / min(times.values())
+
+
+def backends(data: Row) -> Parts:
+    """The two GPU backends beside one another, and what `auto` takes."""
+
+    def of_side(name: str) -> list[Column]:
+        def ms(sides: dict[str, Row]) -> str:
+            return f"{sides[name]['forward_ms']:.2f} + {sides[name]['backward_ms']:.2f}"
+
+        def rate(sides: dict[str, Row]) -> str:
+            return f"{sides[name]['forward_tflops']:.0f} / {sides[name]['backward_tflops']:.0f}"
+
+        def memory(sides: dict[str, Row]) -> str:
+            return gib(sides[name]["peak_bytes"], ".2f")
+
+        return [Column(f"{name} ms", ms), Column("TF", rate), Column("GiB", memory)]
+
+    def ratio(sides: dict[str, Row]) -> str:
+        times = total_ms(sides)
+        return f"{times['triton'] / times['flash']:.2f}"
+
+    cases = by_key(data["rows"], lambda row: (row["workload"], heads(row)), "backend")
+    yield f"{machine(data['environment'], 'triton')}; forward + backward"
+    yield Table(
+        [
+            Column("workload", lambda sides: sides["triton"]["workload"]),
+            Column("heads", lambda sides: heads(sides["triton"])),
+            *of_side("triton"),
+            *of_side("flash"),
+            Column("triton / flash", ratio),
+            Column("auto", lambda sides: automatic(sides["triton"])),
+            Column("auto / best", lambda sides: f"{auto_over_best(sides):.2f}"),
+        ],
+        list(cases.values()),
+    )
+
+
+def head_shapes(*runs: Row) -> Parts:
+    """The two backends with the heads of models; what `auto` takes is in bold."""
+    rows = [row for run in runs for row in run["rows"]]
+    known = {shape: name for name, shape in SHAPES.items()}
+    order = list(SHAPES.values())
+    shapes: dict[Shape, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        cells = [row["workload"], f"{row['tokens']:,}"]
-        cells += [str(shape_of(row)), row["backend"]]
-        if "failed" in row:
-            out.add_row(*cells, "failed")
-            continue
-        if row["red"]:
-            out.add_row(*cells, "RED", " ".join(row["red"]))
-            continue
-        if "forward_ms" not in row:
-            out.add_row(*cells, "compiled")
-            continue
-        forward, backward = row["forward_ms"], row["backward_ms"]
-        cells += [f"{forward:.2f}", f"{backward:.2f}", f"{forward + backward:.2f}"]
-        cells.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}")
-        cells.append(f"{max(max(c['worst'], c['mean']) for c in row['check'].values()):.2f}")
-        if "peak_bytes" in row:
-            cells.append(f"{row['peak_bytes'] / 2**30:.2f} GiB / {row['peak_over_formula']:.2f}")
-            cells.append(f"{row['forward_host_us']:.0f} / {row['backward_host_us']:.0f}")
-        out.add_row(*cells)
-    return out
+        shapes.setdefault(shape_of(row), {}).setdefault(row["workload"], {})[row["backend"]] = row
+    tokens = {row["workload"]: row["tokens"] for row in rows}
+
+    def of_workload(name: str) -> Column:
+        def cell(line: Any) -> str:
+            sides = line[1][name]
+            taken = automatic(sides["triton"])
+            texts = {
+                x: f"{sides[x]['forward_ms']:.1f} + {sides[x]['backward_ms']:.1f}"
+                for x in ("triton", "flash")
+            }
+            return "; ".join(f"**{text}**" if x == taken else text for x, text in texts.items())
+
+        return Column(f"{name} ({tokens[name]:,})", cell)
+
+    def most(line: Any) -> str:
+        return f"{max(auto_over_best(sides) for sides in line[1].values()):.2f}"
+
+    yield f"{machine(runs[0]['environment'], 'triton')}; ms, triton; flash"
+    yield Table(
+        [
+            Column("heads of", lambda line: known[line[0]]),
+            Column("q / kv x D", lambda line: heads(next(iter(line[1].values()))["triton"])),
+            *(of_workload(name) for name in tokens),
+            Column("auto / best, at most", most),
+        ],
+        sorted(shapes.items(), key=lambda item: order.index(item[0])),
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = described(__doc__)
     add = parser.add_argument
     add("--backend", nargs="+", default=["auto"], help="of tree_attention; several are compared")
     add("--workloads", nargs="+", choices=NAMES, metavar="NAME", help="all unless said")
@@ -388,19 +389,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def about(options: argparse.Namespace) -> Row:
-    """The environment, with what a GPU result needs besides."""
-    here = environment()
-    # a copy of a checkout may have a git of its own, which knows another commit
-    here["commit"] = options.commit or here["commit"]
-    here["cuda"] = torch.version.cuda
-    try:
-        here["triton"] = version("triton")
-    except PackageNotFoundError:
-        here["triton"] = None
-    return here | {"device": options.device, "scale": options.scale, "skipped": options.skipped}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every case was green and timed."""
     options = parse(arguments)
@@ -416,15 +404,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(headline(rows[-1]), flush=True)
                 if options.out is not None:
                     # after every case, so that a run cut short leaves what it has
-                    result = {"environment": about(options), "rows": rows}
-                    options.out.write_text(json.dumps(result, indent=1) + "\n")
+                    write(options.out, {"environment": about(options), "rows": rows})
     for name in options.skipped:
         print(f"{name!r} was skipped: give --rollouts")
-    Console(width=150).print(table(rows))
+    show(tables({"environment": about(options), "rows": rows}))
     bad = [row for row in rows if row.get("red") or "failed" in row]
     print(f"{len(rows) - len(bad)} green, {len(bad)} red or failed")
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Puts our times and the peers' of the same lease into one table, with the targets of issue 4.
+"""Are our times below those of other kernels on the same machine, and by how much?
 
     python -m benchmarks compare_peers --ours attention.json --peers peers_*.json [--out OUT.json]
 
@@ -9,17 +9,14 @@ workload is missing is neither met nor missed, and said to be so.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, show
 from benchmarks.lib.workloads import AIRLINE, NAMES
 
 MAIN = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "order": "heaviest"}
@@ -133,29 +130,35 @@ def machines(ours: dict[str, Any], files: Sequence[dict[str, Any]]) -> list[str]
     return notes
 
 
-def ratio_table(ours: dict[str, dict[str, float]], peers: Times) -> Table:
-    """A row a workload: our times, and forward / backward / both over each peer's."""
-    shown = [peer for peer in TITLES if any(p == peer for _, p in peers)]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("ours / peer: fwd bwd both", no_wrap=True)
-    table.add_column("ours ms: fwd bwd both", justify="right", no_wrap=True)
-    for peer in shown:
-        table.add_column(TITLES[peer], justify="right", no_wrap=True)
-    for name in NAMES:
-        if name not in ours:
-            continue
-        cells = [name, " ".join(f"{ours[name][part]:.2f}" for part in PARTS)]
-        for peer in shown:
-            theirs = peers.get((name, peer))
-            ratios = [f"{ours[name][p] / theirs[p]:.2f}" for p in PARTS] if theirs else ["-"]
-            cells.append(" ".join(ratios))
-        table.add_row(*cells)
-    return table
+def tables(data: dict[str, Any]) -> Parts:
+    """A line per workload: our times, and forward / backward / both over each peer's."""
+    ours, peers = data["ours"], data["peers"]
+
+    def over(peer: str) -> Column:
+        def cell(name: str) -> str:
+            theirs = peers[name].get(peer)
+            if theirs is None:
+                return "-"
+            return " ".join(f"{ours[name][part] / theirs[part]:.2f}" for part in PARTS)
+
+        return Column(TITLES[peer], cell)
+
+    def times(name: str) -> str:
+        return " ".join(f"{ours[name][part]:.2f}" for part in PARTS)
+
+    yield Table(
+        [
+            Column("ours / peer: fwd bwd both", lambda name: name),
+            Column("ours ms: fwd bwd both", times),
+            *(over(peer) for peer in TITLES if any(peer in found for found in peers.values())),
+        ],
+        [name for name in NAMES if name in ours],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every target was met, 1 if one was missed, 2 if some could not be judged."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = described(__doc__)
     parser.add_argument("--ours", type=Path, required=True, help="JSON of attention.py")
     parser.add_argument("--peers", type=Path, nargs="+", required=True, help="JSON of peers.py")
     parser.add_argument("--backend", help="which of ours, where there are several")
@@ -167,19 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     targets, notes = judge(ours, peers), machines(data, files)
     missed = [t for t in targets if t.is_met is False]
     open_ = [t for t in targets if t.is_met is None]
-    if options.out is not None:
-        result = {
-            "environment": {
-                "ours": data["environment"],
-                "peers": [f["environment"] for f in files],
-            },
-            "ours": ours,
-            "peers": {name: {p: t for (n, p), t in peers.items() if n == name} for name in NAMES},
-            "targets": [asdict(t) | {"is_met": t.is_met} for t in targets],
-            "notes": notes,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=160).print(ratio_table(ours, peers))
+    result = {
+        "environment": {
+            "ours": data["environment"],
+            "peers": [f["environment"] for f in files],
+        },
+        "ours": ours,
+        "peers": {name: {p: t for (n, p), t in peers.items() if n == name} for name in NAMES},
+        "targets": [asdict(t) | {"is_met": t.is_met} for t in targets],
+        "notes": notes,
+    }
+    write(options.out, result)
+    show(tables(result))
     for note in notes:
         print(f"note: {note}")
     for what, some in (("MISSED", missed), ("open", open_)):
@@ -189,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     met = len(targets) - len(missed) - len(open_)
     print(f"targets: {met} met, {len(missed)} missed, {len(open_)} open")
     return 1 if missed else 2 if open_ else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that are not here, and reads the machine code.
+"""Do the Triton kernels fit and not spill on GPUs that are not here? Reads machine code.
 
     python -m benchmarks compiled [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
 
@@ -11,23 +11,22 @@ triton and its bundled ptxas and nvdisasm; no GPU. Not with TRITON_INTERPRET set
 
 from __future__ import annotations
 
+import argparse
 import collections
-import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import triton
-import typer
-from rich.console import Console
-from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.kernels.triton import head
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
@@ -47,6 +46,7 @@ FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
 FEATURES += ["SUBSET", "DETERMINISTIC"]
+DIMS = ("64x64", "128x128", "192x128", "256x256")
 # shared memory a multiprocessor has for programs, KiB
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -233,45 +233,78 @@ CANDIDATES = {
 }  # fmt: skip
 
 
-def main(
-    capability: Annotated[int, typer.Option(help="80, 86, 89 or 90.")] = 90,
-    dims: Annotated[list[str] | None, typer.Option(help="Head dims, as 128x128.")] = None,
-    heads: Annotated[str, typer.Option(help="Query and kv heads.")] = "32x8",
-    dtype: str = "bf16",
-    candidates: Annotated[bool, typer.Option(help="Also shapes that were considered.")] = False,
-    features: Annotated[
-        bool, typer.Option(help="Every feature on, and no limit on spills.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-) -> None:
-    """Prints a table; exits with 1 if a configuration of configs.py does not fit, or if more than
-    8 % of its unmasked loop is spills."""
-    h, hk = map(int, heads.split("x"))
-    table = Table("kernel", "D / Dv", "rows x keys", "warps", "stages", "registers", "stack",
-                  "shared KiB", "programs", "issue / tensor, spills a step")  # fmt: skip
+def tables(data: dict[str, Any]) -> Parts:
+    """What the machine code of the kernels says; what is chosen is in bold."""
+
+    def shape(row: dict[str, Any]) -> str:
+        c = row["config"]
+        limit = f", {c['registers']} registers at most" if c["registers"] else ""
+        return f"{c['rows']} x {c['keys']}, {c['warps']} warps, {c['stages']} stages{limit}"
+
+    def loop(at: int) -> Callable[[dict[str, Any]], str]:
+        def cell(row: dict[str, Any]) -> str:
+            steps = [f"{x['issued']} / {x['tensor']}, {x['spills']}" for x in row["loops"]]
+            return steps[at] if at < len(steps) else ""
+
+        return cell
+
+    yield (
+        f"sm_{data['capability']}, triton {data['triton']}, {data['dtype']}, "
+        f"{data['heads'][0]} / {data['heads'][1]} heads"
+    )
+    yield Table(
+        [
+            Column("kernel", lambda r: f"**{r['kernel']}**" if r["chosen"] else r["kernel"]),
+            Column("D / Dv", lambda row: row["dims"].replace("x", " / ")),
+            Column("rows x keys", shape),
+            Column("registers", lambda row: str(row["registers"])),
+            Column("stack", lambda row: str(row["stack"]), is_detail=True),
+            Column("shared KiB", lambda row: f"{row['shared'] / 1024:.0f}"),
+            Column("programs", lambda row: str(row["programs"])),
+            Column("full tile", loop(0)),
+            Column("partial tile", loop(1)),
+        ],
+        # of what was not chosen, the main head dim tells enough
+        [row for row in data["rows"] if row["chosen"] or row["dims"] == "128x128"],
+    )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--capability", type=int, default=90, choices=list(SHARED))
+    add("--dims", nargs="+", default=list(DIMS), metavar="DxDv", help="head dims, as 128x128")
+    add("--heads", default="32x8", help="query and kv heads")
+    add("--dtype", default="bf16")
+    add("--candidates", action="store_true", help="also shapes that were considered")
+    add("--features", action="store_true", help="every feature on, and no limit on spills")
+    add("--out", type=Path, help="JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a configuration of configs.py does not fit, or if more than 8 % of its unmasked loop is
+    spills."""
+    options = parse(arguments)
+    capability, dtype, features = options.capability, options.dtype, options.features
+    h, hk = map(int, options.heads.split("x"))
     rows, bad = [], []
     _helpers(capability, dtype)
-    for pair in dims or ["64x64", "128x128", "192x128", "256x256"]:
+    for pair in options.dims:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
         choice = choose((capability // 10, capability % 10), *wide, h // hk, True)
         for name, kernel in KERNELS.items():
             chosen = list(dict.fromkeys(getattr(choice, name)))
+            tried = CANDIDATES[name] if options.candidates else []
             extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
-                     for r, k, w, s, g in CANDIDATES[name]] if candidates else []  # fmt: skip
+                     for r, k, w, s, g in tried]  # fmt: skip
             for config, part in launched(dict.fromkeys([*chosen, *extra])):
                 flags = part | (dict.fromkeys(FEATURES, True) if features else {})
                 values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)
-                mark = "*" if config in chosen else ""
-                steps = "; ".join(f"{x.issued} / {x.tensor}, {x.spills}" for x in code.loops)
                 missing = "".join(f" without {x[-2:]}" for x in part)
-                table.add_row(
-                    name + missing + mark, f"{d} / {dv}", f"{config.rows} x {config.keys}",
-                    str(config.warps), str(config.stages), str(code.registers), str(code.stack),
-                    f"{code.shared / 1024:.0f}", str(code.programs), steps,
-                )  # fmt: skip
                 if config in chosen and code.programs == 0:
                     bad.append(f"{name} {pair}: {code.shared} bytes of shared memory do not fit")
                 spilling = any(x.spills * 12 > x.issued for x in code.loops[:1])
@@ -282,16 +315,10 @@ def main(
                              "stack": code.stack, "shared": code.shared,
                              "programs": code.programs,
                              "loops": [vars(x) for x in code.loops]})  # fmt: skip
-    Console(width=150).print(table)
-    if out:
-        record = {"triton": triton.__version__, "capability": capability, "dtype": dtype,
-                  "heads": [h, hk], "rows": rows}  # fmt: skip
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"triton": triton.__version__, "capability": capability, "dtype": dtype,
+              "heads": [h, hk], "rows": rows}  # fmt: skip
+    show(tables(record))
+    write(options.out, record)
     for line in bad:
         print(line)
-    if bad:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return 1 if bad else 0

@@ -1,4 +1,4 @@
-"""Forest depth against FA2 replication: what attention over a tree gains, and what bounds it.
+"""What does attention over a tree gain over replication as the tree deepens? And its bound.
 
     python -m benchmarks depth --out depth.json --plot depth.png           # on a GPU
     python -m benchmarks depth --device cpu --scale 0.02 --repeats 1       # every code path
@@ -16,14 +16,22 @@ Checks, sides and the FLOP bound are those of `against.py`.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
-
-from rich.table import Table
 
 from benchmarks.lib.against import compare, settle, sided
 from benchmarks.lib.plots import COLOURS, LABELS, figure, line, name, save, ticks
-from benchmarks.lib.runs import GIB, Report, Row, number, parse, parser, verdict
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import (
+    GIB,
+    Column,
+    Parts,
+    Table,
+    machine,
+    number,
+    times_cell,
+    verdict,
+    verdict_column,
+)
 from benchmarks.lib.workloads import forest_of, full
 from prefixtree import PrefixForest
 
@@ -68,32 +76,45 @@ def branching_forest(branching: int, node: int, scale: float) -> PrefixForest:
 def memory(row: Row, side: str) -> float:
     """GiB at the peak, inputs counted."""
     times = row["times"][side]
-    return (times["peak_bytes"] + times.get("held_bytes", row["held_bytes"])) / GIB
+    return ((times["peak_bytes"] or 0) + times.get("held_bytes", row["held_bytes"])) / GIB
 
 
-def table(rows: list[Row], sides: Sequence[str]) -> Table:
-    """A line a case."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("case", "distinct", "replicated", "packed ms"):
-        out.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
-    for side in sides:
-        for what in ("ms", "speed-up", "of bound"):
-            out.add_column(f"{side} {what}", justify="right", no_wrap=True)
-    for column in ("bound", "GiB packed", "replicated", ""):
-        out.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row["case"], number(row, "distinct", ",d"), number(row, "replicated", ",d")]
-        if "times" not in row:
-            out.add_row(*cells, verdict(row))
-            continue
-        cells.append(f"{row['times']['packed']['ms']:.2f}")
-        for side in sides:
-            cells.append(number(row["times"].get(side, {}), "ms", ".2f"))
-            cells += [number(row["speedup"], side, ".2f"), number(row["efficiency"], side, ".2f")]
-        cells += [f"{row['bound']:.2f}x", f"{memory(row, 'packed'):.2f}"]
-        other = f"{memory(row, sides[0]):.2f}" if sides[0] in row["times"] else ""
-        out.add_row(*cells, other, verdict(row)[:40])
-    return out
+def tables(data: Row) -> Parts:
+    """Attention over forests of every depth against the replicated batch."""
+    sides = data["sides"]
+    short = {"fa2": "FA2", "fa4": "flash-attn-4", "own": "own backend"}
+
+    def ms(side: str) -> Column:
+        name = short.get(side, side)
+        return Column(
+            f"{name} ms", lambda row: number(row.get("times", {}).get(side, {}), "ms", ".1f")
+        )
+
+    def over(side: str) -> Column:
+        name = "own" if side == "own" else short.get(side, side)
+        return Column(f"over {name}", lambda row: times_cell(row.get("speedup", {}).get(side)))
+
+    def peak(side: str) -> Column:
+        return Column(f"{short.get(side, side)} GiB", lambda row: memory_cell(row, side))
+
+    columns = [
+        Column("forest", lambda row: row["case"]),
+        Column("replicated", lambda row: number(row, "replicated", ",d")),
+        Column("distinct", lambda row: number(row, "distinct", ",d")),
+        *(ms(side) for side in (*sides, "packed")),
+        *(over(side) for side in sides),
+        Column("FLOPs alone", lambda row: times_cell(row.get("bound"))),
+        Column("of the bound", lambda row: number(row.get("efficiency", {}), "own", ".2f")),
+        *(peak(side) for side in (sides[0], "packed")),
+        verdict_column(),
+    ]
+    yield f"{machine(data['environment'])}; forward + backward"
+    yield Table(columns, data["rows"])
+
+
+def memory_cell(row: Row, side: str) -> str:
+    """GiB at the peak, or an empty cell."""
+    return f"{memory(row, side):.1f}" if side in row.get("times", {}) else ""
 
 
 def plot(report: Report, sides: Sequence[str]) -> None:
@@ -175,8 +196,4 @@ def finish(report: Report) -> int:
     done = [value for value in found if value is not None]
     if done:
         report.facts["mean_efficiency"] = math.exp(sum(map(math.log, done)) / len(done))
-    return report.finish(table(report.rows, sides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

@@ -1,4 +1,4 @@
-"""The flash backend beside flash-attn-4 called by hand, and with its backward in either order.
+"""Is the flash backend as fast as flash-attn-4 by hand, and in which order of blocks?
 
     python -m benchmarks flash_by_hand --rollouts ROLLOUTS.jsonl.gz --out OUT.json
 
@@ -17,24 +17,23 @@ is held against float64 by attention.py). Times are medians by CUDA events witho
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.attention import Shape, about, draw, median_ms, scaled
 from benchmarks.lib.against import block_mask
+from benchmarks.lib.environment import about
+from benchmarks.lib.flash import MOST_ERROR, order_of, worst_error
 from benchmarks.lib.replicated import out_of
-from benchmarks.lib.workloads import AIRLINE, NAMES, skip_airline, workload
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.shapes import Shape, draw
+from benchmarks.lib.tables import Column, Parts, Table, machine, show
+from benchmarks.lib.timing import median_ms
+from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, skip_airline, workload
 from prefixtree import TreeMask, pack, tree_attention
-from prefixtree.kernels.flash import launch
 
 DEFAULT = [
     "4K then 4-2-2-1 x 1K",
@@ -45,8 +44,8 @@ DEFAULT = [
     AIRLINE,
 ]
 VARIANTS = ("ours", "by hand", "tiles first", "heads first")
-# of the norm; two computations in half precision differ by a few thousandths
-MOST_ERROR = 1e-2
+
+
 Row = dict[str, Any]
 Attend = Callable[..., torch.Tensor]
 
@@ -93,28 +92,7 @@ def ours(mask: TreeMask) -> Attend:
     return lambda *inputs: tree_attention(*inputs, mask, backend="flash")
 
 
-@contextlib.contextmanager
-def order_of(variant: str) -> Iterator[None]:
-    """Inside, the backward is in the order that a variant names, if it names one."""
-    rule = launch.heads_first
-    if variant in ("tiles first", "heads first"):
-        launch.heads_first = lambda lists, heads, processors: variant == "heads first"
-    try:
-        yield
-    finally:
-        launch.heads_first = rule
-
-
 # ---- one workload -------------------------------------------------------------------------------
-
-
-def worst_error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    """Greatest distance over the norm, of out, dq, dk and dv; NaN is infinitely far."""
-    errors = [
-        float((a.float() - b.float()).norm() / b.float().norm())
-        for a, b in zip(got, want, strict=True)
-    ]
-    return max(error if error == error else float("inf") for error in errors)
 
 
 def measure(
@@ -157,29 +135,43 @@ def measure(
     return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
+def tables(data: Row) -> Parts:
     """Milliseconds of every variant, and its time over ours."""
-    made = Table(title="milliseconds, and times ours")
-    for column in ("workload", "variant", "forward", "backward", "both", "over ours"):
-        made.add_column(column, justify="left" if column in ("workload", "variant") else "right")
-    first: dict[str, list[float]] = {}
-    for row in rows:
-        if "failed" in row:
-            made.add_row(row["workload"], row["variant"], row["failed"][:60])
-            continue
-        times = [row["forward_ms"], row["backward_ms"]]
-        times.append(sum(times))
-        base = first.setdefault(row["workload"], times)
-        ratios = " ".join(f"{a / b:.3f}" for a, b in zip(times, base, strict=True))
-        made.add_row(row["workload"], row["variant"], *(f"{x:.3f}" for x in times), ratios)
-    return made
+    first = {row["workload"]: row for row in reversed(data["rows"]) if "forward_ms" in row}
+    parts = {
+        "forward": lambda row: row["forward_ms"],
+        "backward": lambda row: row["backward_ms"],
+        "both": lambda row: row["forward_ms"] + row["backward_ms"],
+    }
+
+    def time(part: str) -> Column:
+        return Column(
+            f"{part} ms", lambda row: f"{parts[part](row):.3f}" if "forward_ms" in row else ""
+        )
+
+    def over(row: Row) -> str:
+        if "forward_ms" not in row:
+            return row["failed"][:60]
+        base = first[row["workload"]]
+        return " ".join(f"{ms(row) / ms(base):.3f}" for ms in parts.values())
+
+    yield machine(data["environment"])
+    yield Table(
+        [
+            Column("workload", lambda row: row["workload"]),
+            Column("variant", lambda row: row["variant"]),
+            *(time(part) for part in parts),
+            Column("over ours", over),
+        ],
+        data["rows"],
+    )
 
 
 # ---- the run ------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = described(__doc__)
     add = parser.add_argument
     add("--workloads", nargs="+", choices=NAMES, metavar="NAME", default=DEFAULT)
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", default=list(VARIANTS))
@@ -215,12 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(row)
             times = row.get("failed") or f"{row['forward_ms']:.3f} + {row['backward_ms']:.3f} ms"
             print(f"{name}, {row['variant']}: {times}", flush=True)
-        if options.out is not None:
-            result = {"environment": about(options), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=120).print(table(rows))
+        write(options.out, {"environment": about(options), "rows": rows})
+    show(tables({"environment": about(options), "rows": rows}))
     return 1 if any("failed" in row for row in rows) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

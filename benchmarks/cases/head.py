@@ -1,4 +1,4 @@
-"""The head alone: log-probabilities of a linear head, forward and backward, in time and memory.
+"""What does the language model's head cost, forward and backward, in time and memory?
 
     python -m benchmarks head --out head.json                        # on a GPU
     python -m benchmarks head --device cpu --scale 0.01 --repeats 1  # every code path
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +23,18 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
-from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
+from benchmarks.lib.runs import Report, Row, measure, parse, parser
+from benchmarks.lib.tables import (
+    Column,
+    Parts,
+    Table,
+    gib,
+    machine,
+    number,
+    verdict,
+    verdict_column,
+)
 from prefixtree.kernels import head, logprobs
 from prefixtree.kernels.head import LogitRule
 
@@ -164,29 +172,23 @@ def run_side(side: str, case: Case, known: Reference, options: argparse.Namespac
         return row | measure(lambda: case.results(side), options)
 
 
-def table(rows: list[Row]) -> Table:
-    """A line a side of a shape."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("head", "side"):
-        out.add_column(column, no_wrap=True)
-    for column in ("forward ms", "with backward", "GiB", "log p", "dhidden", "dweight"):
-        out.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row["head"], row["side"]]
-        if "ms" not in row:
-            out.add_row(*cells, verdict(row)[:60])
-            continue
-        peak = row["peak_bytes"]
-        out.add_row(
-            *cells,
-            number(row, "forward_ms", ".2f"),
-            number(row, "ms", ".2f"),
-            "" if peak is None else f"{peak / GIB:.2f}",
-            number(row, "log p error", ".2f"),
-            number(row, "hidden error", ".2f"),
-            number(row, "weight difference", ".1e"),
-        )
-    return out
+def tables(data: Row) -> Parts:
+    """A line per side of a shape."""
+    yield machine(data["environment"])
+    yield Table(
+        [
+            Column("head, 8,192 rows", lambda row: row["head"]),
+            Column("by", lambda row: row["side"]),
+            Column("forward ms", lambda row: number(row, "forward_ms", ".1f")),
+            Column("with backward", lambda row: number(row, "ms", ".1f")),
+            Column("GiB", lambda row: gib(row.get("peak_bytes"))),
+            Column("log p error", lambda row: number(row, "log p error", ".2f"), is_detail=True),
+            Column("dhidden error", lambda row: number(row, "hidden error", ".2f"), is_detail=True),
+            Column("dweight", lambda row: number(row, "weight difference", ".1e"), is_detail=True),
+            verdict_column(),
+        ],
+        data["rows"],
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         report = Report.read(options)
-        return report.finish(table(report.rows))
+        return report.finish(tables)
     if torch.device(options.device).type == "cpu" and "TRITON_INTERPRET" not in os.environ:
         options.skipped = [side for side in options.sides if side == "triton"]
         options.sides = [side for side in options.sides if side != "triton"]
@@ -211,8 +213,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"{shape}, {side}: {verdict(row) or format(row['ms'], '.2f') + ' ms'}", flush=True
             )
-    return report.finish(table(report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

@@ -1,4 +1,4 @@
-"""Times what the host pays for a call of tree attention.
+"""What does the host pay for a call of tree attention?
 
     python -m benchmarks host --out OUT.json                     # triton, on a GPU
     python -m benchmarks host --device cpu                       # the operator alone
@@ -12,9 +12,7 @@ inputs and gradients. Medians in microseconds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +24,8 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, machine, show
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.backends import BACKENDS
 from prefixtree.kernels.protocol import AttentionCall
@@ -99,9 +99,23 @@ def measure(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], cal
     return {name: median_us(run, calls) for name, run in runs.items()}
 
 
+def tables(data: dict[str, Any]) -> Parts:
+    """Microseconds of each kind of call."""
+
+    def of_call(what: str) -> Column:
+        return Column(f"{what} us", lambda line: f"{line[1][what]:.1f}")
+
+    yield machine(data["environment"])
+    calls = ("no_grad", "forward", "backward")
+    yield Table(
+        [Column("call", lambda line: line[0]), *(of_call(what) for what in calls)],
+        list(data["rows"].items()),
+    )
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = described(__doc__)
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--calls", type=int, default=1000)
@@ -126,14 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         attend = partial(attend, backend="triton")
         rows["operator and triton"] = measure(attend, inputs, options.calls)
     rows["bare autograd function"] = measure(Bare.apply, inputs, options.calls)
-    for name, row in rows.items():
-        times = "  ".join(f"{what} {us:6.1f}" for what, us in row.items())
-        print(f"{name:24} {times} us")
-    if options.out is not None:
-        result = {"environment": environment() | {"device": options.device}, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"environment": environment() | {"device": options.device}, "rows": rows}
+    show(tables(result))
+    write(options.out, result)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

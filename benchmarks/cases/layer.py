@@ -1,4 +1,4 @@
-"""One Qwen3-8B decoder layer, forward and backward, over prompts and micro-batches.
+"""How much faster is one Qwen3-8B decoder layer, by prompt and number of responses?
 
     python -m benchmarks layer --out layer.json --plot layer.png           # on a GPU
     python -m benchmarks layer --device cpu --scale 0.01 --repeats 1       # every code path
@@ -14,12 +14,10 @@ the first side that ran. Red has no times; out of memory is a row, not a skip.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
@@ -35,7 +33,19 @@ from benchmarks.lib.layers import (
 )
 from benchmarks.lib.plots import LABELS, figure, line, name, save, ticks
 from benchmarks.lib.replicated import attending, chains, copies, missing, pairs, skip_missing
-from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
+from benchmarks.lib.runs import Report, Row, measure, parse, parser
+from benchmarks.lib.tables import (
+    GIB,
+    Column,
+    Parts,
+    Table,
+    by_key,
+    gib,
+    machine,
+    number,
+    times_cell,
+    verdict,
+)
 from prefixtree import PrefixForest, pack
 from prefixtree.cost import model_cost
 from prefixtree.testing.compare import gradient_differences
@@ -260,30 +270,47 @@ def compare(rows: list[Row]) -> None:
         packed["of_bound"] = done["own"]["ms"] / ratio / packed["ms"]
 
 
-def table(rows: list[Row], sides: Sequence[str]) -> Table:
-    """A line a case: ms and GiB of every side."""
-    out = Table(box=None, pad_edge=False)
-    out.add_column("prompt x responses", no_wrap=True)
-    for side in sides:
-        out.add_column(f"{side} ms / GiB", justify="right", no_wrap=True)
-    for side in sides:
-        if side != "packed":
-            out.add_column(f"over {side}", justify="right", no_wrap=True)
-    out.add_column("of bound", justify="right", no_wrap=True)
-    for key in dict.fromkeys((row["prompt"], row["micro_batch"]) for row in rows):
-        mine = {r["side"]: r for r in rows if (r["prompt"], r["micro_batch"]) == key}
-        cells = [f"{key[0]:,} x {key[1]}"]
-        for side in sides:
-            row = mine.get(side, {})
+def tables(data: Row) -> Parts:
+    """A line per prompt and number of responses: ms and GiB of every side."""
+    names = {
+        "fa2": "FA2",
+        "fa4": "flash-attn-4",
+        "own": "own backend",
+        "grouper": "prefix-grouper",
+        "packed": "packed",
+    }
+    sides = [side for side in names if any(row["side"] == side for row in data["rows"])]
+
+    def time(side: str, is_first: bool) -> Column:
+        def cell(line: dict[str, Row]) -> str:
+            row = line.get(side, {})
             peak = row.get("peak_with_held_bytes")
-            text = number(row, "ms", ".2f") or verdict(row)[:14]
-            cells.append(text if peak is None else f"{text} / {peak / GIB:.1f}")
-        packed = mine.get("packed", {})
-        for side in sides:
-            if side != "packed":
-                cells.append(number(packed.get("speedup", {}), side, ".2f"))
-        out.add_row(*cells, number(packed, "of_bound", ".2f"))
-    return out
+            text = number(row, "ms", ".1f") or verdict(row)
+            return text if peak is None else f"{text} / {gib(peak)}"
+
+        return Column(f"{names[side]} ms / GiB" if is_first else names[side], cell)
+
+    def over(side: str) -> Column:
+        return Column(
+            f"over {names[side]}", lambda line: times_cell(packed(line, "speedup").get(side))
+        )
+
+    def packed(line: dict[str, Row], key: str) -> Any:
+        return line.get("packed", {}).get(key) or {}
+
+    def case(line: dict[str, Row]) -> str:
+        row = next(iter(line.values()))
+        return f"{row['prompt']:,} x {row['micro_batch']}"
+
+    columns = [
+        Column("prompt x responses", case),
+        *(time(side, side == sides[0]) for side in sides),
+        *(over(side) for side in sides if side not in ("own", "packed")),
+        Column("of the bound", lambda line: number(line.get("packed", {}), "of_bound", ".2f")),
+    ]
+    cases = by_key(data["rows"], lambda row: (row["prompt"], row["micro_batch"]), "side")
+    yield machine(data["environment"])
+    yield Table(columns, list(cases.values()))
 
 
 def plot(report: Report, sides: list[str]) -> None:
@@ -366,8 +393,4 @@ def finish(report: Report) -> int:
     sides = report.values("side")
     if report.options.plot is not None and any("ms" in row for row in report.rows):
         plot(report, sides)
-    return report.finish(table(report.rows, sides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

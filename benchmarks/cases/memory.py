@@ -1,9 +1,9 @@
-"""Peak memory of a micro-batch against prompt and responses, and the law that it follows.
+"""How does a micro-batch's peak memory grow with prompt and responses, and by what law?
 
     python -m benchmarks memory --out memory.json --plot memory.png        # on a GPU
     python -m benchmarks memory --device cpu --scale 0.05 --layers 2       # every code path
 
-Forward and backward of GRPO's loss (`model.Update.learn`) through a Qwen3-8B-shaped model with
+Forward and backward of GRPO's loss (`Update.learn`) through a Qwen3-8B-shaped model with
 random weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R = 512. The
 law: M0 + a P + b N R packed, M0 + a N P + b N R replicated, weights and gradients in M0, fitted by
 least squares over the cases that fit; r^2 beside it. Of --layers a few do: a and b of more layers
@@ -15,19 +15,18 @@ at tiny sizes.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from benchmarks.cases.model import Update
 from benchmarks.lib.layers import check_sides, checkpointed, config, model_of, prompt_batch
 from benchmarks.lib.plots import COLOURS, LABELS, figure, name, save
+from benchmarks.lib.policy import Update
 from benchmarks.lib.replicated import PEERS, skip_missing
-from benchmarks.lib.runs import GIB, Report, Row, parse, parser, verdict
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import GIB, Column, Parts, Table, by_key, gib, machine, verdict
 from prefixtree.testing.compare import Meter
 
 PROMPTS, COUNTS, RESPONSE = (2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32), 512
@@ -68,7 +67,7 @@ def run_case(side: str, model: Any, row: Row, options: argparse.Namespace) -> Ro
     """The peak of one forward and backward, weights and gradients counted."""
     vocabulary = model.config.vocab_size
     batch = prompt_batch(row["prompt"], [row["response"]] * row["count"], vocabulary)
-    update = Update(side, model, [batch], options)
+    update = Update.of_batches(side, model, [batch], options)
     with torch.no_grad():
         # no forward of the old policy here: its log-probabilities are those of a uniform one
         shapes = [len(s) - 1 for s in batch.sequences]
@@ -82,7 +81,7 @@ def run_case(side: str, model: Any, row: Row, options: argparse.Namespace) -> Ro
         torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated() if is_gpu else 0
     with Meter(model.device) as meter:
-        update.learn(0, old)
+        update.learn(update.steps[0], old)
         if is_gpu:
             torch.cuda.synchronize()
     peak = meter.peak_bytes
@@ -99,26 +98,35 @@ def run_case(side: str, model: Any, row: Row, options: argparse.Namespace) -> Ro
 # ---- output -------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row], sides: Sequence[str], fits: dict[str, Row | None]) -> Table:
-    """A line a case, GiB by side; the laws below."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("P", "N", *(f"{side} GiB" for side in sides)):
-        out.add_column(column, justify="right", no_wrap=True)
-    for key in dict.fromkeys((row["prompt"], row["count"]) for row in rows):
-        mine = {row["side"]: row for row in rows if (row["prompt"], row["count"]) == key}
-        cells = [f"{key[0]:,}", str(key[1])]
-        for side in sides:
+def tables(data: Row) -> Parts:
+    """A line per prompt and number of responses, GiB of every side; the laws below."""
+    sides = list(dict.fromkeys(row["side"] for row in data["rows"]))
+
+    def peak(side: str) -> Column:
+        def cell(line: dict[str, Row]) -> str:
             # absent where the run was cut short
-            row = mine.get(side, {})
-            peak = row.get("peak_with_held_bytes")
-            cells.append(verdict(row)[:20] if peak is None else f"{peak / GIB:.2f}")
-        out.add_row(*cells)
-    for side, law in fits.items():
+            row = line.get(side, {})
+            return gib(row.get("peak_with_held_bytes"), ".2f") or verdict(row)[:20]
+
+        return Column(f"{side} GiB", cell)
+
+    def of_case(line: dict[str, Row], key: str) -> int:
+        return next(iter(line.values()))[key]
+
+    yield machine(data["environment"])
+    yield Table(
+        [
+            Column("P", lambda line: f"{of_case(line, 'prompt'):,}"),
+            Column("N", lambda line: str(of_case(line, "count"))),
+            *(peak(side) for side in sides),
+        ],
+        list(by_key(data["rows"], lambda row: (row["prompt"], row["count"]), "side").values()),
+    )
+    for side, law in data["fits"].items():
         if law is not None:
-            numbers = f"M0 {law['M0'] / GIB:.2f} GiB, a {law['a'] / 1024:.1f} KiB a token"
+            numbers = f"M0 {gib(law['M0'], '.2f')} GiB, a {law['a'] / 1024:.1f} KiB per token"
             r2 = "-" if law["r2"] is None else f"{law['r2']:.4f}"
-            print(f"{side}: {law['law']}, {numbers}, b {law['b'] / 1024:.1f} KiB, r2 {r2}")
-    return out
+            yield f"{side}: {law['law']}, {numbers}, b {law['b'] / 1024:.1f} KiB, r2 {r2}"
 
 
 def plot(report: Report, sides: Sequence[str], fits: dict[str, Row | None]) -> None:
@@ -197,8 +205,4 @@ def finish(report: Report) -> int:
     report.facts["fits"] = fits
     if report.options.plot is not None:
         plot(report, sides, fits)
-    return report.finish(table(report.rows, sides, fits))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

@@ -1,6 +1,6 @@
-"""Plans of micro-batches: tokens beside a lower bound, balance, other planners, time.
+"""How near are planned micro-batches to a lower bound of tokens, and to other plans?
 
-    python -m benchmarks micro_batches --rollouts FILE.jsonl.gz --out results/micro_batches.json
+    python -m benchmarks micro_batches --rollouts FILE.jsonl.gz --out OUT.json
 
 Workloads, on 8 ranks with budgets of 16K and 32K distinct tokens: the rollouts, a sample per turn
 (without --rollouts they are left out), as they are and with their tasks kept together, and 512
@@ -23,18 +23,18 @@ within 1.05 of the mean computes fewer tokens, whatever its number of steps.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.packing import median_ms
 from benchmarks.lib.environment import environment
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, made, show
+from benchmarks.lib.timing import host_ms
+from benchmarks.lib.verl import verl_micro_batches
 from benchmarks.lib.workloads import AIRLINE
 from prefixtree import PrefixForest, plan_micro_batches
 from prefixtree.packing.cost_model import CostModel
@@ -146,58 +146,6 @@ def costliest_micro_batch(forest: PrefixForest, node_cost: np.ndarray, max_token
     return total
 
 
-# ---- verl's way ---------------------------------------------------------------------------------
-
-
-def largest_differencing(weights: np.ndarray, parts: int, equal_sizes: bool) -> list[list[int]]:
-    """Karmarkar and Karp's method for `parts` sums as equal as can be: the two partial solutions
-    that differ most in their sums are joined, heaviest onto lightest, until one is left. With
-    equal sizes the first ones hold `parts` neighbours in weight each, one a part."""
-    order = np.argsort(weights, kind="stable").tolist()
-    chunk = parts if equal_sizes else 1
-    heap = []
-    for serial, first in enumerate(range(0, len(order), chunk)):
-        state = [(float(weights[i]), [i]) for i in order[first : first + chunk]]
-        state += [(0.0, []) for _ in range(parts - len(state))]
-        state.sort(key=lambda part: -part[0])
-        heap.append((state[-1][0] - state[0][0], serial, state))
-    heapq.heapify(heap)
-    serial = len(heap)
-    while len(heap) > 1:
-        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        state = [
-            (x + y, mine + theirs) for (x, mine), (y, theirs) in zip(a, reversed(b), strict=True)
-        ]
-        state.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (state[-1][0] - state[0][0], serial, state))
-        serial += 1
-    return [items for _, items in heap[0][2]]
-
-
-def verl_micro_batches(
-    lengths: np.ndarray, max_tokens: int, num_ranks: int
-) -> list[list[list[int]]]:
-    """The method of verl's `rearrange_micro_batches` with dynamic batches, a list a rank.
-
-    As of verl 0.9.1: samples go to the ranks, and within a rank to micro-batches, each time by
-    largest differencing over a workload of 24,576 n + n^2 for n replicated tokens. Ranks get as
-    many samples each where that is possible. They have as many micro-batches each: at first what
-    the largest rank's tokens need, then one more until none holds more than max_tokens.
-    """
-    workload = 24576 * lengths.astype(np.float64) + lengths.astype(np.float64) ** 2
-    equal = len(lengths) % num_ranks == 0
-    ranks = [np.sort(rank) for rank in largest_differencing(workload, num_ranks, equal)]
-    count = max(-(-int(lengths[rank].sum()) // max_tokens) for rank in ranks)
-    while True:
-        plan = [
-            [rank[part].tolist() for part in largest_differencing(workload[rank], count, False)]
-            for rank in ranks
-        ]
-        if max(lengths[batch].sum() for rank in plan for batch in rank) <= max_tokens:
-            return plan
-        count += 1
-
-
 # ---- measurements -------------------------------------------------------------------------------
 
 
@@ -256,7 +204,7 @@ def measure_plans(rollouts: Path | None) -> list[Row]:
                     "verl_replicated_over_plan": stats.replicated_tokens / stats.packed_tokens,
                     "verl_packed_tokens": verl_packed,
                     "verl_packed_over_plan": verl_packed / stats.packed_tokens,
-                    "ms": median_ms(
+                    "ms": host_ms(
                         lambda s=sequences, b=budget, g=together: plan_micro_batches(s, b, RANKS, g)
                     ),
                 }
@@ -274,7 +222,7 @@ def measure_time() -> Row:
         for batch in plan_micro_batches(forest, 16384, RANKS)[0]:
             _ = batch.packed
 
-    alone = median_ms(lambda: plan_micro_batches(forest, 16384, RANKS), 5)
+    alone = host_ms(lambda: plan_micro_batches(forest, 16384, RANKS), 5)
     return {
         "sequences": len(sequences),
         "replicated": plan.stats.replicated_tokens,
@@ -284,60 +232,55 @@ def measure_time() -> Row:
         "budget": 16384,
         "ranks": RANKS,
         "steps": plan.num_steps,
-        "forest_ms": median_ms(lambda: PrefixForest.from_sequences(sequences), 5),
+        "forest_ms": host_ms(lambda: PrefixForest.from_sequences(sequences), 5),
         "plan_of_forest_ms": alone,
-        "plan_of_sequences_ms": median_ms(lambda: plan_micro_batches(sequences, 16384, RANKS), 5),
-        "pack_a_micro_batch_ms": (median_ms(pack_rank, 3) - alone) / plan.num_steps,
+        "plan_of_sequences_ms": host_ms(lambda: plan_micro_batches(sequences, 16384, RANKS), 5),
+        "pack_a_micro_batch_ms": (host_ms(pack_rank, 3) - alone) / plan.num_steps,
     }
 
 
 # ---- output -------------------------------------------------------------------------------------
 
 
-def show(console: Console, figures: dict[str, Any]) -> None:
-    table = Table("workload", "budget", title=f"plans for {RANKS} ranks: tokens, balance, ratios")
-    for name in ("steps", "tokens", "bound", "over", "balance", "lockstep", "naive", "verl", "ms"):
-        table.add_column(name, justify="right")
-    table.add_column("verl packed", justify="right")
-    for row in figures["plans"]:
-        table.add_row(
-            row["workload"],
-            f"{row['budget']:,}",
-            str(row["steps"]),
-            f"{row['tokens']:,}",
-            f"{row['bound']:,}",
-            f"{row['over_bound']:.4f}",
-            f"{row['balance']:.3f}",
-            f"{row['lockstep_balance']:.3f}",
-            f"{row['naive_over_plan']:.2f} x",
-            f"{row['verl_replicated_over_plan']:.2f} x",
-            f"{row['ms']:.0f}",
-            f"{row['verl_packed_over_plan']:.2f} x",
-        )
-    console.print(table)
-    console.print(
-        f"{figures['time']['sequences']:,} sequences, {figures['time']['replicated']:,} tokens: "
-        f"forest {figures['time']['forest_ms']:.0f} ms, with the plan "
-        f"{figures['time']['plan_of_sequences_ms']:.0f} ms, then "
-        f"{figures['time']['pack_a_micro_batch_ms']:.2f} ms to pack a micro-batch"
+def tables(data: Row) -> Parts:
+    """Plans, their bound, and what others would compute."""
+    yield f"{made(data['environment'])}; {data['plans'][0]['ranks']} ranks"
+    yield Table(
+        [
+            Column("workload", lambda row: row["workload"]),
+            Column("budget", lambda row: f"{row['budget']:,}"),
+            Column("steps", lambda row: str(row["steps"])),
+            Column("tokens", lambda row: f"{row['tokens']:,}"),
+            Column("bound", lambda row: f"{row['bound']:,}"),
+            Column("tokens / bound", lambda row: f"{row['over_bound']:.3f}"),
+            Column("heaviest / mean", lambda row: f"{row['balance']:.3f}"),
+            Column("in lockstep", lambda row: f"{row['lockstep_balance']:.3f}", is_detail=True),
+            Column("filled in order", lambda row: f"{row['naive_over_plan']:.2f}x"),
+            Column("verl's plan", lambda row: f"{row['verl_replicated_over_plan']:.2f}x"),
+            Column("verl's plan, packed", lambda row: f"{row['verl_packed_over_plan']:.2f}x"),
+            Column("ms", lambda row: f"{row['ms']:.0f}", is_detail=True),
+        ],
+        data["plans"],
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = described(__doc__)
     parser.add_argument("--rollouts", type=Path, help=f"JSONL.gz file for {AIRLINE!r}")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     figures = {
         "environment": environment(),
         "plans": measure_plans(options.rollouts),
         "time": measure_time(),
     }
-    show(Console(width=150), figures)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show(tables(figures))
+    time = figures["time"]
+    print(
+        f"{time['sequences']:,} sequences, {time['replicated']:,} tokens: "
+        f"forest {time['forest_ms']:.0f} ms, with the plan {time['plan_of_sequences_ms']:.0f} ms, "
+        f"then {time['pack_a_micro_batch_ms']:.2f} ms to pack a micro-batch"
+    )
+    write(options.out, figures)
+    return 0

@@ -1,4 +1,4 @@
-"""A whole policy update of a Qwen3-8B-shaped model: replicated against packed, and the bound.
+"""How much faster is a policy update of a Qwen3-8B-shaped model, and what bounds it?
 
     python -m benchmarks model --layers 12 --rollouts FILE --out model.json --plot model.png
     python -m benchmarks model --device cpu --scale 0.02 --layers 2 --repeats 1    # every code path
@@ -25,14 +25,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 from benchmarks.lib.layers import (
     CHECKPOINTED,
@@ -40,7 +38,6 @@ from benchmarks.lib.layers import (
     UPDATE,
     Batch,
     Flops,
-    attention_of,
     check_sides,
     checkpointed,
     config,
@@ -51,12 +48,23 @@ from benchmarks.lib.layers import (
     response_lengths,
 )
 from benchmarks.lib.plots import bars, figure, name, save
-from benchmarks.lib.policy import token_losses, turn_samples
-from benchmarks.lib.replicated import PEERS, attending, chains, pairs, skip_missing
-from benchmarks.lib.runs import GIB, Report, Row, measure, number, parse, parser, verdict
+from benchmarks.lib.policy import Update, turn_samples
+from benchmarks.lib.replicated import PEERS, chains, pairs, skip_missing
+from benchmarks.lib.runs import Report, Row, measure, parse, parser
+from benchmarks.lib.tables import (
+    GIB,
+    Column,
+    Parts,
+    Table,
+    by_key,
+    gib,
+    machine,
+    number,
+    times_cell,
+    verdict,
+)
 from prefixtree import pack, plan_micro_batches
 from prefixtree.cost import model_cost
-from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.testing.attention import pieces
 
@@ -129,50 +137,6 @@ def work(side: str, batches: Sequence[Batch], shape: Any) -> Flops:
 # ---- an update ----------------------------------------------------------------------------------
 
 
-class Update:
-    """One side's policy update of one case."""
-
-    def __init__(
-        self, side: str, model: Any, batches: Sequence[Batch], options: argparse.Namespace
-    ) -> None:
-        self.model = model
-        self.batches = batches
-        device, dtype = options.device, options.dtype
-        self._packed = [b.packed(side, device).with_options(options.backend) for b in batches]
-        self._attend = [attention_of(side, b.forest, device, dtype) for b in batches]
-        self._weight = 1 / sum(int(m[1:].sum()) for b in batches for m in b.masks)
-        self._advantages = [
-            [float(x) for x in np.random.default_rng(len(b.sequences)).normal(size=len(b.masks))]
-            for b in batches
-        ]
-
-    def old(self, at: int) -> list[torch.Tensor]:
-        """Log-probabilities of one micro-batch without gradients."""
-        with torch.no_grad(), attending(self._attend[at]):
-            batch = self.batches[at]
-            return sequence_logprobs(self.model, self._packed[at], loss_mask=batch.masks).logprobs
-
-    def learn(self, at: int, old: list[torch.Tensor]) -> None:
-        """Forward and backward of one micro-batch: GRPO's clipped objective, a mean over tokens."""
-        batch = self.batches[at]
-        with attending(self._attend[at]):
-            scores = sequence_logprobs(self.model, self._packed[at], loss_mask=batch.masks)
-            lengths = torch.tensor([len(x) for x in old], device=self.model.device)
-            advantage = torch.tensor(self._advantages[at], device=self.model.device)
-            advantage = advantage.repeat_interleave(lengths)
-            # tokens that are not scored have log-probability 0 in both, and gradient 0
-            each = token_losses(torch.cat(scores.logprobs), torch.cat(old), advantage)
-            loss = each.sum() * self._weight
-            loss.backward()
-
-    def __call__(self) -> list[list[torch.Tensor]]:
-        """The whole update; -> the old log-probabilities."""
-        olds = [self.old(at) for at in range(len(self.batches))]
-        for at, old in enumerate(olds):
-            self.learn(at, old)
-        return olds
-
-
 def by_sequence(batches: Sequence[Batch], values: Sequence[list[torch.Tensor]]) -> dict[bytes, Any]:
     """Per-sequence values by the sequence itself: sides may batch them differently."""
     return {
@@ -198,8 +162,8 @@ def run_side(
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    update = Update(side, model, batches, options)
-    olds = by_sequence(batches, [update.old(at) for at in range(len(batches))])
+    update = Update.of_batches(side, model, batches, options)
+    olds = by_sequence(batches, [update.old(step) for step in update.steps])
     row: Row = {"red": []}
     if "logprobs" in known:
         row["drift"] = drift(olds, known["logprobs"])
@@ -256,9 +220,10 @@ def profile(update: Update, path: Path, title: str) -> None:
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(ProfilerActivity.CUDA)
-    update.learn(0, update.old(0))
+    first = update.steps[0]
+    update.learn(first, update.old(first))
     with profile(activities=kinds) as seen:
-        update.learn(0, update.old(0))
+        update.learn(first, update.old(first))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -314,7 +279,7 @@ def run_layers(
             for side in ("packed", "fa2"):
                 if any(row["side"] == side and "seconds" in row for row in rows):
                     batches = case["packed" if side == "packed" else "replicated"]
-                    update = Update(side, model, batches, options)
+                    update = Update.of_batches(side, model, batches, options)
                     profile(update, options.profile, f"{title}, {layers} layers, {side}")
     del model
     gc.collect()
@@ -323,27 +288,76 @@ def run_layers(
     return again
 
 
-def table(rows: list[Row]) -> Table:
-    """A line a side of a case."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("case", "layers", "side"):
-        out.add_column(column, no_wrap=True)
-    names = ("s", "tokens/s", "distinct/s", "MFU", "own MFU", "GiB", "packed is", "of bound")
-    for column in names:
-        out.add_column(column, justify="right", no_wrap=True)
-    packed = {(r["case"], r["layers"]): r for r in rows if r["side"] == "packed"}
-    for row in rows:
-        cells = [row["case"], str(row["layers"]), row["side"]]
-        if "seconds" not in row:
-            out.add_row(*cells, verdict(row)[:40])
-            continue
-        cells += [f"{row['seconds']:.3f}", f"{row['tokens_per_s']:,.0f}"]
-        cells += [f"{row['distinct_per_s']:,.0f}", f"{row['mfu']:.1%}", f"{row['own_mfu']:.1%}"]
-        cells.append("" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}")
-        best = packed.get((row["case"], row["layers"]), {}).get("speedup", {}).get(row["side"])
-        cells.append("" if best is None else f"{best:.2f}x")
-        out.add_row(*cells, number(row, "of_bound", ".2f"))
-    return out
+def tables(*runs: Row) -> Parts:
+    """A line per case and number of layers, with every side's seconds and memory."""
+    names = {"fa2": "FA2 s / GiB", "fa4": "flash-attn-4", "own": "own backend", "packed": "packed"}
+
+    def time(side: str) -> Column:
+        def cell(line: dict[str, Row]) -> str:
+            row = line.get(side, {})
+            if "seconds" not in row:
+                return verdict(row)[:40]
+            return " / ".join(
+                filter(None, (f"{row['seconds']:.2f}", gib(row["peak_bytes"], ".0f")))
+            )
+
+        return Column(names[side], cell)
+
+    def packed(line: dict[str, Row], text: Callable[[Row], str]) -> str:
+        row = line.get("packed", {})
+        return text(row) if "seconds" in row else ""
+
+    def of_packed(head: str, text: Callable[[Row], str]) -> Column:
+        return Column(head, lambda line: packed(line, text))
+
+    def rates(row: Row) -> str:
+        return f"{row['tokens_per_s']:,.0f} / {row['distinct_per_s']:,.0f}"
+
+    columns = [
+        Column("case", lambda line: next(iter(line.values()))["case"]),
+        Column("layers", lambda line: str(next(iter(line.values()))["layers"])),
+        *(time(side) for side in names),
+        of_packed("over FA2", lambda row: times_cell(row["speedup"].get("fa2"))),
+        of_packed("over flash-attn-4", lambda row: times_cell(row["speedup"].get("fa4"))),
+        of_packed("FLOP ratio", lambda row: times_cell(row.get("flop_ratio"))),
+        of_packed("of the bound", lambda row: number(row, "of_bound", ".2f")),
+        of_packed("tokens/s, replicated / distinct", rates),
+        of_packed("MFU", lambda row: f"{row['mfu']:.1%}"),
+    ]
+    yield machine(runs[0]["environment"], "transformers")
+    yield Table(columns, cases_by_side(*runs))
+
+
+def cases_by_side(*runs: Row) -> list[dict[str, Row]]:
+    """Rows by side, a dict per case and number of layers."""
+    rows = (row for run in runs for row in run["rows"])
+    return list(by_key(rows, lambda row: (row["case"], row["layers"]), "side").values())
+
+
+def layers_by(data: Row) -> Parts:
+    """The update with layers made faster by others; a later run of a kind replaces its rows."""
+    found: dict[str, dict[str, Row]] = {}
+    for run in data["runs"]:
+        sides = found.setdefault(run["layers_by"], {})
+        sides |= {row["side"]: row for row in run["rows"]}
+
+    def seconds(side: str) -> Callable[[Any], str]:
+        return lambda line: f"{line[1][side]['seconds']:.2f}"
+
+    def gain(line: Any) -> str:
+        return f"{line[1]['own']['seconds'] / line[1]['packed']['seconds']:.2f}x"
+
+    yield machine(data["runs"][0]["environment"], "transformers", "liger-kernel")
+    yield Table(
+        [
+            Column("layers by", lambda line: line[0]),
+            Column("own backend, replicated, s", seconds("own")),
+            Column("packed, s", seconds("packed")),
+            Column("packed is", gain),
+            Column("MFU", lambda line: f"{line[1]['packed']['mfu']:.1%}"),
+        ],
+        list(found.items()),
+    )
 
 
 def plot(report: Report) -> None:
@@ -408,8 +422,4 @@ def finish(report: Report) -> int:
     """Draws, prints; the exit code."""
     if report.options.plot is not None and any("seconds" in row for row in report.rows):
         plot(report)
-    return report.finish(table(report.rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

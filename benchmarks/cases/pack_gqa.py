@@ -1,4 +1,4 @@
-"""The flash backend's forward with the query heads of a kv head side by side in a tile, and apart.
+"""Should a tile of flash's forward hold the query heads of a group, or one head?
 
     python -m benchmarks pack_gqa --rollouts ROLLOUTS.jsonl.gz --out OUT.json
 
@@ -15,26 +15,25 @@ again: `--only-compile` puts them there, and may run for several head dims and g
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.attention import about, draw, median_ms, results_of, scaled
-from benchmarks.cases.flash_by_hand import MOST_ERROR, order_of, worst_error
-from benchmarks.lib.checks import check
-from benchmarks.lib.shapes import Shape
-from benchmarks.lib.workloads import AIRLINE, NAMES, workload
+from benchmarks.lib.checks import check, results_of
+from benchmarks.lib.environment import about
+from benchmarks.lib.flash import MOST_ERROR, heads_in_tiles, order_of, worst_error
+from benchmarks.lib.replicated import pairs
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.shapes import Shape, draw
+from benchmarks.lib.tables import Column, Parts, Table, by_key, machine, show, verdict
+from benchmarks.lib.timing import median_ms
+from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, workload
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.kernels.flash import launch
 
@@ -43,17 +42,6 @@ DIMS = (256, 192, 128, 64, 96)
 GROUPS = (6, 3, 5, 7, 4, 2, 8)
 SETTINGS = {"packed": True, "apart": False}
 Row = dict[str, Any]
-
-
-@contextlib.contextmanager
-def heads_in_tiles(packed: bool) -> Iterator[None]:
-    """Inside, the forward's tiles hold the heads of a group side by side, or one head."""
-    rule = launch.packs_heads
-    launch.packs_heads = lambda group, d: packed
-    try:
-        yield
-    finally:
-        launch.packs_heads = rule
 
 
 def measure(shape: Shape, forest: PrefixForest, options: argparse.Namespace) -> Row:
@@ -97,37 +85,44 @@ def measure(shape: Shape, forest: PrefixForest, options: argparse.Namespace) -> 
             row[f"{name}_ms"], row[f"{name}_all_ms"] = timed(forward)
     backward = partial(torch.autograd.grad, attend(*inputs), inputs, dout, retain_graph=True)
     row["backward_ms"], row["backward_all_ms"] = timed(backward)
-    # a token sees itself and what is above it
-    pairs = int((mask.position_ids.long() + 1).sum())
-    useful = 4.0 * shape.head_dim * shape.heads * pairs / 1e9
+    useful = 4.0 * shape.head_dim * shape.heads * pairs(forest) / 1e9
     row |= {f"{name}_tflops": useful / row[f"{name}_ms"] for name in SETTINGS}
     row["backward_tflops"] = 2.5 * useful / row["backward_ms"]
     return row
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Milliseconds and TF of both settings."""
-    out = Table(box=None, pad_edge=False)
-    names = ["heads", "packed ms", "apart ms", "ratio", "TF", "rule", "rule/best", "bwd ms", "TF"]
-    for column in (*names, "error/limit", "other-rule"):
-        out.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [f"{row['heads']}/{row['kv_heads']} D{row['head_dim']}"]
-        if "packed_ms" not in row:
-            out.add_row(*cells, row.get("failed", " ".join(row["red"]) or "compiled")[:60])
-            continue
-        packed, apart = row["packed_ms"], row["apart_ms"]
-        cells += [f"{packed:.3f}", f"{apart:.3f}", f"{packed / apart:.3f}"]
-        cells += [f"{row['packed_tflops']:.0f} / {row['apart_tflops']:.0f}", row["rule"]]
-        cells.append(f"{row[row['rule'] + '_ms'] / min(packed, apart):.3f}")
-        cells += [f"{row['backward_ms']:.2f}", f"{row['backward_tflops']:.0f}"]
-        cells.append(f"{max(max(c['worst'], c['mean']) for c in row['check'].values()):.2f}")
-        out.add_row(*cells, f"{row['other_from_rule']:.1e}")
-    return out
+def tables(data: Row) -> Parts:
+    """The forward with the heads of a group in one tile and a head per tile, by head dim and group;
+    what the rule takes is in bold."""
+
+    def of_group(group: int) -> Column:
+        def cell(line: dict[int, Row]) -> str:
+            row = line.get(group, {})
+            if "packed_ms" not in row:
+                return verdict(row) or "compiled" if row else ""
+            times = {name: f"{row[f'{name}_ms']:.2f}" for name in SETTINGS}
+            taken = "packed" if launch.packs_heads(group, row["head_dim"]) else "apart"
+            times[taken] = f"**{times[taken]}**"
+            return f"{times['packed']} / {times['apart']}"
+
+        return Column(f"group of {group}", cell)
+
+    first = data["rows"][0]
+    about = f"{first['workload']}, {first['tokens']:,} tokens, {first['kv_heads']} kv heads"
+    yield f"{machine(data['environment'], 'triton')}; {about}; forward ms, packed / apart"
+    lines = by_key(data["rows"], lambda row: row["head_dim"], "group")
+    groups = sorted({row["group"] for row in data["rows"]})
+    yield Table(
+        [
+            Column("D", lambda line: str(next(iter(line.values()))["head_dim"])),
+            *(of_group(group) for group in groups),
+        ],
+        [lines[dim] for dim in sorted(lines)],
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = described(__doc__)
     add = parser.add_argument
     add("--dims", nargs="+", type=int, default=list(DIMS), help="head dims")
     add("--groups", nargs="+", type=int, default=list(GROUPS), help="query heads a kv head")
@@ -166,17 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(measure(shape, forest, options))
         except Exception as problem:
             failed = f"{type(problem).__name__}: {problem}"[:1000]
-            rows.append({**asdict(shape), "group": group, "red": [], "failed": failed})
+            known = {"workload": options.workload, "tokens": forest.num_tokens}
+            rows.append({**known, **asdict(shape), "group": group, "red": [], "failed": failed})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         row = rows[-1]
         print(f"{shape}: {row.get('failed') or row.get('red') or 'done'}", flush=True)
-        if options.out is not None:
-            result = {"environment": about(options), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=150).print(table(rows))
+        result = {"environment": about(options), "rows": rows}
+        write(options.out, result)
+    show(tables(result))
     return 1 if any(row["red"] or "failed" in row for row in rows) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

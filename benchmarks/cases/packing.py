@@ -1,52 +1,33 @@
-"""Times what happens on the host before a model runs: forest, packing, block tables.
+"""How long does the host take before a model runs: forest, packing, block tables?
 
-    python -m benchmarks packing --rollouts FILE.jsonl.gz --out results/packing.json
+    python -m benchmarks packing --rollouts FILE.jsonl.gz --out OUT.json
 
 Every figure is a median after a warm-up, on this machine, with the threads it has.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.shapes import TILES
+from benchmarks.lib.tables import Column, Parts, Table, by_key, made, show
+from benchmarks.lib.timing import REPEATS, host_ms
 from benchmarks.lib.workloads import AIRLINE, NAMES, workload
-from prefixtree import PrefixForest, TileShape, TreeMask, pack
+from prefixtree import PrefixForest, TreeMask, pack
 
-REPEATS = 9
-SHAPES = {
-    "grid 128x128": TileShape(128, 128),
-    "cut 128x128": TileShape(128, 128, cut=True),
-    "grid 16x64": TileShape(16, 64),
-    "cut 16x64": TileShape(16, 64, cut=True),
-}
 Row = dict[str, Any]
-
-
-def median_ms(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Median milliseconds of `run`, after one warm-up."""
-    run()
-    times = []
-    for _ in range(repeats):
-        gc.collect()
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
 
 
 # ---- inputs -------------------------------------------------------------------------------------
@@ -119,7 +100,7 @@ def measure_forests() -> list[Row]:
 
     def add(name: str, sequences: list[Any], **more: Any) -> None:
         forest = PrefixForest.from_sequences(sequences)
-        ms = median_ms(lambda: PrefixForest.from_sequences(sequences))
+        ms = host_ms(lambda: PrefixForest.from_sequences(sequences))
         replicated = forest.num_replicated_tokens
         rows.append(
             {
@@ -138,7 +119,7 @@ def measure_forests() -> list[Row]:
         memory = in_new_process(peak_memory, dtype) if linux else None
         add(f"per turn, {dtype.__name__} arrays", per_turn(dtype), memory_over_input=memory)
     lists = [array.tolist() for array in per_turn()]
-    conversion = median_ms(lambda: [np.asarray(one) for one in lists])
+    conversion = host_ms(lambda: [np.asarray(one) for one in lists])
     add("per turn, lists", lists, conversion_ms=conversion)
     add("100,000 short, in groups", short_groups())
     add("100,000 short, random", short_random())
@@ -168,14 +149,14 @@ def measure_packed() -> list[Row]:
     detached = values.detach()
     per_sequence = packed.unpack(detached)
     figures = {
-        "pack": median_ms(lambda: pack(forest)),
-        "edges": median_ms(packed.edges),
-        "edges, loss mask 10 %": median_ms(lambda: packed.edges(masks)),
-        "unpack": median_ms(lambda: packed.unpack(detached)),
+        "pack": host_ms(lambda: pack(forest)),
+        "edges": host_ms(packed.edges),
+        "edges, loss mask 10 %": host_ms(lambda: packed.edges(masks)),
+        "unpack": host_ms(lambda: packed.unpack(detached)),
         "unpack backward": backward(),
-        "unpack, loss mask 10 %": median_ms(lambda: packed.unpack(detached, loss_mask=masks)),
-        "unpack_padded": median_ms(lambda: packed.unpack_padded(detached)),
-        "pack_values": median_ms(lambda: packed.pack_values(per_sequence)),
+        "unpack, loss mask 10 %": host_ms(lambda: packed.unpack(detached, loss_mask=masks)),
+        "unpack_padded": host_ms(lambda: packed.unpack_padded(detached)),
+        "pack_values": host_ms(lambda: packed.pack_values(per_sequence)),
     }
     return [{"step": name, "ms": ms} for name, ms in figures.items()]
 
@@ -186,11 +167,11 @@ def measure_tables(names: list[str], rollouts: Path | None) -> list[Row]:
     for name in names:
         forest = workload(name, rollouts)
         ends = np.repeat(forest.node_subtree_end, forest.node_length)
-        for label, shape in SHAPES.items():
+        for label, shape in TILES.items():
             # tables are kept on the mask: a new one each time
             masks = [TreeMask(ends) for _ in range(REPEATS + 1)]
             fresh = iter(masks)
-            ms = median_ms(lambda fresh=fresh, shape=shape: next(fresh).tables(shape))
+            ms = host_ms(lambda fresh=fresh, shape=shape: next(fresh).tables(shape))
             stats = masks[0].stats(shape)
             rows.append(
                 {
@@ -210,43 +191,59 @@ def measure_tables(names: list[str], rollouts: Path | None) -> list[Row]:
 # ---- output -------------------------------------------------------------------------------------
 
 
-def show(console: Console, figures: dict[str, Any]) -> None:
-    table = Table("sequences", "tokens", "distinct", "ms", "ns a token", "extra memory", "note")
-    table.title = "PrefixForest.from_sequences"
-    for row in figures["forest"]:
-        memory, conversion = row.get("memory_over_input"), row.get("conversion_ms")
-        table.add_row(
-            row["case"],
-            f"{row['replicated']:,}",
-            f"{row['distinct']:,}",
-            f"{row['ms']:.1f}",
-            f"{row['ns_a_token']:.1f}",
-            f"{memory:.2f} x input" if memory else "",
-            f"{conversion:.1f} ms of it conversion" if conversion else "",
-        )
-    console.print(table)
-    table = Table("step", "ms", title="a packed forest of the per-turn sequences, CPU, float32")
-    for row in figures["packed"]:
-        table.add_row(row["step"], f"{row['ms']:.1f}")
-    console.print(table)
-    table = Table("workload", "tokens", title="tables: build ms, useful share, partial share")
-    for label in SHAPES:
-        table.add_column(label, justify="right")
-    for name in dict.fromkeys(row["workload"] for row in figures["tables"]):
-        rows = [row for row in figures["tables"] if row["workload"] == name]
-        cells = [
-            f"{row['ms']:5.2f}  {row['useful_share']:.3f}  {row['partial_share']:4.0%}"
-            for row in rows
-        ]
-        table.add_row(name, f"{rows[0]['tokens']:,}", *cells)
-    console.print(table)
+def tables(data: Row) -> Parts:
+    """Forest, packing and block tables."""
+
+    def extra(row: Row) -> str:
+        memory = row.get("memory_over_input")
+        return f"{memory:.2f}x" if memory else ""
+
+    def conversion(row: Row) -> str:
+        return f"{row['conversion_ms']:.1f}" if "conversion_ms" in row else ""
+
+    def fit(lines: dict[str, Row], label: str) -> str:
+        row = lines[label]
+        return f"{row['ms']:.1f} ms, {row['useful_share']:.3f}, {row['partial_share']:.0%}"
+
+    yield made(data["environment"])
+    yield Table(
+        [
+            Column("`from_sequences`", lambda row: row["case"]),
+            Column("tokens", lambda row: f"{row['replicated']:,}"),
+            Column("distinct", lambda row: f"{row['distinct']:,}"),
+            Column("ms", lambda row: f"{row['ms']:.1f}"),
+            Column("ns per token", lambda row: f"{row['ns_a_token']:.1f}"),
+            Column("extra / input", extra),
+            Column("ms of it conversion", conversion, is_detail=True),
+        ],
+        data["forest"],
+    )
+    yield Table(
+        [
+            Column("packed forest of the first row", lambda row: row["step"]),
+            Column("ms", lambda row: f"{row['ms']:.1f}"),
+        ],
+        data["packed"],
+    )
+    yield (
+        "Block tables: build time, useful share (visible pairs over the pairs that the tiles "
+        "compute), share of partial tiles:"
+    )
+    lines = by_key(data["tables"], lambda row: (row["workload"], row["tokens"]), "tiles")
+    columns = [Column("workload", lambda line: f"{line[0][0]} ({line[0][1]:,} tokens)")]
+    columns += [
+        Column(label, lambda line, label=label: fit(line[1], label))
+        for label in dict.fromkeys(row["tiles"] for row in data["tables"])
+    ]
+    yield Table(columns, list(lines.items()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the tables."""
+    parser = described(__doc__)
     parser.add_argument("--rollouts", type=Path, help=f"JSONL.gz file for {AIRLINE!r}")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     names = [name for name in NAMES if name != AIRLINE or options.rollouts]
     figures = {
         "environment": environment(),
@@ -254,11 +251,6 @@ def main() -> None:
         "packed": measure_packed(),
         "tables": measure_tables(names, options.rollouts),
     }
-    show(Console(width=150), figures)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show(tables(figures))
+    write(options.out, figures)
+    return 0

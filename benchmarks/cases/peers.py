@@ -1,4 +1,4 @@
-"""The ten workloads against all that attends to the same batch today, and the dense ceilings.
+"""How fast is every workload beside all that attends to the same batch today?
 
     python -m benchmarks peers --rollouts FILE --out peers.json --plot peers.png   # on a GPU
     python -m benchmarks peers --device cpu --scale 0.01 --repeats 1               # every code path
@@ -15,7 +15,6 @@ a product of bf16 matrices. TF are useful TFLOP/s, forward 4 D H x pairs, backwa
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cases.attention import Shape, draw, median_ms, scaled, times_of
 from benchmarks.lib.against import compare, settle, sided
 from benchmarks.lib.plots import LABELS, bars, figure, name, save
 from benchmarks.lib.replicated import missing, out_of, pairs, peer
-from benchmarks.lib.runs import Report, Row, number, parse, parser, verdict
-from benchmarks.lib.workloads import AIRLINE, NAMES, skip_airline, workload
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.shapes import Shape, draw
+from benchmarks.lib.tables import (
+    Column,
+    Parts,
+    Table,
+    machine,
+    number,
+    times_cell,
+    verdict,
+    verdict_column,
+)
+from benchmarks.lib.timing import median_ms, times_of
+from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, skip_airline, workload
 from prefixtree import PrefixForest
 from prefixtree.testing.attention import LIMITS, Attention, differences
 
@@ -108,38 +117,44 @@ def product(options: argparse.Namespace) -> Row:
 # ---- output -------------------------------------------------------------------------------------
 
 
-def speedups(row: Row, sides: Sequence[str]) -> list[str]:
-    """Cells: each side's milliseconds and what packed is over it."""
-    cells = []
-    for side in sides:
-        known = side in row["speedup"]
-        cells.append(f"{row['times'][side]['ms']:.2f}" if known else "")
-        cells.append(f"{row['speedup'][side]:.2f}" if known else "")
-    return cells
+def tables(data: Row) -> Parts:
+    """Every workload against what attends to the same batch today, and what dense kernels reach."""
 
+    def over(side: str) -> Column:
+        def cell(row: Row) -> str:
+            if side not in row.get("speedup", {}):
+                return ""
+            return f"{row['times'][side]['ms']:.1f}, {row['speedup'][side]:.2f}x"
 
-def table(rows: Sequence[Row], sides: Sequence[str]) -> Table:
-    """A line a workload; then the ceilings."""
-    out = Table(box=None, pad_edge=False)
-    out.add_column("case", no_wrap=True)
-    for column in ("distinct", "replicated", "bound", "packed ms"):
-        out.add_column(column, justify="right", no_wrap=True)
-    for side in sides:
-        for what in (f"{side} ms", "x"):
-            out.add_column(what, justify="right", no_wrap=True)
-    for row in rows:
-        if "side" in row:
-            cells = [f"{row['case']}, {row['side']}"]
-            rates = [number(row, f"{key}_tflops", ".0f") for key in ("forward", "backward")]
-            out.add_row(*cells, verdict(row)[:60] or f"{' / '.join(filter(None, rates))} TF")
-            continue
-        cells = [row["case"], number(row, "distinct", ",d"), number(row, "replicated", ",d")]
-        if "times" not in row:
-            out.add_row(*cells, verdict(row)[:60])
-            continue
-        cells += [f"{row['bound']:.2f}x", f"{row['times']['packed']['ms']:.2f}"]
-        out.add_row(*cells, *speedups(row, sides), verdict(row)[:40])
-    return out
+        return Column(LABELS[side], cell)
+
+    def rate(part: str) -> Column:
+        return Column(f"{part} TF", lambda row: number(row, f"{part}_tflops", ".0f"))
+
+    yield f"{machine(data['environment'], 'triton')}; forward + backward"
+    yield Table(
+        [
+            Column("workload", lambda row: row["case"]),
+            Column("distinct", lambda row: number(row, "distinct", ",d")),
+            Column("FLOPs alone", lambda row: times_cell(row.get("bound"))),
+            Column(
+                "packed ms", lambda row: number(row.get("times", {}).get("packed", {}), "ms", ".1f")
+            ),
+            *(over(side) for side in data["sides"]),
+            verdict_column(),
+        ],
+        [row for row in data["rows"] if "side" not in row],
+    )
+    yield Table(
+        [
+            Column("ceiling", lambda row: row["case"]),
+            Column("by", lambda row: row["side"]),
+            rate("forward"),
+            rate("backward"),
+            verdict_column(),
+        ],
+        [row for row in data["rows"] if "side" in row],
+    )
 
 
 def plot(report: Report, sides: Sequence[str]) -> None:
@@ -196,8 +211,4 @@ def finish(report: Report) -> int:
     sides = report.facts["sides"]
     if report.options.plot is not None and any(row.get("speedup") for row in report.rows):
         plot(report, sides)
-    return report.finish(table(report.rows, sides))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report.finish(tables)

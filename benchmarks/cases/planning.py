@@ -1,4 +1,4 @@
-"""Forest, packing and block tables from 100K to 10M tokens on the CPU, against what else there is.
+"""How does planning on the CPU grow from 10K to 10M tokens, beside what else there is?
 
     OMP_NUM_THREADS=1 python -m benchmarks planning --wait 120 \
         --out benchmarks/results/cpu/planning.json --plot docs/images/planning.png
@@ -16,11 +16,8 @@ what a quiet one would take (everything here runs in one thread). The load is in
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,18 +25,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.packing import SHAPES, median_ms
 from benchmarks.lib.environment import environment
 from benchmarks.lib.plots import figure, name, save
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.shapes import TILES
+from benchmarks.lib.tables import Column, Parts, Table, show
+from benchmarks.lib.timing import host_ms
 from prefixtree import PrefixForest, TreeMask, pack
 
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
-TILES = ("grid 128x128", "cut 16x64")
+CHOSEN = ("grid 128x128", "cut 16x64")
 PEERS = ("dict trie", "flex mask")
-STEPS = ("forest", "pack", *(f"tables {tile}" for tile in TILES), *PEERS)
+STEPS = ("forest", "pack", *(f"tables {tile}" for tile in CHOSEN), *PEERS)
 COLOURS = ("#225ea8", "#41b6c4", "#1a9850", "#a6d96a", "#d7301f", "#fdae61")
 # T x T booleans that FlexAttention's mask may hold, and Python objects of a trie, in bytes
 FLEX_BYTES, TRIE_TOKENS = 2**30, 12_000_000
@@ -134,7 +132,7 @@ def times(run: Callable[[], object], repeats: int) -> Row:
         _ = run()
         cpu.append(1e3 * (time.process_time() - start))
 
-    wall = median_ms(once, repeats)
+    wall = host_ms(once, repeats)
     # the first one warmed up
     return {"ms": wall, "cpu_ms": statistics.median(cpu[1:])}
 
@@ -155,7 +153,7 @@ def check(sequences: list[np.ndarray], forest: PrefixForest, ends: np.ndarray) -
     if forest.num_tokens**2 <= FLEX_BYTES:
         flex = flex_mask(torch.from_numpy(ends))
         theirs = int(flex.kv_num_blocks.sum() + flex.full_kv_num_blocks.sum())
-        if theirs != TreeMask(ends).stats(SHAPES["grid 128x128"]).tile_pairs:
+        if theirs != TreeMask(ends).stats(TILES["grid 128x128"]).tile_pairs:
             red.append("tiles")
     return red
 
@@ -179,12 +177,12 @@ def measure(name: str, total: int, repeats: int) -> Row:
     def tables(label: str) -> Callable[[], object]:
         # tables are kept on the mask: a new one each time
         fresh = iter([TreeMask(ends) for _ in range(repeats + 1)])
-        return lambda: next(fresh).tables(SHAPES[label])
+        return lambda: next(fresh).tables(TILES[label])
 
     steps: dict[str, Callable[[], object]] = {
         "forest": lambda: PrefixForest.from_sequences(sequences),
         "pack": lambda: pack(forest),
-        **{f"tables {label}": tables(label) for label in TILES},
+        **{f"tables {label}": tables(label) for label in CHOSEN},
     }
     if forest.num_replicated_tokens <= TRIE_TOKENS:
         steps["dict trie"] = lambda: dict_trie(sequences)
@@ -209,21 +207,27 @@ def quiet(below: float, seconds: float) -> float:
 # ---- output -------------------------------------------------------------------------------------
 
 
-def table(rows: list[Row]) -> Table:
+def tables(data: Row) -> Parts:
     """CPU milliseconds; wall time is in the JSON."""
-    out = Table("rollouts", title="CPU ms, median", box=None, pad_edge=False)
-    for column in ("tokens", "distinct", *STEPS):
-        out.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        cells = [row["workload"], f"{row['replicated']:,}", f"{row['distinct']:,}"]
-        if row["red"]:
-            out.add_row(*cells, f"RED: {', '.join(row['red'])}")
-            continue
-        for step in STEPS:
-            got = row["steps"].get(step)
-            cells.append("" if got is None else f"{got['cpu_ms']:,.2f}")
-        out.add_row(*cells)
-    return out
+
+    def of_step(step: str) -> Column:
+        def cell(row: Row) -> str:
+            got = row.get("steps", {}).get(step)
+            return "" if got is None else f"{got['cpu_ms']:,.2f}"
+
+        return Column(step, cell)
+
+    yield "CPU ms, median"
+    yield Table(
+        [
+            Column("rollouts", lambda row: row["workload"]),
+            Column("tokens", lambda row: f"{row['replicated']:,}"),
+            Column("distinct", lambda row: f"{row['distinct']:,}"),
+            *(of_step(step) for step in STEPS),
+            Column("", lambda row: f"RED: {', '.join(row['red'])}" if row["red"] else ""),
+        ],
+        data["rows"],
+    )
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -250,7 +254,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every check was green."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = described(__doc__)
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--wait", type=float, default=0, help="at most so many s for a low load")
@@ -262,18 +266,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for workload in WORKLOADS:
         for size in options.sizes:
             rows.append(measure(workload, size, options.repeats))
-            if options.out is not None:
-                here = environment() | {"load_at_start": waited}
-                result = {"environment": here, "rows": rows}
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=160).print(table(rows))
+            here = environment() | {"load_at_start": waited}
+            write(options.out, {"environment": here, "rows": rows})
+    show(tables({"rows": rows}))
     if options.plot is not None:
         plot(rows, options.plot)
     red = [row for row in rows if row["red"]]
     print(f"{len(rows) - len(red)} green, {len(red)} red")
     return 1 if red else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,9 @@
-"""Time of `prefixtree report` on 100,000 sequences of 50M tokens, from JSON lines and from parquet.
+"""How long does `prefixtree report` take on 100,000 sequences of 50M tokens?
 
-    python -m benchmarks report            # about 2 minutes, 1 GB of temporary files
-    python -m benchmarks report --small    # a hundredth of it
+    python -m benchmarks report --out OUT.json    # about 2 minutes, 1 GB of temporary files
+    python -m benchmarks report --small           # a hundredth of it
 
-Writes benchmarks/results/cpu/report.json (not with --small). Each figure is a median of runs of the
+Each figure is a median of runs of the
 command as a user starts it, in a process of its own, imports included, with a progress bar on a
 terminal of its own; cpu_seconds show what of it was the machine's other work. The stages are timed
 once, in this process.
@@ -11,7 +11,6 @@ once, in this process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,12 +22,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.groups import measure_groups
@@ -59,7 +62,7 @@ def make_rows(count: int) -> list[tuple[str, list[np.ndarray]]]:
     return rows
 
 
-def write(folder: Path, count: int) -> dict[str, Path]:
+def write_rollouts(folder: Path, count: int) -> dict[str, Path]:
     """The same rollouts in each format."""
     rows = make_rows(count)
     tokens = [np.concatenate(parts) for _, parts in rows]
@@ -122,15 +125,40 @@ def stages(path: Path) -> dict[str, float]:
     return dict(zip(names, np.diff(marks).round(2).tolist(), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a hundredth, and no file of results")
+def tables(data: dict[str, Any]) -> Parts:
+    """Seconds from each format, and of its stages."""
+    stages = ("read", "forest", "groups", "near_misses")
+
+    def of_stage(stage: str) -> Column:
+        return Column(f"{stage} s", lambda line: f"{line[1]['stages'][stage]:.2f}")
+
+    yield (
+        f"{data['sequences']:,} sequences, {data['replicated_tokens']:,} tokens, "
+        f"{data['distinct_tokens']:,} distinct; {data['cores']} cores"
+    )
+    yield Table(
+        [
+            Column("format", lambda line: line[0]),
+            Column("MB", lambda line: f"{line[1]['file_bytes'] / 1e6:.0f}"),
+            Column("s", lambda line: f"{line[1]['seconds']:.2f}"),
+            Column("CPU s", lambda line: f"{line[1]['cpu_seconds']:.2f}"),
+            *(of_stage(stage) for stage in stages),
+        ],
+        list(data["results"].items()),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the seconds, and keeps them where the sizes are the whole ones."""
+    parser = described(__doc__)
+    parser.add_argument("--small", action="store_true", help="a hundredth")
     parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON")
+    options = parser.parse_args(arguments)
     count = SEQUENCES // 100 if options.small else SEQUENCES
     results, load = {}, os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in write(Path(folder), count).items():
+        for name, path in write_rollouts(Path(folder), count).items():
             run(path)  # numba compiles once and keeps it
             seconds, used = zip(*(run(path) for _ in range(options.runs)), strict=True)
             results[name] = {
@@ -152,12 +180,6 @@ def main() -> None:
         "python": platform.python_version(),
         "results": results,
     }
-    print(json.dumps(facts))
-    if not options.small:
-        target = Path(__file__).parents[1] / "results" / "cpu" / "report.json"
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps(facts, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    show(tables(facts))
+    write(options.out, facts)
+    return 0

@@ -1,4 +1,4 @@
-"""How much faster the sdpa backend is on a packed forest than torch's SDPA on every sequence alone.
+"""How much faster is the sdpa backend on a forest than SDPA on every sequence alone?
 
     python -m benchmarks sdpa_cpu ROLLOUTS.jsonl.gz [--tasks 2] [--out OUT.json]
 
@@ -9,27 +9,48 @@ warm-up; the two sides in turn.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
 
 import prefixtree as pt
 from benchmarks.lib.environment import environment
+from benchmarks.lib.replicated import pairs, replicated_pairs
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Parts, made, show
 from prefixtree.rollouts import expand_turns, read_rollouts
 
 HEADS, HEAD_DIM = 8, 64
 
 
-def main(rollouts: Path, tasks: int = 2, repeats: int = 3, out: Path | None = None) -> None:
-    """Times packed against replicated attention on the CPU."""
-    data = expand_turns(read_rollouts(str(rollouts), strict=True).first_groups(tasks))
+def tables(data: dict[str, Any]) -> Parts:
+    """The sdpa backend against sequences one by one."""
+    yield made(data["environment"])
+    yield (
+        f"fp32, 8 heads of 64, {data['sequences']} sequences, {data['packed_tokens']:,} distinct "
+        f"of {data['replicated_tokens']:,} tokens, forward and backward: "
+        f"**{data['packed_s']:.2f} s packed, {data['replicated_s']:.1f} s** for every sequence "
+        f"alone through torch's SDPA, **{data['speed_up']:.1f}x**; attention FLOPs alone bound it "
+        f"at {data['attention_flop_ratio']:.1f}x (the replicated side also adds up the copies' "
+        f"gradients). Largest relative difference {max(data['relative_difference'].values()):.1e}."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Times packed against replicated attention on the CPU; 1 where their results differ."""
+    parser = described(__doc__)
+    parser.add_argument("rollouts", type=Path, help="JSONL, with the turns' ends")
+    parser.add_argument("--tasks", type=int, default=2, help="the first of the file")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="JSON")
+    options = parser.parse_args(arguments)
+    rollouts = read_rollouts(str(options.rollouts), strict=True)
+    data = expand_turns(rollouts.first_groups(options.tasks))
     forest = pt.PrefixForest.from_sequences(data.sequences)
     packed = pt.pack(forest)
     generator = torch.Generator().manual_seed(0)
@@ -63,13 +84,13 @@ def main(rollouts: Path, tasks: int = 2, repeats: int = 3, out: Path | None = No
         )
     }
     if not max(errors.values()) < 1e-5:
-        sys.exit(f"red, no times: relative differences {errors}")
+        print(f"red, no times: relative differences {errors}")
+        return 1
     times: dict[str, list[float]] = {"packed_s": [], "replicated_s": []}
-    for _ in range(repeats):
+    for _ in range(options.repeats):
         for name, run in (("packed_s", run_packed), ("replicated_s", run_replicated)):
             times[name].append(_seconds(run))
     median = {name: statistics.median(values) for name, values in times.items()}
-    lengths = forest.sequence_lengths.astype(float)
     result = {
         "environment": environment(),
         "sequences": forest.num_sequences,
@@ -79,20 +100,14 @@ def main(rollouts: Path, tasks: int = 2, repeats: int = 3, out: Path | None = No
         "times": times,
         **median,
         "speed_up": median["replicated_s"] / median["packed_s"],
-        "attention_flop_ratio": float(
-            (lengths * (lengths + 1) / 2).sum() / (packed.position_ids + 1).sum()
-        ),
+        "attention_flop_ratio": replicated_pairs(forest) / pairs(forest),
     }
-    print(json.dumps(result, indent=1))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    show(tables(result))
+    write(options.out, result)
+    return 0
 
 
 def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,4 +1,4 @@
-"""Times each Triton kernel alone with many configurations: what configs.py should say.
+"""Which configuration of each Triton kernel is fastest, and is it the one in configs.py?
 
     python -m benchmarks tune --rollouts ROLLOUTS.jsonl.gz --out tune.json       # on a GPU
 
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.attention import median_ms, scaled
 from benchmarks.lib.environment import environment
-from benchmarks.lib.workloads import AIRLINE, workload
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, machine, show
+from benchmarks.lib.timing import median_ms
+from benchmarks.lib.workloads import AIRLINE, scaled, workload
 from prefixtree import pack
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
@@ -164,36 +163,68 @@ def measure(
     return row | {"ms": median}, results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
-    parser.add_argument("--rollouts", type=Path, help="of the airline workload; skipped without")
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--value-dim", type=int, help="--dim unless said")
-    parser.add_argument("--pointers", action="store_true", help="as if descriptors did not serve")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on node lengths")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
+def tables(*runs: dict[str, Any]) -> Parts:
+    """For each kernel and workload the frozen configuration, then the five fastest."""
+
+    def frozen(line: list[dict[str, Any]]) -> str:
+        first = line[0]
+        return f"{first['ms']:.3f}" if "ms" in first else first["failed"]
+
+    def fastest(line: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return sorted((row for row in line if "ms" in row), key=lambda row: row["ms"])[:5]
+
+    columns = [
+        Column("workload", lambda line: line[0]["workload"]),
+        Column("kernel", lambda line: line[0]["kernel"]),
+        Column("frozen", lambda line: line[0]["candidate"]),
+        Column("ms", frozen),
+        Column("fastest", lambda line: "; ".join(row["candidate"] for row in fastest(line))),
+        Column("ms of each", lambda line: "; ".join(f"{r['ms']:.3f}" for r in fastest(line))),
+    ]
+    for run in runs:
+        lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in run["rows"]:
+            lines.setdefault((row["workload"], row["kernel"]), []).append(row)
+        environment = run["environment"]
+        yield f"{machine(environment)}; `{run.get('command') or environment['command']}`"
+        yield Table(columns, list(lines.values()))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--workloads", nargs="+", default=WORKLOADS)
+    add("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
+    add("--rollouts", type=Path, help="of the airline workload; skipped without")
+    add("--heads", type=int, nargs=2, default=(32, 8))
+    add("--dim", type=int, default=128)
+    add("--value-dim", type=int, help="default: --dim")
+    add("--pointers", action="store_true", help="as if descriptors did not serve")
+    add("--scale", type=float, default=1.0, help="factor on node lengths")
+    add("--device", default="cuda")
+    add(
         "--shapes",
         nargs="+",
         help="these instead of the built-in candidates, each as rows,keys,warps,stages[,registers"
         "[,heads[,pieces]]]; 0 for the table's heads",
     )
-    parser.add_argument("--most", type=int, default=1000, help="candidates a kernel")
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
+    add("--most", type=int, default=1000, help="candidates per kernel")
+    add("--out", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Times every candidate, prints the fastest."""
+    chosen = parse(arguments)
     if chosen.pointers:
-        described = configs.choose
-        configs.choose = lambda c, d, dv, group, tma, cuda=True: described(  # type: ignore[assignment]
+        with_descriptors = configs.choose
+        configs.choose = lambda c, d, dv, group, tma, cuda=True: with_descriptors(  # type: ignore[assignment]
             c, d, dv, group, False, cuda
         )
-    console, rows = Console(width=140), []
-    table = Table("workload", "kernel", "frozen", "ms", "fastest", "ms of each")
+    rows: list[dict[str, Any]] = []
     for name in chosen.workloads:
         if name == AIRLINE and chosen.rollouts is None:
-            console.print(f"{name}: skipped, no --rollouts")
+            print(f"{name}: skipped, no --rollouts")
             continue
         forest = workload(name, chosen.rollouts) if name == AIRLINE else workload(name)
         if chosen.scale != 1.0:
@@ -205,7 +236,7 @@ def main() -> None:
         problem = launch.Problem.of(bench.attention)
         for kernel in chosen.kernels:
             frozen = problem.configs[KERNELS.index(kernel)]
-            want, found = None, []
+            want = None
             tried = candidates(kernel, frozen, problem.choice)
             if chosen.shapes:
                 tried = [tried[0], *(explicit(shape) for shape in chosen.shapes)]
@@ -213,23 +244,7 @@ def main() -> None:
                 row, results = measure(bench, kernel, candidate, problem.choice, want)
                 if want is None and results:
                     want = [x.clone() for x in results]
-                found.append({"workload": name, **row})
-                if chosen.out:
-                    record = {"environment": environment(), "rows": rows + found}
-                    chosen.out.write_text(json.dumps(record, indent=1) + "\n")
-            rows += found
-            timed = sorted((r for r in found if "ms" in r), key=lambda r: r["ms"])
-            best = timed[:5]
-            table.add_row(
-                name,
-                kernel,
-                found[0]["candidate"],
-                f"{found[0]['ms']:.3f}" if "ms" in found[0] else found[0]["failed"],
-                "\n".join(r["candidate"] for r in best),
-                "\n".join(f"{r['ms']:.3f}" for r in best),
-            )
-    console.print(table)
-
-
-if __name__ == "__main__":
-    main()
+                rows.append({"workload": name, **row})
+                write(chosen.out, {"environment": environment(), "rows": rows})
+    show(tables({"environment": environment(), "rows": rows}))
+    return 0

@@ -1,4 +1,4 @@
-"""A policy update of a Qwen3-0.6B-shaped model on agent rollouts: replicated, packed, planned.
+"""How much faster is an update with AdamW on agent rollouts, on one GPU and on several?
 
     python -m benchmarks update --rollouts FILE --out update.json
     torchrun --standalone --nproc-per-node 2 -m benchmarks update --fsdp --rollouts FILE
@@ -32,8 +32,7 @@ import copy
 import gc
 import math
 import os
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,13 +41,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
-from benchmarks.cases.attention import median_ms
 from benchmarks.lib.layers import checkpointed, model_of
 from benchmarks.lib.plots import COLOURS, figure, save
 from benchmarks.lib.policy import Ranks, Samples, Update, config, sharded, token_losses
-from benchmarks.lib.runs import GIB, Report, Row, number, parse, parser, verdict
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import (
+    GIB,
+    Column,
+    Parts,
+    Table,
+    gib,
+    machine,
+    number,
+    times_cell,
+    verdict,
+)
+from benchmarks.lib.timing import median_ms
 from prefixtree import PrefixForest
 from prefixtree.testing.compare import Meter, worst_difference
 
@@ -181,7 +190,7 @@ class Check:
         self._options = options
         self.exact = exact_outcome(model, self.samples)
         alone = Ranks(options.device)
-        update = Update("fa2", model, self.samples, self.max_tokens, alone, options)
+        update = Update.of_samples("fa2", model, self.samples, self.max_tokens, alone, options)
         self.base = errors(outcome(update, self.samples, self.exact, alone), self.exact)
 
     def limits(self) -> dict[str, float]:
@@ -193,7 +202,7 @@ class Check:
 
     def judge(self, side: str, model: Any, ranks: Ranks) -> Row:
         """A side's errors, beside the replicated run's, and what is red."""
-        update = Update(
+        update = Update.of_samples(
             side, model, self.samples, self.max_tokens, ranks, self._options, ranks.count > 1
         )
         found = outcome(update, self.samples, self.exact, ranks)
@@ -255,7 +264,7 @@ def run_side(
         optimizer.zero_grad()
 
     def whole() -> tuple[Update, dict[int, torch.Tensor]]:
-        update = Update(side, model, samples, max_tokens, ranks, options)
+        update = Update.of_samples(side, model, samples, max_tokens, ranks, options)
         logprobs = update()
         optimizer.step()
         optimizer.zero_grad()
@@ -348,32 +357,59 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     return finish(report) if ranks.rank == 0 else 0
 
 
-def table(report: Report) -> Table:
-    """A line a side."""
-    out = Table(box=None, pad_edge=False)
-    out.add_column("side", no_wrap=True)
-    names = ("batches", "computed", "s", "tokens/s", "distinct/s", "GiB", "speed-up")
-    for column in (*names, "log p error", "gradient error", "loss"):
-        out.add_column(column, justify="right", no_wrap=True)
-    check = report.facts["check"]
-    base = check["replicated_errors"]
-    for row in report.rows:
-        cells = [SIDES[row["side"]]]
+def tables(*runs: Row) -> Parts:
+    """A line per side; runs on other numbers of GPUs follow the first."""
+    names = {
+        "fa2": "replicated, FA2, verl's micro-batches",
+        "verl": "packed, verl's micro-batches",
+        "packed": "packed, `plan_micro_batches`",
+    }
+
+    def of_row(head: str, text: Callable[[Row], str]) -> Column:
+        return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "")
+
+    def batches(line: Any) -> str:
+        row = line[1]
         if "seconds" in row:
-            cells += [f"{row['micro_batches']}", f"{row['computed']:,}", f"{row['seconds']:.3f}"]
-            cells += [f"{row['tokens_per_s']:,.0f}", f"{row['distinct_per_s']:,.0f}"]
-            cells.append("" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.2f}")
-            cells.append(number(row, "speedup", ".2f") + "x")
-        else:
-            cells += [verdict(row).split(":")[0], *[""] * 6]
-        if "errors" in row:
-            for name in ("log-probabilities", "gradient"):
-                ratio = f" ({row['errors'][name] / base[name]:.2f}x)" if base[name] else ""
-                cells.append(f"{row['errors'][name]:.2g}{ratio}")
-            cells.append(f"{row['loss']:.6f}")
-        out.add_row(*cells)
-    out.add_row("float32, each sequence alone", *[""] * 9, f"{check['loss']:.6f}")
-    return out
+            return str(row["micro_batches"])
+        return "out of memory" if "out_of_memory" in row else "red" if row.get("red") else "failed"
+
+    def error(name: str) -> Callable[[Any], str]:
+        def cell(line: Any) -> str:
+            run, row = line
+            found = row.get("errors", {}).get(name)
+            base = run["check"]["replicated_errors"][name]
+            ratio = f" ({found / base:.2f}x)" if found is not None and base else ""
+            return "" if found is None else f"{found:.3g}{ratio}"
+
+        return cell
+
+    data = runs[0]
+    check = data["check"]
+    yield (
+        f"{machine(data['environment'], 'triton')}; "
+        f"{data['sequences']} samples of {data['tasks']} tasks, micro-batches of at most "
+        f"{data['max_tokens']:,} tokens. Errors and losses are those of {check['sequences']} "
+        f"samples against float32 (loss {check['loss']:.6f}), in brackets over those of the "
+        f"replicated run on one GPU."
+    )
+    yield Table(
+        [
+            Column("GPUs", lambda line: f"{line[0]['ranks']}, FSDP2" if line[0]["fsdp"] else "1"),
+            Column("side", lambda line: names[line[1]["side"]]),
+            Column("micro-batches", batches),
+            of_row("tokens computed", lambda row: f"{row['computed']:,}"),
+            of_row("s", lambda row: f"{row['seconds']:.2f}"),
+            of_row("speed-up", lambda row: times_cell(row.get("speedup"))),
+            of_row("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+            of_row("distinct tokens/s", lambda row: f"{row['distinct_per_s']:,.0f}"),
+            of_row("GiB", lambda row: gib(row["peak_bytes"] or None)),
+            Column("log p error", error("log-probabilities")),
+            Column("gradient error", error("gradient")),
+            Column("loss", lambda line: number(line[1], "loss", ".6f")),
+        ],
+        [(run, row) for run in runs for row in run["rows"]],
+    )
 
 
 def plot(report: Report) -> None:
@@ -399,7 +435,7 @@ def finish(report: Report) -> int:
     """Draws, prints; the exit code."""
     if report.options.plot is not None and any("seconds" in row for row in report.rows):
         plot(report)
-    return report.finish(table(report))
+    return report.finish(tables)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -423,7 +459,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = run(options, Ranks.of_torchrun(options))
     dist.destroy_process_group()
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What packed verl engines compute under verl's balancing of samples over ranks, and under ours.
+"""How many tokens do packed verl engines compute, balanced by verl and balanced by us?
 
     VERL_PLATFORM=nvidia .venvs/verl-0.9.1/bin/python -m benchmarks verl_balance ROLLOUTS.jsonl.gz \
         --out benchmarks/results/cpu/verl_balance.json
@@ -9,38 +9,71 @@ Needs verl (`make test-verl` makes that environment); no GPU.
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from benchmarks.lib.environment import environment
+from benchmarks.lib.runs import described, write
+from benchmarks.lib.tables import Column, Parts, Table, made, show
 from prefixtree import PrefixForest
-from prefixtree.integrations.verl.balance import GroupCosts, balance
-from prefixtree.integrations.verl.batches import plan_bins
 from prefixtree.rollouts import expand_turns, read_rollouts
+
+Row = dict[str, Any]
 
 
 def workload(lengths: Any) -> np.ndarray:
     """verl's cost of sequences of these lengths."""
+    from verl.utils.seqlen_balancing import calculate_workload
+
     return calculate_workload(torch.as_tensor(np.asarray(lengths, np.int64))).numpy()
 
 
-def main(
-    file: Path,
-    ranks: int = 8,
-    max_tokens: Annotated[list[int] | None, typer.Option(help="Budgets, distinct tokens.")] = None,
-    out: Path | None = None,
-) -> None:
+def tables(data: Row) -> Parts:
+    """veRL's balancing and ours."""
+
+    def micro_batches(row: Row) -> str:
+        return f"{min(row['micro_batches'])} to {max(row['micro_batches'])}"
+
+    yield (
+        f"{made(data['environment'])}; {data['sequences']} samples, "
+        f"{data['replicated_tokens']:,} tokens, {data['ranks']} ranks"
+    )
+    yield Table(
+        [
+            Column("budget", lambda row: f"{row['max_tokens']:,}"),
+            Column("balancing", lambda row: row["balancing"]),
+            Column("tokens", lambda row: f"{row['tokens']:,}"),
+            Column("replicated / computed", lambda row: f"{row['ratio']:.2f}x"),
+            Column("micro-batches per rank", micro_batches),
+            Column("heaviest / mean rank", lambda row: f"{row['heaviest_over_mean']:.2f}"),
+        ],
+        data["rows"],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints tokens, steps and balance of both, and writes them."""
-    rollouts = expand_turns(read_rollouts(str(file)))
+    parser = described(__doc__)
+    parser.add_argument("rollouts", type=Path, help="JSONL, with the turns' ends")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument(
+        "--max-tokens", nargs="+", type=int, default=[16384, 32768], help="distinct tokens"
+    )
+    parser.add_argument("--out", type=Path, help="JSON")
+    options = parser.parse_args(arguments)
+    # where verl is not installed, the tables can be written still
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    from prefixtree.integrations.verl.balance import GroupCosts, balance
+    from prefixtree.integrations.verl.batches import plan_bins
+
+    ranks = options.ranks
+    rollouts = expand_turns(read_rollouts(str(options.rollouts)))
     sequences = [np.asarray(s, np.int64) for s in rollouts.sequences]
     groups = list(rollouts.groups)
     # verl fills up to a number that the ranks divide
@@ -58,9 +91,8 @@ def main(
     }
     costs = GroupCosts(sequences, workload)
     replicated = sum(map(len, sequences))
-    table = Table("budget", "balancing", "tokens", "ratio", "micro-batches", "heaviest / mean")
     rows = []
-    for budget in max_tokens or [16384, 32768]:
+    for budget in options.max_tokens:
         for name, ranked in parts.items():
             tokens, steps = 0, []
             for part in ranked:
@@ -79,26 +111,14 @@ def main(
                 "heaviest_over_mean": float(max(rank_costs) / np.mean(rank_costs)),
             }
             rows.append(row)
-            table.add_row(
-                f"{budget:,}",
-                name,
-                f"{tokens:,}",
-                f"{row['ratio']:.2f}",
-                f"{min(steps)} to {max(steps)}",
-                f"{row['heaviest_over_mean']:.3f}",
-            )
-    Console().print(table)
-    if out:
-        record = {
-            "environment": environment(),
-            "ranks": ranks,
-            "sequences": len(sequences),
-            "replicated_tokens": replicated,
-            "seconds": seconds,
-            "rows": rows,
-        }
-        out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    record = {
+        "environment": environment(),
+        "ranks": ranks,
+        "sequences": len(sequences),
+        "replicated_tokens": replicated,
+        "seconds": seconds,
+        "rows": rows,
+    }
+    show(tables(record))
+    write(options.out, record)
+    return 0

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases.attention import results_of, size
-from benchmarks.lib.checks import check
-from benchmarks.lib.replicated import PEERS, pairs, peer, skip_missing
+from benchmarks.lib.checks import check, results_of
+from benchmarks.lib.replicated import PEERS, pairs, peer, replicated_pairs, skip_missing
 from benchmarks.lib.runs import Row, measure
+from benchmarks.lib.timing import size
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.testing.attention import LIMITS, Attention, Replication, Setting, differences
 
@@ -47,8 +47,7 @@ def compare(forest: PrefixForest, options: argparse.Namespace, known: dict[Any, 
     """Checks, then times, of one forest; `known` keeps what was measured of equal batches."""
     heads = (*options.heads, options.head_dim)
     sides = Replication(forest, Setting(options.device, options.dtype, *heads, options.backend))
-    lengths = forest.sequence_lengths.tolist()
-    bound = sum(n * (n + 1) // 2 for n in lengths) / pairs(forest)
+    bound = replicated_pairs(forest) / pairs(forest)
     row: Row = {
         "replicated": forest.num_replicated_tokens,
         "distinct": forest.num_tokens,

@@ -11,7 +11,9 @@ Legend: T tokens, G query heads of one kv head, H query heads, Hk kv heads, D an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,3 +175,12 @@ def _judge(
         float((found.mean / found.mean_limit).max()),
         float((ours - want).abs().max() / size),
     )
+
+
+def results_of(
+    attend: Callable[..., Any], inputs: Sequence[torch.Tensor], dout: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """out, lse and the gradients, by NAMES."""
+    out, lse = attend(*inputs, return_lse=True)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *gradients), strict=True))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+Row = dict[str, Any]
 
 
 def environment() -> dict[str, Any]:
     """Command, commit, machine and versions, ready for JSON."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(),
         "commit": _commit(),
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -49,3 +52,37 @@ def _processor() -> str:
         return platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def about(options: argparse.Namespace) -> Row:
+    """The environment, with what a GPU result needs besides."""
+    here = environment()
+    # a copy of a checkout may have a git of its own, which knows another commit
+    here["commit"] = options.commit or here["commit"]
+    here["cuda"] = torch.version.cuda
+    try:
+        here["triton"] = version("triton")
+    except PackageNotFoundError:
+        here["triton"] = None
+    return here | {"device": options.device, "scale": options.scale, "skipped": options.skipped}
+
+
+def packages() -> Row:
+    """Versions of what the sides are made of."""
+    out: Row = {}
+    for name in ("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"):
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:
+            out[name] = None
+    return out
+
+
+def command() -> str:
+    """As it was typed: `python -m benchmarks NAME ..`, or a script."""
+    first, *rest = sys.argv
+    if Path(first).name == "__main__.py":
+        rest = ["-m", Path(first).parent.name, *rest]
+    else:
+        rest = [first, *rest]
+    return " ".join(["python", *rest])

@@ -1,6 +1,7 @@
-"""What update.py measures: ranks, samples, and one side's policy update of them.
+"""One side's policy update, and what it is made of: ranks, samples, micro-batches.
 
-Sides: fa2, verl and packed, as update.py describes them.
+Sides of given micro-batches are those of `replicated.py`; fa2, verl and packed split or plan a
+mini-batch as the case `update` describes them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config
 
-from benchmarks.cases.micro_batches import verl_micro_batches
-from benchmarks.lib.layers import attention_of
+from benchmarks.lib.layers import Batch, attention_of
 from benchmarks.lib.replicated import attending, chains
+from benchmarks.lib.verl import verl_micro_batches
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
@@ -207,6 +208,32 @@ class Step:
     advantage: torch.Tensor
     weight: torch.Tensor
 
+    @classmethod
+    def of(
+        cls,
+        side: str,
+        indices: list[int],
+        forest: PrefixForest,
+        masks: list[np.ndarray],
+        weights: np.ndarray,
+        advantages: np.ndarray,
+        options: argparse.Namespace,
+    ) -> Step:
+        """As a side computes it: packed, or every sequence by itself through the side's attention.
+
+        Args:
+            weights, advantages: [S], of each sample in the loss; none of an empty step.
+        """
+        device = options.device
+        each = zip(weights, advantages, masks[: len(weights)], strict=True)
+        # [2, sum of n - 1]
+        given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in each] or [np.zeros((2, 0))]
+        weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
+        whole = forest if side == "packed" else chains(forest)
+        packed = pack(whole).to(device).with_options(options.backend)
+        attend = attention_of(side, forest, device, options.dtype)
+        return cls(indices, packed, attend, masks, advantage, weight)
+
     @property
     def num_tokens(self) -> int:
         """That the model computes for samples."""
@@ -239,10 +266,14 @@ def deal(
 
 
 class Update:
-    """One side's update of a mini-batch, its micro-batches made."""
+    """One side's policy update: its micro-batches made, ready for the model."""
 
-    def __init__(
-        self,
+    def __init__(self, model: Any, steps: Sequence[Step]) -> None:
+        self.model, self.steps = model, list(steps)
+
+    @classmethod
+    def of_samples(
+        cls,
         side: str,
         model: Any,
         samples: Samples,
@@ -250,24 +281,34 @@ class Update:
         ranks: Ranks,
         options: argparse.Namespace,
         with_empty: bool = False,
-    ) -> None:
-        self.model = model
-        device, dtype = options.device, options.dtype
-        self.steps = []
+    ) -> Update:
+        """Of this rank's share of a mini-batch, split or planned as the side does it."""
         mine, weights = deal(side, samples, max_tokens, ranks, model.config, with_empty)
+        name = "fa2" if side == "fa2" else "packed"
+        steps = []
         for indices, forest in mine:
             some = samples.take(indices)
             masks = some.masks or [np.zeros(1, bool)]
-            own = zip(weights[indices], some.advantages, some.masks, strict=True)
-            # [2, sum of n - 1]
-            given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in own] or [np.zeros((2, 0))]
-            weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
-            whole = chains(forest) if side == "fa2" else forest
-            packed = pack(whole).to(device).with_options(options.backend)
-            name = "fa2" if side == "fa2" else "packed"
-            attend = attention_of(name, forest, device, dtype)
-            step = Step(indices.tolist(), packed, attend, masks, advantage, weight)
-            self.steps.append(step)
+            loss = (weights[indices], some.advantages)
+            steps.append(Step.of(name, indices.tolist(), forest, masks, *loss, options))
+        return cls(model, steps)
+
+    @classmethod
+    def of_batches(
+        cls, side: str, model: Any, batches: Sequence[Batch], options: argparse.Namespace
+    ) -> Update:
+        """Of given micro-batches, with random advantages and the mean over all scored tokens."""
+        scored = sum(int(m[1:].sum()) for b in batches for m in b.masks)
+        steps, first = [], 0
+        for batch in batches:
+            count = len(batch.masks)
+            indices = list(range(first, first + count))
+            first += count
+            weights = np.full(count, 1 / scored)
+            advantages = np.random.default_rng(count).normal(size=count)
+            loss = (weights, advantages)
+            steps.append(Step.of(side, indices, batch.forest, batch.masks, *loss, options))
+        return cls(model, steps)
 
     def _score(self, step: Step) -> list[torch.Tensor]:
         return sequence_logprobs(self.model, step.packed, loss_mask=step.masks).logprobs

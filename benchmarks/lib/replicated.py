@@ -70,10 +70,16 @@ def copies(forest: PrefixForest) -> torch.Tensor:
 
 
 def pairs(forest: PrefixForest) -> int:
-    """(query, key) pairs that attend, a head."""
+    """(query, key) pairs that attend, per head."""
     return visible_pairs(
         forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64), None
     )
+
+
+def replicated_pairs(forest: PrefixForest) -> int:
+    """Those of the replicated batch."""
+    lengths = forest.sequence_lengths.astype(np.int64)
+    return visible_pairs(np.zeros_like(lengths), lengths, None)
 
 
 def peer(

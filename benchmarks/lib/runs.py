@@ -10,26 +10,24 @@ import argparse
 import gc
 import json
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cases.attention import about, median_ms
+from benchmarks.lib.environment import about, packages
+from benchmarks.lib.tables import Parts, show, verdict
+from benchmarks.lib.timing import median_ms
 from prefixtree.testing.compare import Meter
 
 Row = dict[str, Any]
-GIB = 2**30
 # above this many milliseconds a run is repeated three times and no more
 LONG_MS = 500.0
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str | None) -> argparse.ArgumentParser:
     """With the options that every benchmark of the suite has."""
-    out = argparse.ArgumentParser(description=doc.splitlines()[0])
+    out = described(doc)
     add = out.add_argument
     has_gpu = torch.cuda.is_available()
     add("--device", default="cuda" if has_gpu else "cpu")
@@ -52,17 +50,6 @@ def parse(arguments: argparse.ArgumentParser, given: Sequence[str] | None) -> ar
     # the float32 references are float32
     torch.set_float32_matmul_precision("highest")
     return options
-
-
-def packages() -> Row:
-    """Versions of what the sides are made of."""
-    out: Row = {}
-    for name in ("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"):
-        try:
-            out[name] = version(name)
-        except PackageNotFoundError:
-            out[name] = None
-    return out
 
 
 class Report:
@@ -108,19 +95,18 @@ class Report:
 
     def write(self) -> None:
         """So that a run cut short leaves what it has."""
-        if self.options.out is not None and self.options.read is None:
-            self.options.out.parent.mkdir(parents=True, exist_ok=True)
-            self.options.out.write_text(json.dumps(self.result(), indent=1) + "\n")
+        if self.options.read is None:
+            write(self.options.out, self.result())
 
     def result(self) -> Row:
         """Ready for JSON."""
         here = about(self.options) | packages()
         return {"environment": here, **self.facts, "rows": self.rows}
 
-    def finish(self, table: Table) -> int:
-        """Prints the table and what went wrong; the exit code."""
+    def finish(self, tables: Callable[[Row], Parts]) -> int:
+        """Prints the case's tables of the run and what went wrong; the exit code."""
         self.write()
-        Console(width=160).print(table)
+        show(tables(self.result()))
         bad = [row for row in self.rows if row.get("red") or "failed" in row]
         full = sum("out_of_memory" in row for row in self.rows)
         for row in bad:
@@ -128,15 +114,6 @@ class Report:
         green = len(self.rows) - len(bad) - full
         print(f"{green} green, {full} out of memory, {len(bad)} red or failed")
         return 1 if bad else 0
-
-
-def verdict(row: Row) -> str:
-    """Why a row has no times, or an empty string."""
-    if row.get("red"):
-        return f"red: {', '.join(row['red'])}"
-    if "failed" in row:
-        return f"failed: {row['failed'][:200]}"
-    return "out of memory" if "out_of_memory" in row else ""
 
 
 def measure(run: Callable[[], object], options: argparse.Namespace) -> Row:
@@ -163,7 +140,13 @@ def measure(run: Callable[[], object], options: argparse.Namespace) -> Row:
     }
 
 
-def number(row: Row, key: str, form: str) -> str:
-    """A cell: the number, or an empty one."""
-    value = row.get(key)
-    return "" if value is None else format(value, form)
+def write(path: Path | None, result: Row) -> None:
+    """The JSON of a run, where there is a path for it."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def described(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that says what the benchmark asks."""
+    return argparse.ArgumentParser(description=(doc or "").splitlines()[0])

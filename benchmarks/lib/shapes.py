@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from prefixtree import PrefixForest, TileShape
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -64,3 +68,24 @@ SHAPES = {
     "qwen3.5-27b-1of2": Shape(12, 2, 256),
     "qwen3.5-27b-1of4": Shape(6, 1, 256),
 }
+
+
+# tiles of the host's benchmarks, by name
+TILES = {
+    "grid 128x128": TileShape(128, 128),
+    "cut 128x128": TileShape(128, 128, cut=True),
+    "grid 16x64": TileShape(16, 64),
+    "cut 16x64": TileShape(16, 64, cut=True),
+}
+
+
+def draw(
+    forest: PrefixForest, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """q, k, v and dout, of the same numbers in every run on one kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+    h, hk, d, d_v = shape.heads, shape.kv_heads, shape.head_dim, shape.dim_of_v
+    return [
+        torch.randn(forest.num_tokens, *size, generator=generator, device=device, dtype=dtype)
+        for size in ((h, d), (hk, d), (hk, d_v), (h, d_v))
+    ]

@@ -124,3 +124,13 @@ def skip_airline(options: argparse.Namespace) -> None:
         options.workloads = [name for name in options.workloads if name != AIRLINE]
         options.skipped.append(AIRLINE)
         print(f"{AIRLINE!r} was skipped: give --rollouts")
+
+
+def scaled(forest: PrefixForest, scale: float, order: str) -> PrefixForest:
+    """The same tree with every node `scale` as long, one token at least."""
+    if scale == 1:
+        return forest
+    lengths = np.maximum(1, (forest.node_length * scale).astype(np.int64))
+    return PrefixForest.from_parents(
+        forest.node_parent, lengths, sequence_ends=forest.sequence_node, order=order
+    )

@@ -1,4 +1,4 @@
-"""One rank of test_update_benchmark.py's red run: `torchrun .. update_ranks.py ROLLOUTS OUT`.
+"""One rank of test_update.py's red run: `torchrun .. update_ranks.py ROLLOUTS OUT`.
 
 Every rank weighs the planned side's losses as if its gradients were added up, not averaged.
 """

@@ -1,5 +1,4 @@
-"""benchmarks/update.py on the CPU and tiny, in one process and on two ranks: green, and what must
-turn it red."""
+"""The case `update` on the CPU and tiny, in one process and on two ranks: green, and red."""
 
 from __future__ import annotations
 
@@ -7,9 +6,8 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,28 +15,17 @@ import pytest
 import torch
 
 import prefixtree.integrations.transformers as adapter
+from benchmarks.cases import update
+from benchmarks.lib import policy
 from prefixtree import PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
-from tests.benchmarks.benchmark_scripts import ROOT, gpu_check, scripts
-from tests.benchmarks.test_suite import TINY, causal, result
-from tests.support.cli_runs import one_thread, write_rollouts
+from tests.benchmarks.support import ROOT, TINY, causal, gpu_check, result
+from tests.support.cli_runs import write_rollouts
 from tests.support.models import let_wrong_masks_run
 
 SIDES = ["fa2", "verl", "packed"]
 # in float32 the rounding of so small a model does not decide anything
 SMALL = [*TINY, "--scale", "0.4", "--dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def update() -> Iterator[ModuleType]:
-    with scripts("update") as modules:
-        yield modules["update"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture
@@ -54,7 +41,7 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # ---- green --------------------------------------------------------------------------------------
 
 
-def test_one_process(update: ModuleType, rollouts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
     out, picture = tmp_path / "update.json", tmp_path / "update.png"
     where = ["--rollouts", str(rollouts), "--out", str(out), "--plot", str(picture)]
     assert update.main([*SMALL, *where]) == 0
@@ -100,9 +87,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert rows_of(data)["packed"]["checked_empty_steps"] >= 1
 
 
-def test_all_sides_have_all_samples_and_one_loss(update: ModuleType, rollouts: Path) -> None:
+def test_all_sides_have_all_samples_and_one_loss(rollouts: Path) -> None:
     """However they are dealt; weights that the ranks' mean makes 1 over all scored tokens."""
-    policy = sys.modules["benchmarks.lib.policy"]
     options = SimpleNamespace(rollouts=rollouts, tasks=2, scale=1.0, is_tiny=False)
     samples = policy.Samples.read(options, 512)
     for count in (1, 2, 3):
@@ -126,9 +112,7 @@ def test_all_sides_have_all_samples_and_one_loss(update: ModuleType, rollouts: P
 # ---- red ----------------------------------------------------------------------------------------
 
 
-def red_rows(
-    update: ModuleType, rollouts: Path, tmp_path: Path, *more: str
-) -> dict[str, dict[str, Any]]:
+def red_rows(rollouts: Path, tmp_path: Path, *more: str) -> dict[str, dict[str, Any]]:
     out = tmp_path / "red.json"
     where = ["--rollouts", str(rollouts), "--out", str(out)]
     assert update.main([*SMALL, *where, *more]) == 1
@@ -141,11 +125,11 @@ def red_rows(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tree_that_is_ignored_is_red(
-    update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any, dtype: str
+    rollouts: Path, tmp_path: Path, monkeypatch: Any, dtype: str
 ) -> None:
     monkeypatch.setattr(adapter, "tree_attention", causal)
     let_wrong_masks_run(monkeypatch)
-    rows = red_rows(update, rollouts, tmp_path, "--dtype", dtype)
+    rows = red_rows(rollouts, tmp_path, "--dtype", dtype)
     for side in ("verl", "packed"):
         assert {"log-probabilities", "gradient"} <= set(rows[side]["red"])
     assert rows["fa2"]["red"] == []
@@ -153,7 +137,7 @@ def test_a_tree_that_is_ignored_is_red(
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_one_wrong_gradient_is_red(
-    update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any, factor: float
+    rollouts: Path, tmp_path: Path, monkeypatch: Any, factor: float
 ) -> None:
     """Of one small parameter of the last side, a thousandth too large or no number."""
     right, calls = update.gradients_of, []
@@ -167,16 +151,14 @@ def test_one_wrong_gradient_is_red(
         return calls[-1]
 
     monkeypatch.setattr(update, "gradients_of", wrong)
-    rows = red_rows(update, rollouts, tmp_path)
+    rows = red_rows(rollouts, tmp_path)
     # in all gradients together a thousandth of so little does not show
     assert rows["packed"]["red"] == ["gradient"] * (factor != 1.001) + [name]
     assert rows["packed"]["worst_parameter"]["name"] == name
     assert rows["verl"]["red"] == []
 
 
-def test_a_weight_of_the_loss_is_seen(
-    update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_weight_of_the_loss_is_seen(rollouts: Path, tmp_path: Path, monkeypatch: Any) -> None:
     right = MicroBatchPlan.loss_weights
 
     def wrong(self: Any, *arguments: Any) -> np.ndarray:
@@ -185,13 +167,11 @@ def test_a_weight_of_the_loss_is_seen(
         return weights
 
     monkeypatch.setattr(MicroBatchPlan, "loss_weights", wrong)
-    red = red_rows(update, rollouts, tmp_path)["packed"]["red"]
+    red = red_rows(rollouts, tmp_path)["packed"]["red"]
     assert "gradient" in red and "log-probabilities" not in red
 
 
-def test_all_samples_are_looked_at(
-    update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_all_samples_are_looked_at(rollouts: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Right where it is checked, wrong in what is timed."""
     right = update.Update.__call__
 
@@ -202,20 +182,20 @@ def test_all_samples_are_looked_at(
         return out
 
     monkeypatch.setattr(update.Update, "__call__", wrong)
-    rows = red_rows(update, rollouts, tmp_path)
+    rows = red_rows(rollouts, tmp_path)
     for side in ("verl", "packed"):
         assert rows[side]["red"][0].startswith("log-probabilities of all samples differ")
 
 
 def test_a_replicated_run_that_is_far_off_allows_nothing(
-    update: ModuleType, rollouts: Path, tmp_path: Path, monkeypatch: Any
+    rollouts: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(update.SANE, "gradient", 1e-9)
-    rows = red_rows(update, rollouts, tmp_path)
+    rows = red_rows(rollouts, tmp_path)
     assert all(row["red"] == ["replicated gradient"] for row in rows.values())
 
 
-def test_limits_in_bf16_have_no_slack(update: ModuleType) -> None:
+def test_limits_in_bf16_have_no_slack() -> None:
     check = update.Check.__new__(update.Check)
     check.base = {"log-probabilities": 0.04, "worst log-probability": 0.2, "gradient": 0.1, "w": 0}
     check._options = SimpleNamespace(dtype="bfloat16")
@@ -245,7 +225,7 @@ def test_gradients_that_are_not_averaged_as_weighted_are_red(tmp_path: Path) -> 
     assert rows["fa2"]["red"] == rows["verl"]["red"] == []
 
 
-def test_what_is_needed_is_asked_for(update: ModuleType, rollouts: Path, capsys: Any) -> None:
+def test_what_is_needed_is_asked_for(rollouts: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         update.main(TINY)
     with pytest.raises(SystemExit):

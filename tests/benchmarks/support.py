@@ -1,30 +1,45 @@
-"""The scripts of benchmarks/ as modules, and gpu_check.sh without a GPU."""
+"""What tests of the benchmarks share: small options, results read back, tools/gpu_check.sh."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from prefixtree import TreeMask, tree_attention
 
 ROOT = Path(__file__).parents[2]
+TINY = ["--device", "cpu", "--scale", "0.02", "--repeats", "1"]
+TINY_ATTENTION = "--device cpu --scale 0.002 --heads 4 2 --head-dim 32 --repeats 1 --warm-ups 0"
+SMALL_ATTENTION = [*TINY_ATTENTION.split(), "--backend", "sdpa", "--scale", "0.01"]
 
 
-@contextmanager
-def scripts(*names: str) -> Iterator[dict[str, ModuleType]]:
-    """Modules of benchmarks/ by their last names."""
+def case_named(name: str) -> ModuleType:
+    """A benchmark by its name."""
+    return importlib.import_module(f"benchmarks.cases.{name}")
 
-    def found(name: str) -> ModuleType:
-        rooms = ("cases", "lib", "")
-        (file,) = (f for room in rooms if (f := ROOT / "benchmarks" / room / f"{name}.py").exists())
-        parts = file.relative_to(ROOT).with_suffix("").parts
-        return importlib.import_module(".".join(parts))
 
-    yield {name: found(name) for name in names}
+def result(path: Path) -> dict[str, Any]:
+    """A strict reader: NaN and infinity are no JSON."""
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} in {path}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def causal(q: Any, k: Any, v: Any, mask: TreeMask, **options: Any) -> Any:
+    """Attention that sees every earlier token: what packing without a tree mask computes."""
+    if mask.subtree_end.unique().numel() > 1:
+        mask = TreeMask(np.full(mask.num_tokens, mask.num_tokens))
+    return tree_attention(q, k, v, mask, **options)
 
 
 def gpu_check(folder: Path, *steps: str, **words: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,201 @@
+"""Every case from beginning to end, on the CPU and tiny."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import (
+    depth,
+    head,
+    layer,
+    memory,
+    model,
+    peers,
+    planning,
+)
+from tests.benchmarks.support import (
+    TINY,
+    case_named,
+    result,
+)
+
+
+def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "depth.json", tmp_path / "depth.png"
+    some = ["--depths", "1", "5", "--nodes", "512", "--scale", "0.01"]
+    assert depth.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    data = result(out)
+    rows = {row["case"]: row for row in data["rows"]}
+    assert len(rows) == 2 + 3 and data["environment"]["skipped"] == ["fa4"]
+    flat, deep = rows["depth 1"], rows["depth 5"]
+    assert flat["bound"] == 1 and flat["distinct"] == flat["replicated"] == 128 * 41
+    assert deep["sequences"] == 128 and deep["nodes"] == 1 + 4 + 8 + 64 + 128
+    for row in rows.values():
+        assert row["red"] == [] and set(row["times"]) == {"packed", "fa2", "own"}
+        for side in ("fa2", "own"):
+            speed_up = row["times"][side]["ms"] / row["times"]["packed"]["ms"]
+            assert row["speedup"][side] == pytest.approx(speed_up)
+            assert row["efficiency"][side] == pytest.approx(speed_up / row["bound"])
+    assert picture.stat().st_size > 20_000
+    # what an earlier run wrote is drawn again, and not run again
+    again = tmp_path / "again.png"
+    assert depth.main(["--read", str(out), "--plot", str(again)]) == 0
+    assert again.stat().st_size > 20_000
+    assert "5 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    some = ["--workloads", "4K then 4-2-2-1 x 1K", "documents 32 x 4K", "--scale", "0.01"]
+    assert peers.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    data = result(out)
+    tree, apart, dense, matrices = data["rows"]
+    assert data["environment"]["skipped"] == ["fa4", "flex"]
+    assert tree["replicated"] == 16 * 80 and tree["bound"] > 1.5 and apart["bound"] == 1
+    for row in (tree, apart):
+        assert set(row["times"]) == {"packed", "fa2", "own"} and set(row["speedup"]) == {
+            "fa2",
+            "own",
+        }
+    pairs = 4 * 82 * 83 / 2
+    assert dense["case"] == "dense causal, 4 x 82" and dense["side"] == "own"
+    useful = 4 * 32 * 4 * pairs
+    assert dense["forward_tflops"] == pytest.approx(useful / dense["forward_ms"] / 1e9)
+    assert dense["backward_tflops"] == pytest.approx(2.5 * useful / dense["backward_ms"] / 1e9)
+    assert matrices["forward_tflops"] > 0 and picture.stat().st_size > 10_000
+    assert peers.main(["--read", str(out)]) == 0
+    assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["peers", "depth", "layer", "model", "memory"])
+def test_a_side_that_does_not_exist_is_refused(script: str) -> None:
+    """Not run as another under its name."""
+    with pytest.raises(SystemExit):
+        case_named(script).main([*TINY, "--sides", "fa3"])
+
+
+def test_dense_attention_is_the_same_by_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernels by the one that a CPU has; and one that is not causal is red."""
+    everything = dict.fromkeys(peers.SDPA, peers.SDPBackend.MATH)
+    monkeypatch.setattr(peers, "SDPA", everything)
+    options = SimpleNamespace(
+        device="cpu",
+        dtype="float32",
+        heads=(4, 2),
+        head_dim=32,
+        scale=0.005,
+        backend="auto",
+        repeats=1,
+    )
+    known: dict[str, Any] = {}
+    assert peers.ceiling("own", known, options)["red"] == []
+    found = peers.ceiling("cudnn", known, options)
+    assert found["red"] == [] and set(found["check"]) == {"out", "dq", "dk", "dv"}
+    right = peers.dense
+    monkeypatch.setattr(
+        peers, "dense", lambda side, count, *rest: right(side, count // 2, 82, options)
+    )
+    found = peers.ceiling("fa2", known, options)
+    assert "out" in found["red"] and "forward_ms" not in found
+
+
+def test_layer(tmp_path: Path) -> None:
+    out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    some = ["--prompts", "5120", "--micro-batches", "1", "3"]
+    assert layer.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    data = result(out)
+    # prefix-grouper is no dependency: with it the side runs, without it it is skipped by name
+    skipped = data["environment"]["skipped"]
+    assert ("grouper" in skipped) == (data["environment"]["prefix-grouper"] is None)
+    rows = {(row["micro_batch"], row["side"]): row for row in data["rows"]}
+    assert all(row["ms"] > 0 and row["red"] == [] for row in rows.values())
+    packed, own = rows[3, "packed"], rows[3, "own"]
+    assert own["tokens"] > packed["tokens"]
+    assert packed["flop_ratio"] == pytest.approx(own["flops"] / packed["flops"])
+    bound = own["ms"] / packed["flop_ratio"]
+    assert packed["of_bound"] == pytest.approx(bound / packed["ms"])
+    assert rows[1, "packed"]["flop_ratio"] == pytest.approx(1)
+    assert picture.stat().st_size > 10_000
+
+
+def test_model(tmp_path: Path) -> None:
+    rows = []
+    for turn in range(1, 5):
+        ids = [*range(2000), *range(10_000 * turn, 10_000 * turn + 1000)]
+        mask = [0] * 2000 + [1] * 1000
+        rows.append({"group": "a", "token_ids": ids, "loss_mask": mask, "turn_ends": [2500, 3000]})
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, top = tmp_path / "model.json", tmp_path / "profile.txt"
+    picture = tmp_path / "model.png"
+    where = ["--out", str(out), "--profile", str(top), "--plot", str(picture)]
+    some = ["--layers", "1", "--micro-batches", "32", "--rollouts", str(rollouts)]
+    assert model.main([*TINY, *some, *where]) == 0
+    found = {(row["case"][:7], row["side"]): row for row in result(out)["rows"]}
+    assert len(found) == 3 * 3
+    alone = found["nothing", "packed"]
+    assert alone["flop_ratio"] == 1 and alone["computed"] == alone["replicated"]
+    for (case, side), row in found.items():
+        packed = found[case, "packed"]
+        assert row["replicated"] == packed["replicated"] >= packed["computed"]
+        assert row["tokens_per_s"] == pytest.approx(row["replicated"] / row["seconds"])
+        assert row["mfu"] == pytest.approx(packed["mfu"] * packed["seconds"] / row["seconds"])
+        assert case == "nothing" or (side == "packed") == (row["own_mfu"] == row["mfu"])
+    packed, own = found["8K, 32 ", "packed"], found["8K, 32 ", "own"]
+    assert packed["flop_ratio"] > 2
+    bound = own["seconds"] / packed["flop_ratio"]
+    assert packed["of_bound"] == pytest.approx(bound / packed["seconds"])
+    assert "drift" in packed and packed["drift"] < 0.02
+    assert top.read_text().count("== ") == 3 * 2 and "Self CPU" in top.read_text()
+    assert picture.stat().st_size > 10_000
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_model_of_compiled_layers(tmp_path: Path) -> None:
+    out = tmp_path / "model.json"
+    some = ["--layers", "1", "--cases", "longreason", "--micro-batches", "32"]
+    assert model.main([*TINY, *some, "--layers-by", "compile", "--out", str(out)]) == 0
+    data = result(out)
+    assert data["layers_by"] == "compile" and set(data["checks"]) == {"own", "packed"}
+    # peers come in place of the attention function, which compiled code would not see
+    assert {"fa2", "fa4"} <= set(data["environment"]["skipped"])
+    assert [row["red"] for row in data["rows"]] == [[], []]
+
+
+def test_memory(tmp_path: Path) -> None:
+    out, picture = tmp_path / "memory.json", tmp_path / "memory.png"
+    some = ["--layers", "2", "--prompts", "2048", "4096", "--counts", "4", "8"]
+    assert memory.main([*TINY, *some, "--out", str(out), "--plot", str(picture)]) == 0
+    data = result(out)
+    assert len(data["rows"]) == 8 and set(data["fits"]) == {"packed", "fa2"}
+    tokens = {(r["prompt"], r["count"], r["side"]): r["tokens"] for r in data["rows"]}
+    assert tokens[41, 8, "packed"] == 41 + 8 * 10 and tokens[41, 8, "fa2"] == 8 * 51
+    assert picture.stat().st_size > 10_000
+
+
+def test_head(tmp_path: Path) -> None:
+    out = tmp_path / "head.json"
+    some = ["--dtype", "float16", "--heads", "Qwen3-0.6B", "Gemma-2-9B, softcap 30"]
+    assert head.main([*TINY, *some, "--out", str(out)]) == 0
+    rows = result(out)["rows"]
+    assert [row["side"] for row in rows] == ["triton", "torch", "eager"] * 2
+    assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+def test_planning(tmp_path: Path) -> None:
+    out, picture = tmp_path / "planning.json", tmp_path / "planning.png"
+    arguments = ["--sizes", "3000", "--repeats", "1", "--out", str(out), "--plot", str(picture)]
+    assert planning.main(arguments) == 0
+    rows = result(out)["rows"]
+    assert [row["workload"] for row in rows] == list(planning.WORKLOADS)
+    for row in rows:
+        assert set(row["steps"]) == set(planning.STEPS)
+        assert all(step["ms"] > 0 for step in row["steps"].values())
+    assert rows[0]["replicated"] > 5 * rows[0]["distinct"]
+    assert picture.stat().st_size > 10_000

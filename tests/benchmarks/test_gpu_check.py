@@ -1,0 +1,45 @@
+"""tools/gpu_check.sh without a GPU: steps, results, what failed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.benchmarks.support import (
+    TINY_ATTENTION,
+    gpu_check,
+    result,
+)
+
+
+def test_the_script_runs_the_benchmark_and_keeps_its_results(tmp_path: Path) -> None:
+    done = gpu_check(
+        tmp_path, "attention", BACKEND="sdpa", ATTENTION_ARGS=TINY_ATTENTION + " --quick"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all done: attention"
+    assert len(json.loads((tmp_path / "out" / "attention.json").read_text())["rows"]) == 3
+    assert "3 green, 0 red" in (tmp_path / "out" / "attention.log").read_text()
+
+
+def test_the_script_says_which_step_failed(tmp_path: Path) -> None:
+    done = gpu_check(
+        tmp_path, "attention", BACKEND="imaginary", ATTENTION_ARGS=TINY_ATTENTION + " --quick"
+    )
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "FAILED: attention (1)"
+    assert gpu_check(tmp_path, "attention", "dance").returncode == 2
+    usage = gpu_check(tmp_path)
+    assert usage.returncode == 2 and "carry" in usage.stdout
+
+
+def test_the_script_has_the_steps(tmp_path: Path) -> None:
+    tiny = "--device cpu --scale 0.02 --repeats 1"
+    words = {
+        "BACKEND": "sdpa",
+        "MEMORY_ARGS": f"{tiny} --layers 1 --prompts 2048 --counts 4",
+    }
+    done = gpu_check(tmp_path, "memory", **words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "all done: memory"
+    assert len(result(tmp_path / "out" / "memory.json")["rows"]) == 2
