@@ -278,6 +278,15 @@ def test_benchmarks_and_examples_import_no_command_line(folder: str) -> None:
             assert not target.startswith("prefixtree.cli"), f"{file} imports {target}"
 
 
+def test_benchmarks_share_by_their_library() -> None:
+    """A case imports no other case, and what they share imports no case."""
+    files = sorted((ROOT.parent / "benchmarks").glob("*/*.py"))
+    assert {"cases", "lib"} <= {file.parent.name for file in files}
+    for file in files:
+        for target, _ in imports(file, types=True):
+            assert not target.startswith("benchmarks.cases"), f"{file} imports {target}"
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])
 def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) -> None:
     allowed = {f"prefixtree.packing.{room}" for room in MASK_ROOMS}
