@@ -1,52 +1,52 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one lease of one H200: tests, peers, our times, sanitizers.
+# Tests and benchmarks on a GPU, step by step. Every step has a time limit, a log and JSON files, and
+# one that fails does not stop the next; the last lines say which failed, and the exit code is 1 then.
 #
 #   bash tools/gpu_check.sh STEP...
 #
-# Here, once, where there is a network (5 minutes on two cores; nothing of it is tracked by git):
+# On a machine with a network, install the project first: pip install --group dev -e '.[fa4,plot]'.
+# For a machine without one, gather here, where there is a network, what its steps need:
 #
-#   bash tools/gpu_check.sh pack         fills .gpu/ from ../shared and the package index
+#   bash tools/gpu_check.sh pack       fills the folder .gpu (56 MiB, ignored by git)
 #
-# Carry .gpu whole: 56 MiB, nearly all of it flash-attn-4. What a call unpacks under /tmp serves later
-# calls while the machine is warm (30 s after a call: keep them close, or peers and ours no longer
-# share a machine). numba, pytest, rich, typer and hypothesis are on the machine. On the device, in this
-# order, each with timeout_s 600; minutes as measured on an H200:
+# and carry .gpu to the machine with the checkout. It holds the wheels that the machine may lack
+# (flash-attn-4, einops, prefix-grouper, liger-kernel), the rollouts, and the commit. torch, triton,
+# transformers, numpy, numba, networkx, rich, typer, pytest, pytest-xdist and hypothesis must be there.
+# `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
+# another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
+# archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without
+# rollouts the airline workload is skipped; without flash-attn-4 its sides are.
 #
-#   1. tests        3.5   the GPU suite of both backends, and the interpreter's cases natively
-#   2. backends     4.5   triton and flash on every workload, flash by hand, host time
-#   3. peers_a      5
-#   4. peers_b      5
-#   5. sanitize     3 to 9; Firecracker only, not under gVisor
-#   6. depth        3
-#   7. layer        9; in two calls: LAYER_ARGS="--prompts ..."
-#   8. model        4 of 4 layers, 9 of 12: MODEL_ARGS="--layers 12 --cases ..."
-#   9. memory       2 to 4
-#  10. update       2.5
-#  11. head         1
-#  12. liger        1     its layers in the families it serves
-#  13. peers        4   every workload against replication and FlexAttention; the dense ceilings
-#  14. update_2gpu  2 of two GPUs (kind nvidia-h200-x2)
-#  15. pack_gqa     5   flash's forward with the heads of a group in a tile and apart
-#  16. shapes_a     5   the head shapes of models with triton and with flash: head dim 128, and two more
-#  17. shapes_b     4   others
-#  18. shapes_c     4   groups that do not divide 128, and a rank's heads under tensor parallelism
+# Steps, with the minutes they took on one H200, in an order that compiles once:
 #
-# for example: run(command="bash tools/gpu_check.sh peers_a", timeout_s=600,
-#                  carry=[".gpu"])
+#   tests        3.5   the GPU tests of both backends, of the head, and the interpreter's cases on the GPU
+#   backends     4.5   triton and flash on every workload, flash-attn-4 by hand, host time
+#   peers        4     every workload against replication and FlexAttention; the dense ceilings
+#   depth        3     attention by depth of the forest
+#   layer        9     one decoder layer; in two runs with LAYER_ARGS="--prompts ..."
+#   model        4     a policy update, of 8 or 4 layers; 9 with MODEL_ARGS="--layers 12 --cases ..."
+#   memory       2-4   the peak of a micro-batch
+#   update       2.5   a policy update with AdamW, on one GPU
+#   update_2gpu  2     the same under FSDP2, on two
+#   head         1     the language model's head
+#   liger        1     Liger Kernel's layers in the families it serves
+#   pack_gqa     5     flash's forward with the heads of a group in a tile, and apart
+#   shapes       13    triton and flash with the heads of models: shapes_a, shapes_b and shapes_c in turn
+#   attention    5     the Triton kernels alone
+#   tune         9     which configuration of each Triton kernel is fastest
+#   sanitize     3-9   memory and barriers under compute-sanitizer, which needs a GPU that is not sandboxed
+#   peers_a, peers_b   5 each; another project's peers.py on the same workloads, for compare_peers
 #
-# `tune` comes before all of them where choices are still open; `attention` is Triton alone (the table
-# beside the peers of the shared script, peers_a and peers_b). Without flash-attn-4 unpacked its sides
-# are skipped, said so in their JSON.
-# Then here, with the files that came back:
+# Results go to the folder OUT (default: .gpu/out). Show them again, where matplotlib is draw them:
 #
+#   python -m benchmarks show depth depth.json
+#   python -m benchmarks depth --read depth.json --plot depth.png    (layer, model, memory, peers, update too)
 #   python -m benchmarks compare_peers --ours attention.json --peers peers_*.json
-#   python -m benchmarks depth --read depth.json --plot depth.png     (layer, model, memory, update likewise)
 #
-# Results and logs go to $OUT, at most 4 files a step and 8 a call. Every step has limits of its own
-# (a call with several must still end within 600 s), and one that fails does not stop the next; the
-# last lines say which failed, and the exit code is 1 then. Variables: BACKEND (auto), PYTEST_ARGS and
-# ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS, UPDATE_ARGS,
-# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS add to a step's command; GPU_FILES (.gpu), UNPACKED (/tmp) and SHARED (../shared) are folders.
+# Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
+# GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
+# PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
+# UPDATE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -55,7 +55,10 @@ shared=${SHARED:-../shared}
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 outer=${PYTHONPATH:+:$PYTHONPATH}
-rollouts=$files/data/airline_rollouts.jsonl.gz
+rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
+# without the file, workloads that read it are skipped
+read_rollouts=()
+[[ ! -f $rollouts ]] || read_rollouts=(--rollouts "$rollouts")
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 failed=()
 
@@ -70,7 +73,7 @@ limited() {
   ((rc == 0)) || failed+=("$name ($rc)")
 }
 
-# unpack ARCHIVE FOLDER: once a machine
+# unpack ARCHIVE FOLDER: once per machine
 unpack() {
   if [[ -f $1 && ! -f $2/.unpacked ]]; then
     mkdir -p "$2" && tar xJf "$1" -C "$2" && touch "$2/.unpacked"
@@ -114,22 +117,28 @@ cuda() {
     { failed+=("$1 (no CUDA device)"); return 1; }
 }
 
+# tested NAME SECONDS ARGUMENT...: pytest with those files and options
+tested() {
+  local name=$1 limit=$2
+  shift 2
+  # exit code 5, nothing selected, is a failure too
+  limited "$name" "$limit" env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
+    "$@" ${PYTEST_ARGS:-}
+}
+
 tests() {
   ours tests && cuda tests || return
-  # exit code 5, nothing selected, is a failure too
-  limited tests_gpu 420 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
-    ${PYTEST_ARGS:-}
+  tested tests_gpu 420 tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py \
+    tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
-  limited tests_torch 150 env OMP_NUM_THREADS=1 python3 -m pytest -q -n 12 -m "not gpu" -p no:benchmark -p no:cacheprovider \
-    tests/kernels/test_attention.py tests/kernels/test_operator.py tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
+  PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/test_attention.py tests/kernels/test_operator.py \
+    tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
 }
 
 liger() {
   ours liger && cuda liger || return
   # its experts' kernels are tuned over dozens of compilations each, which change no result
-  limited liger 400 env OMP_NUM_THREADS=1 LIGER_FUSED_MOE_AUTOTUNE=0 python3 -m pytest -q -n 12 -p no:benchmark -p no:cacheprovider \
-    tests/integrations/transformers/test_liger.py
+  PYTEST_ARGS='' LIGER_FUSED_MOE_AUTOTUNE=0 tested liger 400 tests/integrations/transformers/test_liger.py
 }
 
 # shared_peers NAME SECONDS SELECTION PEER...: the shared peers.py on the workloads that a slice of NAMES selects
@@ -143,7 +152,8 @@ shared_peers() {
     export PYTHONPATH=${outer#:}
     failed+=("$name (no flash-attn-4: no $files/fa4.tar.xz)")
   fi
-  export ROLLOUTS=$PWD/$rollouts
+  ROLLOUTS=$(realpath -m "$rollouts")
+  export ROLLOUTS
   mapfile -t workloads < <(cd "$files/bench" && python3 -c "from workloads import NAMES
 print(*$selection, sep='\n')")
   limited "$name" "$limit" python3 "$files/bench/peers.py" --workloads "${workloads[@]}" --peers "$@" \
@@ -154,20 +164,20 @@ print(*$selection, sep='\n')")
 peers_a() { shared_peers peers_a 580 'NAMES[:5]' prototype flex fa4tree; }
 
 peers_b() {
-  # where nothing is shared the replicated peers are the target
+  # where nothing is shared the replicated batch is the same
   shared_peers peers_documents 100 '[n for n in NAMES if n.startswith("documents")]' fa2 fa4
   shared_peers peers_b 480 'NAMES[5:]' prototype flex fa4tree
 }
 
 attention() {
   ours attention || return
-  limited attention 540 python3 -m benchmarks attention --backend ${BACKEND:-triton} --rollouts "$rollouts" \
+  limited attention 540 python3 -m benchmarks attention --backend ${BACKEND:-triton} "${read_rollouts[@]}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/attention.json" ${ATTENTION_ARGS:-}
 }
 
 backends() {
   ours backends || return
-  local about=(--rollouts "$rollouts" --commit "$(cat "$files/commit" 2>/dev/null)")
+  local about=("${read_rollouts[@]}" --commit "$(cat "$files/commit" 2>/dev/null)")
   limited backends 300 python3 -m benchmarks attention --backend triton flash "${about[@]}" --out "$out/backends.json"
   limited flash_by_hand 180 python3 -m benchmarks flash_by_hand "${about[@]}" --out "$out/flash_by_hand.json"
   limited host 60 python3 -m benchmarks host --out "$out/host.json"
@@ -190,7 +200,7 @@ compiled_first() {
 # flash-attn-4's forward with the heads of a group packed in a tile and apart, every head dim and group
 pack_gqa() {
   ours pack_gqa || return
-  local run=("${keep[@]}" python3 -m benchmarks pack_gqa --rollouts "$rollouts")
+  local run=("${keep[@]}" python3 -m benchmarks pack_gqa "${read_rollouts[@]}")
   for dim in 256 192 128 64 96; do
     printf -- "--dims $dim --groups %s\n" 6 3 5 7 4 2 8
   done | compiled_first pack_gqa 100 "${run[@]}" --tasks 1 ${PACK_GQA_ARGS:-}
@@ -202,7 +212,7 @@ head_shapes() {
   local name=$1
   shift
   ours "$name" || return
-  local run=("${keep[@]}" python3 -m benchmarks attention --backend ${BACKEND:-triton flash} --rollouts "$rollouts")
+  local run=("${keep[@]}" python3 -m benchmarks attention --backend ${BACKEND:-triton flash} "${read_rollouts[@]}")
   # forests of long and of short nodes, for which triton has other kernels
   printf -- '--shapes %s\n' "$@" |
     compiled_first "$name" 130 "${run[@]}" --tasks 1 --workloads "airline per turn" "prompt 512 x 64 x 1K" ${SHAPES_ARGS:-}
@@ -226,13 +236,15 @@ shapes_c() {
     qwen3-8b-1of8 qwen3.5-27b-1of2 qwen3.5-27b-1of4
 }
 
+shapes() { shapes_a; shapes_b; shapes_c; }
+
 tune() {
   ours tune || return
-  limited tune 570 python3 -m benchmarks tune --rollouts "$rollouts" --out "$out/tune.json" ${TUNE_ARGS:-}
+  limited tune 570 python3 -m benchmarks tune "${read_rollouts[@]}" --out "$out/tune.json" ${TUNE_ARGS:-}
 }
 
-# suite NAME SECONDS ARGUMENT...: one of the suite's benchmarks; plots are drawn where matplotlib is
-suite() {
+# benchmark NAME SECONDS ARGUMENT...: one whose rows are those of benchmarks/lib/runs.py
+benchmark() {
   local name=$1 limit=$2
   shift 2
   ours "$name" || return
@@ -240,28 +252,28 @@ suite() {
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@"
 }
 
-depth() { suite depth 560 ${DEPTH_ARGS:-}; }
+depth() { benchmark depth 560 ${DEPTH_ARGS:-}; }
 
-peers() { suite peers 575 --rollouts "$rollouts" ${PEERS_ARGS:-}; }
+peers() { benchmark peers 575 "${read_rollouts[@]}" ${PEERS_ARGS:-}; }
 
-layer() { suite layer 575 ${LAYER_ARGS:-}; }
+layer() { benchmark layer 575 ${LAYER_ARGS:-}; }
 
 model() {
-  suite model 575 --layers 8 4 --repeats 2 --rollouts "$rollouts" --profile "$out/profile.txt" ${MODEL_ARGS:-}
+  benchmark model 575 --layers 8 4 --repeats 2 "${read_rollouts[@]}" --profile "$out/profile.txt" ${MODEL_ARGS:-}
 }
 
-memory() { suite memory 560 ${MEMORY_ARGS:-}; }
+memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
-head() { suite head 240 ${HEAD_ARGS:-}; }
+head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
-update() { suite update 420 --rollouts "$rollouts" ${UPDATE_ARGS:-}; }
+update() { benchmark update 420 "${read_rollouts[@]}" ${UPDATE_ARGS:-}; }
 
 # a process a GPU, which meet on this machine whatever its name resolves to
 update_2gpu() {
   ours update_2gpu || return
   limited update_2gpu 420 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     -m benchmarks update --fsdp --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" \
-    --out "$out/update_2gpu.json" --rollouts "$rollouts" ${UPDATE_ARGS:-}
+    --out "$out/update_2gpu.json" "${read_rollouts[@]}" ${UPDATE_ARGS:-}
 }
 
 sanitize() {
@@ -280,7 +292,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
