@@ -5,9 +5,9 @@ configuration for forests of long nodes and one for short ones, told apart by th
 tiles. Nothing is tuned at run time.
 
 What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
-of the inner loop read off the machine code for sm_90 (benchmarks/compiled.py; triton 3.6, bf16, no
-feature flags); docs/results.md has the table. "Prototype" means measured on one H200 with the
-project's first pointer-load prototype.
+of the inner loop read off the machine code for sm_90 (benchmarks/cases/compiled.py; triton 3.6,
+bf16, no feature flags); docs/results.md has the table. "Prototype" means measured on one H200 with
+the project's first pointer-load prototype.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _both(config: Config) -> Pair:
     return config, config
 
 
-# Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/tune.py unless said; ms
-# are of one kernel, 32 / 8 heads, bf16 (docs/notebook.md).
+# Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
+# said; ms are of one kernel, 32 / 8 heads, bf16 (docs/notebook.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
     # (7.5 with 2)
