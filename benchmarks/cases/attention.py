@@ -4,13 +4,13 @@
     python -m benchmarks attention --device cpu --scale 0.01 --backend sdpa     # every code path
     python -m benchmarks attention --backend triton flash --tasks 3 --shapes qwen3.5-27b phi-3-mini
 
-The ten workloads of `workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head dims
-64 and 256 and as many kv heads as query heads on three of them. With `--shapes`, the head shapes of
-models (`shapes.py`) on four workloads instead. A case is checked first, every row of some heads
-(`checks.py`); red prints no time and makes the exit code 1, and so does a case that fails in
-another way. Times are medians by CUDA events after warm-ups, without building tables. TF are useful
-TFLOP/s, of visible pairs only: forward 2 (D + Dv) H x pairs, backward (6 D + 4 Dv) H x pairs.
-"""
+The ten workloads of `lib/workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head
+dims 64 and 256 and as many kv heads as query heads on three of them. With `--shapes`, the head
+shapes of models (`lib/shapes.py`) on four workloads instead. A case is checked first, every row of
+some heads (`lib/checks.py`); red prints no time and makes the exit code 1, and so does a case that
+fails in another way. Times are medians by CUDA events after warm-ups, without building tables. TF
+are useful TFLOP/s, of visible pairs only: forward 2 (D + Dv) H x pairs, backward (6 D + 4 Dv) H x
+pairs."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = described(__doc__)
     add = parser.add_argument
     add("--backend", nargs="+", default=["auto"], help="of tree_attention; several are compared")
-    add("--workloads", nargs="+", choices=NAMES, metavar="NAME", help="all unless said")
+    add("--workloads", nargs="+", choices=NAMES, metavar="NAME", help="default: all")
     add("--rollouts", type=Path, help=f"the file that {AIRLINE!r} reads")
     add("--tasks", type=int, default=8, help=f"of {AIRLINE!r}: the first so many groups")
     add("--order", choices=("heaviest", "input"), default="heaviest", help="of siblings")

@@ -3,8 +3,9 @@
     python -m benchmarks compare_peers --ours attention.json --peers peers_*.json [--out OUT.json]
 
 Ratios are our time over the peer's: below 1 we are faster. Only the main shape (32/8 heads, D 128,
-bf16, heaviest-first, full size) is compared, which is what `peers.py` runs. A target whose peer or
-workload is missing is neither met nor missed, and said to be so.
+bf16, heaviest-first, full size) is compared, which is what the other project's
+`peers.py` runs (`tools/gpu_check.sh peers_a peers_b`). Targets were set before the kernels ran; one
+whose peer or workload is missing is neither met nor missed, and said to be so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Times = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Target:
-    """One demand of the issue on one workload.
+    """One ratio that was asked for, on one workload.
 
     Attributes:
         workload, peer, part: what is compared; part is one of PARTS.
@@ -159,8 +160,10 @@ def tables(data: dict[str, Any]) -> Parts:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every target was met, 1 if one was missed, 2 if some could not be judged."""
     parser = described(__doc__)
-    parser.add_argument("--ours", type=Path, required=True, help="JSON of attention.py")
-    parser.add_argument("--peers", type=Path, nargs="+", required=True, help="JSON of peers.py")
+    parser.add_argument("--ours", type=Path, required=True, help="JSON of the case attention")
+    parser.add_argument(
+        "--peers", type=Path, nargs="+", required=True, help="JSON of peers_a and peers_b"
+    )
     parser.add_argument("--backend", help="which of ours, where there are several")
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args(arguments)

@@ -10,7 +10,7 @@ Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. 
     branching  2, 4 or 8 children a node (so 7, 4 or 3 levels above 64 leaves) with nodes of 64 to
                2,048 tokens, in as many trees as give about 524,288 replicated tokens
 
-Checks, sides and the FLOP bound are those of `against.py`.
+Checks, sides and the FLOP bound are those of `lib/against.py`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The grid of DualKV's Table 2: prompts of 5K to 131K tokens, 1 to 32 responses of 131 to 2,048 (seed
 fixed; n responses are the first n of the 32), bf16, gradients of the input and of every weight.
-Sides: packed; fa2, fa4, own: the replicated batch (`replicated.py`); grouper: the real package
-prefix-grouper with FA2 (`grouper.py`). Each is held first against float32, every sequence alone
+Sides: packed; fa2, fa4, own: the replicated batch (`lib/replicated.py`); grouper: the real package
+prefix-grouper with FA2 (`lib/grouper.py`). Each is held first against float32, every sequence alone
 with eager attention, on a small batch; on every case its output and its gradient are compared with
 the first side that ran. Red has no times; out of memory is a row, not a skip.
 """

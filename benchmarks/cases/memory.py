@@ -3,14 +3,13 @@
     python -m benchmarks memory --out memory.json --plot memory.png        # on a GPU
     python -m benchmarks memory --device cpu --scale 0.05 --layers 2       # every code path
 
-Forward and backward of GRPO's loss (`Update.learn`) through a Qwen3-8B-shaped model with
-random weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R = 512. The
-law: M0 + a P + b N R packed, M0 + a N P + b N R replicated, weights and gradients in M0, fitted by
-least squares over the cases that fit; r^2 beside it. Of --layers a few do: a and b of more layers
-grow by the checkpoints alone, 2 x hidden bytes a token and layer. The sides are checked as in
-`model.py`; out of memory is a row. On a CPU the resident memory is sampled, which is no measurement
-at tiny sizes.
-"""
+Forward and backward of GRPO's loss (`Update.learn`) through a Qwen3-8B-shaped model with random
+weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R = 512. The law: M0
++ a P + b N R packed, M0 + a N P + b N R replicated, weights and gradients in M0, fitted by least
+squares over the cases that fit; r^2 beside it. Of --layers a few do: a and b of more layers grow by
+the checkpoints alone, 2 x hidden bytes a token and layer. The sides are checked as in the case
+`model`; out of memory is a row. On a CPU the resident memory is sampled, which is no measurement at
+tiny sizes."""
 
 from __future__ import annotations
 

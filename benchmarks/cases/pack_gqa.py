@@ -2,9 +2,9 @@
 
     python -m benchmarks pack_gqa --rollouts ROLLOUTS.jsonl.gz --out OUT.json
 
-What `launch.packs_heads` rests on: every head dim that flash serves with grouped heads, groups of
-2 to 8, 4 kv heads, bf16. Forward and backward as the rule has them are held against float64 (all
-rows of some heads, `checks.py`), and out and lse of the forward's other setting against those, in
+What `launch.packs_heads` rests on: every head dim that flash serves with grouped heads, groups of 2
+to 8, 4 kv heads, bf16. Forward and backward as the rule has them are held against float64 (all rows
+of some heads, `lib/checks.py`), and out and lse of the forward's other setting against those, in
 every head; a red case has no times. The backward knows one setting only and is timed once, its key
 tiles before its heads (`launch.heads_first`). Times are medians by CUDA events.
 
@@ -131,7 +131,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rollouts", type=Path, help=f"the file that {AIRLINE!r} reads")
     add("--tasks", type=int, default=3, help=f"of {AIRLINE!r}: the first so many groups")
     add("--order", choices=("heaviest", "input"), default="heaviest", help="of siblings")
-    add("--backend", default="flash", help="another one, to try this script out")
+    add("--backend", default="flash", help="another one, to try the code out")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--scale", type=float, default=1.0, help="on the length of every node, for trying out")
     add("--check-heads", type=int, default=2, help="kv heads held against float64")

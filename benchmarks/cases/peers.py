@@ -5,7 +5,8 @@
 
 Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Sides: packed, by
 `--backend`; the replicated batch through FA2 ("fa2"), flash-attn-4 ("fa4") and our own backend
-("own"); the forest through FlexAttention ("flex"). Checks and the bound are those of `against.py`.
+("own"); the forest through FlexAttention ("flex"). Checks and the bound are those of
+`lib/against.py`.
 
 Ceilings: what kernels reach without any tree, dense causal attention of 4 sequences of 8,192 tokens
 by flash-attn-4, cuDNN, FA2 and our own backend, held against each other before they are timed, and

@@ -1,6 +1,6 @@
 """One side's policy update, and what it is made of: ranks, samples, micro-batches.
 
-Sides of given micro-batches are those of `replicated.py`; fa2, verl and packed split or plan a
+Sides of given micro-batches are those of `lib/replicated.py`; fa2, verl and packed split or plan a
 mini-batch as the case `update` describes them.
 """
 

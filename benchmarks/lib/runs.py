@@ -1,4 +1,4 @@
-"""What depth.py, layer.py, model.py and memory.py have in common: options, rows, files, exit codes.
+"""What cases with a row per measurement have in common: options, rows, files, exit codes.
 
 A row is a dict: its case, then what was measured, or `red` (the checks that failed: no times), or
 `failed` (an error), or `out_of_memory`: that is a result, and does not fail the run.

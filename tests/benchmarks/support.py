@@ -42,18 +42,20 @@ def causal(q: Any, k: Any, v: Any, mask: TreeMask, **options: Any) -> Any:
     return tree_attention(q, k, v, mask, **options)
 
 
-def gpu_check(folder: Path, *steps: str, **words: str) -> subprocess.CompletedProcess[str]:
-    """Runs it with this Python and a GPU that is only a name."""
+def gpu_check(
+    folder: Path, *steps: str, python: str = f'exec {sys.executable} "$@"', **words: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs it with this Python, or other shell text, and a GPU that is only a name."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name, text in (
-        ("python3", f'exec {sys.executable} "$@"'),
+        ("python3", python),
         ("nvidia-smi", "echo imaginary GPU"),
     ):
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
     path = f"{tools}:{os.environ['PATH']}"
-    # nothing of a lease that is being prepared in this checkout, or was run on this machine
+    # nothing that is being prepared in this checkout, or was run on this machine
     folders = {"OUT": "out", "GPU_FILES": "files", "UNPACKED": "unpacked"}
     words = {name: str(folder / x) for name, x in folders.items()} | words
     words |= {"OMP_NUM_THREADS": "1", "PATH": path}

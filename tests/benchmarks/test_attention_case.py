@@ -158,7 +158,7 @@ def test_cuda_is_timed_by_events_and_by_peaks(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(tmp_path: Path) -> None:
-    """Small, so that a lease does not find out late: events, peaks, the float64 check there."""
+    """Small, so that a GPU run does not find out late: events, peaks, the float64 check there."""
     out = tmp_path / "attention.json"
     arguments = ["--quick", "--scale", "0.05", "--repeats", "2", "--out", str(out)]
     assert attention.main(arguments) == 0

@@ -28,7 +28,7 @@ def our_row(name: str, forward: float, backward: float, **more: Any) -> dict[str
 
 
 def compare(folder: Path, ours: Any, *peers: Any) -> Any:
-    """Exit code and JSON of compare_peers.py."""
+    """Exit code and JSON of compare_peers."""
     paths = []
     for i, data in enumerate((ours, *peers)):
         paths.append(folder / f"{i}.json")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.benchmarks.support import (
+    ROOT,
     TINY_ATTENTION,
     gpu_check,
     result,
@@ -43,3 +44,18 @@ def test_the_script_has_the_steps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "all done: memory"
     assert len(result(tmp_path / "out" / "memory.json")["rows"]) == 2
+
+
+def test_the_tests_of_the_gpu_are_found_wherever_they_lie(tmp_path: Path) -> None:
+    done = gpu_check(tmp_path, "tests", "liger", python='echo "python3 $*"', PYTEST_ARGS="-x")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("python3 -m pytest")]
+    names = [{Path(word).stem for word in line.split() if word.endswith(".py")} for line in lines]
+    assert names == [
+        {"test_gpu", "test_flash_gpu", "test_triton", "test_logprobs"},
+        {"test_attention", "test_operator", "test_compile", "test_dualkv"},
+        {"test_liger"},
+    ]
+    files = [word for line in lines for word in line.split() if word.endswith(".py")]
+    assert all((ROOT / file).exists() for file in files)
+    assert ["-x" in line.split() for line in lines] == [True, False, False]
