@@ -10,7 +10,8 @@ shapes of models (`lib/shapes.py`) on four workloads instead. A case is checked 
 some heads (`lib/checks.py`); red prints no time and makes the exit code 1, and so does a case that
 fails in another way. Times are medians by CUDA events after warm-ups, without building tables. TF
 are useful TFLOP/s, of visible pairs only: forward 2 (D + Dv) H x pairs, backward (6 D + 4 Dv) H x
-pairs."""
+pairs.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ Four variants of every workload, one after another in one process (bf16, 32 / 8 
 
 A variant is red, and has no times, if its out or a gradient is not what ours is (by its norm; ours
 is held against float64 by the case `attention`). Times are medians by CUDA events without making
-the lists."""
+the lists.
+"""
 
 from __future__ import annotations
 

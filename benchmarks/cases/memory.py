@@ -9,7 +9,8 @@ weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R
 squares over the cases that fit; r^2 beside it. Of --layers a few do: a and b of more layers grow by
 the checkpoints alone, 2 x hidden bytes a token and layer. The sides are checked as in the case
 `model`; out of memory is a row. On a CPU the resident memory is sampled, which is no measurement at
-tiny sizes."""
+tiny sizes.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ has no times. The bound is the time of `own` over the ratio of the FLOPs of the 
 the distinct tokens, nothing recomputed; `own_mfu` counts a side's own tokens. Out of memory is a
 row; where the replicated sides are out of memory, the case runs again with the next smaller of
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
---layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would."""
+--layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would.
+"""
 
 from __future__ import annotations
 
