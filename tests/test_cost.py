@@ -36,7 +36,7 @@ def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     cost = model_cost(model.config)
     assert cost.parameters == sum(p.numel() for p in model.parameters())
     # eager attention computes every pair, visible or not
-    linear = 2 * TOKENS * (cost.token_weights + cost.head_weights)
+    linear = 2 * TOKENS * (cost.token_weights + cost.lm_head_weights)
     attention = 2 * TOKENS**2 * sum(layer.per_pair for layer in cost.layers)
     expected = counted_flops(model)
     print(f"{family}: {cost.parameters} parameters, derived / counted {linear + attention}")

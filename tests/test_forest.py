@@ -49,7 +49,7 @@ class TestWorkedExample:
         assert forest.node_parent.tolist() == [-1, 0, 0, 2, -1]
         assert forest.node_start.tolist() == [0, 2, 6, 7, 8]
         assert forest.node_length.tolist() == [2, 4, 1, 1, 1]
-        assert forest.node_depth.tolist() == [0, 2, 2, 3, 0]
+        assert forest.node_position.tolist() == [0, 2, 2, 3, 0]
         assert forest.node_subtree_end.tolist() == [8, 6, 8, 8, 9]
         assert forest.node_level.tolist() == [0, 1, 1, 2, 0]
 
@@ -70,11 +70,11 @@ class TestWorkedExample:
         assert forest.replication_ratio == pytest.approx(17 / 9)
         assert forest.num_sequences == 5
         assert forest.num_nodes == 5
-        assert forest.depth == 3
+        assert forest.num_levels == 3
         assert forest.node_multiplicity.tolist() == [4, 1, 3, 1, 1]
 
     def test_repr_names_the_counts(self, forest: PrefixForest) -> None:
-        expected = "PrefixForest(5 sequences, 9 distinct of 17 tokens, 5 nodes, depth 3)"
+        expected = "PrefixForest(5 sequences, 9 distinct of 17 tokens, 5 nodes, 3 levels)"
         assert repr(forest) == expected
 
     def test_integer_kinds_have_the_documented_dtypes(self, forest: PrefixForest) -> None:
@@ -87,7 +87,7 @@ class TestWorkedExample:
 
 def test_one_token() -> None:
     forest = PrefixForest.from_sequences([[5]])
-    assert (forest.num_tokens, forest.num_nodes, forest.depth) == (1, 1, 1)
+    assert (forest.num_tokens, forest.num_nodes, forest.num_levels) == (1, 1, 1)
     assert forest.replication_ratio == 1.0
 
 
@@ -232,7 +232,8 @@ def test_networkx_carries_every_fact(forest: PrefixForest) -> None:
         assert facts == {
             "start": start,
             "length": int(forest.node_length[n]),
-            "depth": sum(graph.nodes[m]["length"] for m in ancestors),
+            "position": sum(graph.nodes[m]["length"] for m in ancestors),
+            "depth": facts["position"],
             "level": len(ancestors),
             "subtree_end": start + sum(graph.nodes[m]["length"] for m in below),
             "multiplicity": sum(n in path for path in paths),
@@ -252,10 +253,10 @@ def test_networkx_without_tokens() -> None:
 def test_arrays_agree_with_the_paths(forest: PrefixForest) -> None:
     position = positions_of(forest)
     starts = forest.node_start
-    np.testing.assert_array_equal(forest.node_depth, position[starts])
+    np.testing.assert_array_equal(forest.node_position, position[starts])
     lengths = [len(packed_path(forest, s)) for s in range(forest.num_sequences)]
     assert forest.sequence_lengths.tolist() == lengths
-    assert forest.depth == max(len(forest.path(s)) for s in range(forest.num_sequences))
+    assert forest.num_levels == max(len(forest.path(s)) for s in range(forest.num_sequences))
     assert forest.num_replicated_tokens == sum(lengths)
 
 
@@ -292,7 +293,7 @@ SOUND: dict[str, list[int]] = {
     "node_parent": [-1, 0, 0, -1],
     "node_start": [0, 2, 4, 5],
     "node_length": [2, 2, 1, 1],
-    "node_depth": [0, 2, 2, 0],
+    "node_position": [0, 2, 2, 0],
     "node_subtree_end": [5, 4, 5, 6],
     "sequence_node": [1, 2, 3],
 }
@@ -315,9 +316,9 @@ def test_sound_arrays_are_taken() -> None:
         ("at least one token", {"node_length": [2, 0, 1, 1]}),
         ("side by side", {"node_start": [0, 2, 3, 5]}),
         ("side by side", {"node_start": [1, 3, 5, 6]}),
-        ("depth is its parent's", {"node_depth": [1, 3, 3, 0]}),
-        ("depth is its parent's", {"node_depth": [0, 2, 2, 5]}),
-        ("depth is its parent's", {"node_depth": [0, 2, 3, 0]}),
+        ("position is its parent's", {"node_position": [1, 3, 3, 0]}),
+        ("position is its parent's", {"node_position": [0, 2, 2, 5]}),
+        ("position is its parent's", {"node_position": [0, 2, 3, 0]}),
         ("subtree ends nest", {"node_subtree_end": [5, 3, 5, 6]}),
         ("subtree ends nest", {"node_subtree_end": [5, 4, 6, 6]}),
         ("subtree ends nest", {"node_subtree_end": [5, 4, 5, 7]}),
@@ -328,7 +329,7 @@ def test_sound_arrays_are_taken() -> None:
         ("a leaf ends at least one sequence", {"sequence_node": [1, 3]}),
         ("sequence_node must name", {"sequence_node": [1, 2, 3, 4]}),
         ("sequence_node must name", {"sequence_node": [1, 2, 3, -1]}),
-        ("one entry a node", {"node_depth": [0, 2, 2]}),
+        ("one entry a node", {"node_position": [0, 2, 2]}),
         ("at least one node and one sequence", {"sequence_node": []}),
         ("tokens must hold 6 ids", {"tokens": [1, 2, 3]}),
     ],
@@ -343,7 +344,7 @@ def test_a_root_inside_another_trees_subtree_is_refused() -> None:
     with pytest.raises(ForestError, match="breaks the forest"):
         construct(
             node_parent=[-1, 0, -1, 0],
-            node_depth=[0, 2, 0, 2],
+            node_position=[0, 2, 0, 2],
             node_subtree_end=[6, 4, 5, 6],
         )
 
@@ -355,7 +356,7 @@ def test_a_subtree_that_ends_inside_a_node_is_refused() -> None:
             node_parent=[-1, 0, -1],
             node_start=[0, 1, 2],
             node_length=[1, 1, 2],
-            node_depth=[0, 1, 0],
+            node_position=[0, 1, 0],
             node_subtree_end=[3, 2, 4],
             sequence_node=[1, 2],
         )
@@ -373,7 +374,7 @@ def test_a_chain_of_per_turn_prefixes() -> None:
     whole = np.arange(2000) % 11
     sequences = [whole[: n + 1] for n in range(2000)]
     forest = PrefixForest.from_sequences(sequences)
-    assert (forest.num_tokens, forest.num_nodes, forest.depth) == (2000, 2000, 2000)
+    assert (forest.num_tokens, forest.num_nodes, forest.num_levels) == (2000, 2000, 2000)
     np.testing.assert_array_equal(forest.tokens, whole)
     np.testing.assert_array_equal(forest.sequence_node, np.arange(2000))
     np.testing.assert_array_equal(forest.node_multiplicity, np.arange(2000, 0, -1))
@@ -383,14 +384,14 @@ def test_a_chain_of_per_turn_prefixes() -> None:
 def test_a_deep_chain_given_leaf_first() -> None:
     n = 5000
     forest = PrefixForest.from_parents([*range(1, n), -1], [1] * n, tokens=range(n))
-    assert forest.depth == n
+    assert forest.num_levels == n
     np.testing.assert_array_equal(forest.tokens, np.arange(n)[::-1])
 
 
 def test_a_thousand_leaves_on_a_short_root() -> None:
     sequences = [[1, 2, 3, 10 + i] for i in range(1000)]
     forest = PrefixForest.from_sequences(sequences)
-    assert (forest.num_tokens, forest.num_nodes, forest.depth) == (1003, 1001, 2)
+    assert (forest.num_tokens, forest.num_nodes, forest.num_levels) == (1003, 1001, 2)
     # equal weights: first-come
     np.testing.assert_array_equal(forest.sequence_node, np.arange(1, 1001))
     assert forest.node_multiplicity[0] == 1000

@@ -68,13 +68,13 @@ def test_token_ids_are_not_limited_to_32_bits() -> None:
     assert forest.num_tokens == 5
 
 
-@pytest.mark.parametrize("keys", [[0, 0, 1], (0, 0, 1), np.array([0, 0, 1])], ids=type)
-def test_kinds_of_keys(keys: Any) -> None:
-    assert PrefixForest.from_sequences([[1, 2], [1, 3], [1, 2]], keys).num_tokens == 5
+@pytest.mark.parametrize("namespaces", [[0, 0, 1], (0, 0, 1), np.array([0, 0, 1])], ids=type)
+def test_kinds_of_namespaces(namespaces: Any) -> None:
+    assert PrefixForest.from_sequences([[1, 2], [1, 3], [1, 2]], namespaces).num_tokens == 5
 
 
-def test_keys_in_a_tensor_are_compared_by_value() -> None:
-    # a tensor hashes by identity: taken as it is, every sequence would get a key of its own
+def test_namespaces_in_a_tensor_are_compared_by_value() -> None:
+    # a tensor hashes by identity: taken as it is, every sequence would get a namespace of its own
     forest = PrefixForest.from_sequences([[1, 2], [1, 3], [1, 2]], torch.tensor([0, 0, 1]))
     assert forest.num_tokens == 5
 
@@ -141,7 +141,7 @@ def test_groups_are_one_level() -> None:
     )
     assert forest.tokens.tolist() == [1, 2, 3, 4, 3, 7, 8, 9, 8]
     assert forest.node_parent.tolist() == [-1, 0, 0, -1, 3, 3, 3]
-    assert forest.depth == 2
+    assert forest.num_levels == 2
     assert sequences_of(forest) == [[1, 2, 3, 4], [1, 2, 3], [7, 8], [7, 9], [7, 8]]
 
 
@@ -295,17 +295,17 @@ def test_bad_sequences_say_expected_and_got(sequences: Any, message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("namespaces", "message"),
     [
-        (["a"], "got 1 keys for 2 sequences"),
-        (["a", "b", "c"], "got 3 keys for 2 sequences"),
-        ([], "got 0 keys for 2 sequences"),
-        ([["a"], ["b"]], "keys must be hashable: .*list"),
+        (["a"], "got 1 namespaces for 2 sequences"),
+        (["a", "b", "c"], "got 3 namespaces for 2 sequences"),
+        ([], "got 0 namespaces for 2 sequences"),
+        ([["a"], ["b"]], "namespaces must be hashable: .*list"),
     ],
 )
-def test_bad_keys_say_expected_and_got(keys: Any, message: str) -> None:
+def test_bad_namespaces_say_expected_and_got(namespaces: Any, message: str) -> None:
     with pytest.raises(ForestError, match=message):
-        PrefixForest.from_sequences([[1], [2]], keys)
+        PrefixForest.from_sequences([[1], [2]], namespaces)
 
 
 def test_bad_order_names_the_orders() -> None:
@@ -334,7 +334,7 @@ def test_bad_padded_batches_say_expected_and_got(ids: Any, mask: Any, message: s
 
 
 def test_padded_batch_checks_its_keys() -> None:
-    with pytest.raises(ForestError, match="got 1 keys for 2 sequences"):
+    with pytest.raises(ForestError, match="got 1 namespaces for 2 sequences"):
         PrefixForest.from_padded([[1], [2]], [[1], [1]], ["a"])
 
 

@@ -34,7 +34,7 @@ from benchmarks.lib.tables import Column, Parts, Table, by_key, gib, machine, sh
 from benchmarks.lib.timing import peak_bytes, size, times_of
 from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, workload
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.choice import flash_work, longest_share, most_work, with_tail
+from prefixtree.kernels.choice import flash_work, longest_key_tile_share, most_work, with_tail
 
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")
@@ -51,7 +51,7 @@ def accumulator_bytes(mask: TreeMask, kv_heads: int, dims: int, deterministic: b
     """fp32 sums of the cut key tiles: `tile_k x Hk x (D + Dv)` a cut tile, or, deterministic, a
     piece of one. Reads the tables that the backend has built for this mask."""
     count = 0
-    for (shape, _, device), tables in mask.plan._tables.items():
+    for (shape, _, device), tables in mask.host._tables.items():
         if device == mask.device and shape.piece_tiles:
             partials = int((tables.slots[:, 2] - tables.slots[:, 1]).sum())
             count += (partials if deterministic else len(tables.slots)) * shape.tile_k
@@ -100,8 +100,8 @@ def measure(
     }
     mask = pack(forest).mask.to(device)
     q, k, v, dout = draw(forest, shape, getattr(torch, options.dtype), device)
-    row["flash_work"] = flash_work(mask.plan, 0)
-    row["longest_share"] = longest_share(mask.plan, 0)
+    row["flash_work"] = flash_work(mask.host, 0)
+    row["longest_share"] = longest_key_tile_share(mask.host, 0)
     attend = partial(
         tree_attention, mask=mask, backend=backend, deterministic=options.deterministic
     )

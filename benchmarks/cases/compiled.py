@@ -27,14 +27,14 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
-from prefixtree.kernels.triton import head
+from prefixtree.kernels.triton import lm_head
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
     prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
-from prefixtree.kernels.triton.configs import Choice, Config, choose
+from prefixtree.kernels.triton.configs import Config, KernelConfigs, choose
 from prefixtree.kernels.triton.forward import forward_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -52,7 +52,11 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
 
 
 def statics(
-    config: Config, choice: Choice, dims: tuple[int, int], heads: tuple[int, int], **flags: Any
+    config: Config,
+    choice: KernelConfigs,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    **flags: Any,
 ) -> dict[str, Any]:
     """Compile-time arguments of any of the kernels, as `launch` passes them."""
     values: dict[str, Any] = {
@@ -202,25 +206,25 @@ def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]
 def _helpers(capability: int, dtype: str) -> None:
     """Compiles the small kernels, every feature off and on."""
     config = Config(64, 64, 4, 2)
-    choice = Choice(False, 4, *[(config, config)] * 3)
+    choice = KernelConfigs(False, 4, *[(config, config)] * 3)
     for on in (False, True):
         values = statics(config, choice, (128, 128), (32, 8), **dict.fromkeys(FEATURES, on))
         for kernel in (prepare_kernel, reduce_kernel):
             # outside a tile, HEADS and ROWS mean what they mean to `launch`
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
-        for kernel in (head.score_kernel, head.gradient_kernel):
+        for kernel in (lm_head.score_kernel, lm_head.gradient_kernel):
             _head(kernel, on, capability, dtype)
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
-    """A kernel of the head, as kernels/triton/head.py launches it, with its features or without."""
-    values = {"SOFTCAP": is_on, "ENTROPY": is_on, "BLOCK": head.BLOCK}
+    """A kernel of kernels/triton/lm_head.py, as that launches it, with its features or without."""
+    values = {"SOFTCAP": is_on, "ENTROPY": is_on, "BLOCK": lm_head.BLOCK}
     types = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}
     types |= {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(values, "constexpr")
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
     aligned = [name for name in ("X", "INTO", "vocabulary") if name in signature]
-    return _built(kernel, signature, values, aligned, capability, {"num_warps": head.WARPS})
+    return _built(kernel, signature, values, aligned, capability, {"num_warps": lm_head.WARPS})
 
 
 CANDIDATES = {

@@ -35,8 +35,8 @@ from benchmarks.lib.tables import (
     verdict,
     verdict_column,
 )
-from prefixtree.kernels import head, logprobs
-from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels import lm_head, logprobs
+from prefixtree.kernels.lm_head import LogitRule
 
 SIDES = ("triton", "torch", "eager")
 # rows scored, vocabulary, hidden size
@@ -107,10 +107,10 @@ def textbook(
 def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
     """What `linear_logprobs` takes for a side, whatever it would choose."""
     if side == "triton":
-        from prefixtree.kernels.triton import head as fused
+        from prefixtree.kernels.triton import lm_head as fused
 
         return lambda hidden: fused
-    return lambda hidden: head
+    return lambda hidden: lm_head
 
 
 @dataclass

@@ -85,7 +85,7 @@ def lower_bound(
     of micro-batches behind the second. The module says why."""
     n = forest.num_nodes
     copies, below = np.ones(n, np.int64), np.zeros(n, np.int64)
-    room = max_tokens - forest.node_depth - forest.node_length
+    room = max_tokens - forest.node_position - forest.node_length
     for node in range(n - 1, -1, -1):
         if below[node]:
             copies[node] = max(copies[node], -(-below[node] // room[node]))
@@ -98,7 +98,9 @@ def lower_bound(
     # the least that one more copy of a root adds
     root_tokens = int(forest.node_length[roots].min())
 
-    node_cost = model.cost(forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64))
+    node_cost = model.cost(
+        forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
+    )
     root_cost = float(node_cost[roots].min())
     largest = costliest_micro_batch(forest, node_cost, max_tokens)
     bins = -(-budget_tokens // max_tokens)

@@ -28,7 +28,7 @@ from benchmarks.lib.workloads import AIRLINE, scaled, workload
 from prefixtree import pack
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
-from prefixtree.kernels.triton.configs import Choice, Config
+from prefixtree.kernels.triton.configs import Config, KernelConfigs
 
 WORKLOADS = ("4K then 4-2-2-1 x 1K", "caterpillar 24", "prompt 256 x 1024 x 256", AIRLINE)
 KERNELS = ("forward", "keys", "queries")
@@ -61,7 +61,7 @@ class Candidate:
         return " ".join(words)
 
 
-def candidates(kernel: str, frozen: Config, choice: Choice) -> list[Candidate]:
+def candidates(kernel: str, frozen: Config, choice: KernelConfigs) -> list[Candidate]:
     """The frozen configuration first."""
     found = [Candidate(frozen), Candidate(replace(frozen, cut=not frozen.cut))]
     shapes = itertools.product((32, 64, 128, 256), (32, 64, 128), (4, 8), (1, 2, 3))
@@ -89,7 +89,7 @@ def explicit(text: str) -> Candidate:
 
 
 @contextmanager
-def using(kernel: str, candidate: Candidate, base: Choice) -> Iterator[None]:
+def using(kernel: str, candidate: Candidate, base: KernelConfigs) -> Iterator[None]:
     """Lets launches take the candidate for one kernel."""
     choose, pieces = configs.choose, configs.piece_tiles
     tma = base.tma if candidate.tma is None else candidate.tma
@@ -120,7 +120,7 @@ class Bench:
 
         (h, hk), (d, dv) = heads, dims
         q, k, v, self.dout = draw(h, d), draw(hk, d), draw(hk, dv), draw(h, dv)
-        self.attention = AttentionCall(q, k, v, None, mask.plan, d**-0.5)
+        self.attention = AttentionCall(q, k, v, None, mask.host, d**-0.5)
         self.out, self.lse = launch.forward(self.attention)
 
     def call(self, kernel: str) -> tuple[Callable[[], None], list[torch.Tensor]]:
@@ -146,7 +146,11 @@ class Bench:
 
 
 def measure(
-    bench: Bench, kernel: str, candidate: Candidate, base: Choice, want: list[torch.Tensor] | None
+    bench: Bench,
+    kernel: str,
+    candidate: Candidate,
+    base: KernelConfigs,
+    want: list[torch.Tensor] | None,
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """A row of the result, and what was computed."""
     row: dict[str, Any] = {"kernel": kernel, "candidate": str(candidate)}
@@ -156,7 +160,7 @@ def measure(
             run()
             for x, y in zip(results, want or results, strict=True):
                 torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
-            # this table's own device memory is freed with the plan, not here: it is small
+            # this table's own device memory is freed with the mask, not here: it is small
             median, _ = median_ms(run, bench.dout.device, repeats=7, warm_ups=2)
     except Exception as problem:  # what does not compile or fit is a finding
         return row | {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}, []

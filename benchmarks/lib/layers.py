@@ -197,7 +197,9 @@ def flops(cost: ModelCost, tokens: int, pairs: int, scored: int) -> Flops:
     """One forward of so many tokens, visible pairs per head, and scored tokens."""
     per_pair = sum(layer.per_pair for layer in cost.layers)
     return Flops(
-        2.0 * cost.token_weights * tokens, 2.0 * per_pair * pairs, 2.0 * cost.head_weights * scored
+        2.0 * cost.token_weights * tokens,
+        2.0 * per_pair * pairs,
+        2.0 * cost.lm_head_weights * scored,
     )
 
 

@@ -72,7 +72,7 @@ def copies(forest: PrefixForest) -> torch.Tensor:
 def pairs(forest: PrefixForest) -> int:
     """(query, key) pairs that attend, per head."""
     return visible_pairs(
-        forest.node_depth.astype(np.int64), forest.node_length.astype(np.int64), None
+        forest.node_position.astype(np.int64), forest.node_length.astype(np.int64), None
     )
 
 

@@ -45,7 +45,7 @@ def test_depth_bounds_by_hand() -> None:
     bounds = []
     for levels in depth.FORKS:
         forest = depth.depth_forest(levels, 1.0)
-        assert forest.num_sequences == 128 and forest.depth == levels
+        assert forest.num_sequences == 128 and forest.num_levels == levels
         assert abs(forest.sequence_lengths - 4096).max() <= levels
         lengths = forest.sequence_lengths.astype(float)
         pairs = (lengths * (lengths + 1) / 2).sum()
@@ -55,7 +55,7 @@ def test_depth_bounds_by_hand() -> None:
         for node in depth.NODES:
             forest = depth.branching_forest(branching, node, 1.0)
             assert 0.5 < forest.num_replicated_tokens / depth.TOKENS < 2
-            assert forest.depth == forks + 1 and (forest.node_length == node).all()
+            assert forest.num_levels == forks + 1 and (forest.node_length == node).all()
 
 
 def test_liger_replaces_layers_and_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

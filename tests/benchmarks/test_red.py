@@ -52,7 +52,7 @@ def test_what_runs_over_the_forest_is_checked_as_well(
 def test_a_head_is_red_where_its_kernels_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    from prefixtree.kernels.triton import head as fused
+    from prefixtree.kernels.triton import lm_head as fused
 
     right = getattr(fused, wrong)
 
@@ -139,7 +139,7 @@ def test_planning_is_red_where_the_forest_is_wrong(
     ends = lambda f: np.repeat(f.node_subtree_end, f.node_length)  # noqa: E731
     turned = PrefixForest.from_sequences(sequences[::-1])
     assert planning.check(sequences, turned, ends(turned)) == ["sequences"]
-    apart = PrefixForest.from_sequences(sequences, keys=range(len(sequences)))
+    apart = PrefixForest.from_sequences(sequences, namespaces=range(len(sequences)))
     assert planning.check(sequences, apart, ends(apart)) == ["distinct tokens"]
     right = PrefixForest.from_sequences(sequences)
     assert planning.check(sequences, right, ends(right)) == []

@@ -177,7 +177,7 @@ def test_all_samples_are_looked_at(rollouts: Path, tmp_path: Path, monkeypatch: 
 
     def wrong(self: Any) -> dict[int, torch.Tensor]:
         out = right(self)
-        if len(self.steps) == 1 or self.steps[0].packed.forest.depth > 1:
+        if len(self.steps) == 1 or self.steps[0].packed.forest.num_levels > 1:
             out[0] = out[0] - 0.01
         return out
 

@@ -13,7 +13,7 @@ from prefixtree.testing import attention as command
 from tests.support.cli_runs import one_thread, run, run_json, write_rollouts
 
 SMALL = ("--heads", 4, 2, "--head-dim", 16, "--device", "cpu", "--repeats", 2)
-TREE = ("--depth", 3, "--branching", 3, "--node", 7)
+TREE = ("--levels", 3, "--branching", 3, "--node", 7)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_several_pieces_add_up(monkeypatch):
 
 def test_a_synthetic_tree_is_full():
     forest = command.synthetic(4, 2, 5)
-    assert (forest.num_nodes, forest.num_sequences, forest.depth) == (15, 8, 4)
+    assert (forest.num_nodes, forest.num_sequences, forest.num_levels) == (15, 8, 4)
     assert command.synthetic(1, 2, 5).num_sequences == 1
 
 

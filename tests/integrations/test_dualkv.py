@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from prefixtree import TreeMask, UnsupportedError, tree_attention
 from prefixtree.integrations import dualkv
-from prefixtree.integrations.dualkv import dualkv_plan, flash_attn_dualkv_varlen_func
+from prefixtree.integrations.dualkv import dualkv_mask, flash_attn_dualkv_varlen_func
 
 NAMES = ("q", "k_context", "v_context", "k_decoded", "v_decoded")
 
@@ -108,8 +108,8 @@ CASES = {
 def test_out_and_all_gradients(case: str, planned: bool) -> None:
     context, lengths = CASES[case]
     *inputs, dout = draw(context, lengths)
-    plan = dualkv_plan(cu_seqlens(lengths), context) if planned else None
-    got = packed(inputs, dout, lengths, plan=plan)
+    mask = dualkv_mask(cu_seqlens(lengths), context) if planned else None
+    got = packed(inputs, dout, lengths, mask=mask)
     assert_equal(got, replicated(inputs, dout, lengths, None), 1e-12)
 
 
@@ -184,23 +184,23 @@ def test_backends_agree_and_the_keyword_reaches_them(monkeypatch: pytest.MonkeyP
         call(inputs, lengths, backend="none")
 
 
-# ---- plans --------------------------------------------------------------------------------------
+# ---- masks --------------------------------------------------------------------------------------
 
 
 def test_a_plan_reads_nothing_and_needs_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [3, 0, 9]
     *inputs, _ = draw(4, lengths)
     want = call(inputs, lengths)
-    plan = dualkv_plan(cu_seqlens(lengths), 4)
-    assert (plan.num_tokens, plan.num_queries) == (16, 12)
+    mask = dualkv_mask(cu_seqlens(lengths), 4)
+    assert (mask.num_tokens, mask.num_queries) == (16, 12)
     # lengths on another device cannot be read without waiting; meta ones not at all
     device_cu = cu_seqlens(lengths).to("meta")
-    got = flash_attn_dualkv_varlen_func(*inputs, device_cu, device_cu, 9, 4, 9, plan=plan)
+    got = flash_attn_dualkv_varlen_func(*inputs, device_cu, device_cu, 9, 4, 9, mask=mask)
     assert torch.equal(got, want)
-    got = flash_attn_dualkv_varlen_func(*inputs, None, None, None, 4, None, plan=plan)
+    got = flash_attn_dualkv_varlen_func(*inputs, None, None, None, 4, None, mask=mask)
     assert torch.equal(got, want)
-    monkeypatch.setattr(dualkv, "_plan", None)  # a plan given is not made again
-    assert torch.equal(call(inputs, lengths, plan=plan), want)
+    monkeypatch.setattr(dualkv, "_mask", None)  # a mask given is not made again
+    assert torch.equal(call(inputs, lengths, mask=mask), want)
 
 
 def test_equal_lengths_find_the_same_mask_and_others_do_not(
@@ -222,9 +222,9 @@ def test_equal_lengths_find_the_same_mask_and_others_do_not(
 def test_a_deeper_plan_serves_too() -> None:
     """Any mask whose queries are the tokens behind the context: here the response forks again."""
     ends = np.array([8, 8, 8, 5, 5, 8, 8, 8])
-    plan = TreeMask(ends).for_queries([(3, 8)])
+    mask = TreeMask(ends).for_queries([(3, 8)])
     *inputs, _ = draw(3, [5])
-    got = flash_attn_dualkv_varlen_func(*inputs, None, None, None, 3, None, plan=plan)
+    got = flash_attn_dualkv_varlen_func(*inputs, None, None, None, 3, None, mask=mask)
     whole = TreeMask(ends)
     q = torch.cat([torch.zeros_like(inputs[0][:3]), inputs[0]])
     k, v = torch.cat([inputs[1], inputs[3]]), torch.cat([inputs[2], inputs[4]])
@@ -237,8 +237,8 @@ def test_compiles_whole_with_a_plan_and_once_for_all_lengths() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
-    def layer(inputs, context, plan):
-        out = flash_attn_dualkv_varlen_func(*inputs, None, None, None, context, None, plan=plan)
+    def layer(inputs, context, mask):
+        out = flash_attn_dualkv_varlen_func(*inputs, None, None, None, context, None, mask=mask)
         return out.sin()
 
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -246,9 +246,9 @@ def test_compiles_whole_with_a_plan_and_once_for_all_lengths() -> None:
     for i in range(6):
         context, lengths = 5 + 3 * i, [4 + i, 7, 11 - i, 2 + 2 * i]
         *inputs, dout = draw(context, lengths)
-        plan = dualkv_plan(cu_seqlens(lengths), context)
+        mask = dualkv_mask(cu_seqlens(lengths), context)
         leaves = [x.requires_grad_() for x in inputs]
-        got, want = compiled(leaves, context, plan), layer(leaves, context, plan)
+        got, want = compiled(leaves, context, mask), layer(leaves, context, mask)
         torch.testing.assert_close(got, want)
         for a, b in zip(
             torch.autograd.grad(got, leaves, dout),
@@ -276,7 +276,7 @@ def test_compiled_code_without_a_plan_breaks_its_graph_and_is_right() -> None:
         cu = cu_seqlens(lengths)
         torch.testing.assert_close(compiled(inputs, cu), layer(inputs, cu))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="give plan= for one graph"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="give mask= for one graph"):
         torch.compile(layer, backend="eager", fullgraph=True)(inputs, cu)
     torch._dynamo.reset()
 
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "floats": (both(cu_seqlens([3, 5]).float()), TypeError, "int32 or int64, got torch.float32"),
     "int16": (both(cu_seqlens([3, 5], torch.int16)), TypeError, "int32 or int64, got torch.int16"),
     "a list": (both([0, 3, 8]), TypeError, "must be a tensor, got list"),
-    "none without a plan": (both(None), TypeError, "only with plan="),
+    "none without a mask": (both(None), TypeError, "only with mask="),
     "maximum of q": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4, the longest .* 5"),
     "maximum of k": ({"max_seqlen_k_decoded": 4}, ValueError, "max_seqlen_k_decoded is 4"),
     "context too long": ({"context_seqlen": 5}, ValueError, "context_seqlen is 5.*have 4 rows"),
@@ -347,24 +347,24 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "differ in head dim",
     ),
-    "plan of another type": ({"plan": [0, 3, 8]}, TypeError, "plan must be a TreeMask, got list"),
-    "plan of the whole": (
-        {"plan": TreeMask(np.full(12, 12))},
+    "mask of another type": ({"mask": [0, 3, 8]}, TypeError, "mask must be a TreeMask, got list"),
+    "mask of the whole": (
+        {"mask": TreeMask(np.full(12, 12))},
         ValueError,
         "0 context and 12 decoded tokens, the call has 4 and 8",
     ),
-    "plan of another context": (
-        {"plan": dualkv_plan(cu_seqlens([3, 6]), 3)},
+    "mask of another context": (
+        {"mask": dualkv_mask(cu_seqlens([3, 6]), 3)},
         ValueError,
         "3 context and 9 decoded",
     ),
-    "plan of other lengths": (
-        {"plan": dualkv_plan(cu_seqlens([4, 4]), 4)},
+    "mask of other lengths": (
+        {"mask": dualkv_mask(cu_seqlens([4, 4]), 4)},
         ValueError,
-        "not those that the plan was made for",
+        "not those that the mask was made for",
     ),
-    "plan of other queries": (
-        {"plan": TreeMask(np.full(12, 12)).for_queries([(0, 8)])} | both(None),
+    "mask of other queries": (
+        {"mask": TreeMask(np.full(12, 12)).for_queries([(0, 8)])} | both(None),
         ValueError,
         "not the tokens behind the 4",
     ),
@@ -390,11 +390,11 @@ def test_refusals(case: str) -> None:
         (torch.tensor([0, 3]), -1, ValueError, "at least 0"),
     ],
 )
-def test_refusals_of_plans(
+def test_refusals_of_masks(
     cu: torch.Tensor, context: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        dualkv_plan(cu, context)
+        dualkv_mask(cu, context)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -403,17 +403,17 @@ def test_refusals_of_plans(
 @pytest.mark.gpu
 @pytest.mark.parametrize("planned", [False, True])
 def test_on_a_gpu(planned: bool) -> None:
-    """Lengths on either device give the same; with a plan nothing waits."""
+    """Lengths on either device give the same; with a mask nothing waits."""
     lengths = [70, 0, 130, 5]
     *inputs, dout = draw(200, lengths, (8, 2), (64, 64), torch.bfloat16)
     want = replicated(inputs, dout, lengths, None)
     inputs, dout = [x.cuda() for x in inputs], dout.cuda()
-    plan = dualkv_plan(cu_seqlens(lengths), 200, device="cuda") if planned else None
+    mask = dualkv_mask(cu_seqlens(lengths), 200, device="cuda") if planned else None
     for cu in (cu_seqlens(lengths), cu_seqlens(lengths).cuda()):
-        packed(inputs, dout, lengths, cu=cu, plan=plan)  # compiles, and builds the tables
+        packed(inputs, dout, lengths, cu=cu, mask=mask)  # compiles, and builds the tables
         torch.cuda.set_sync_debug_mode("error" if planned else "default")
         try:
-            got = packed(inputs, dout, lengths, cu=cu, plan=plan)
+            got = packed(inputs, dout, lengths, cu=cu, mask=mask)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_equal([x.cpu() for x in got], want, 6e-2)

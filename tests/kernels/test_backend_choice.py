@@ -19,7 +19,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
-from prefixtree.kernels import backends, choice, devices
+from prefixtree.kernels import backends, choice, device_info
 from prefixtree.kernels.flash import launch
 from prefixtree.kernels.protocol import AttentionCall
 from tests.support.attention_checks import Case
@@ -46,7 +46,7 @@ REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a machine has that flash would serve, as far as the reasons that come first go."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
-    monkeypatch.setattr(devices, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(device_info, "capability", lambda device: (9, 0))
     refusal = launch.refusal
     monkeypatch.setattr(
         launch,
@@ -115,7 +115,7 @@ def rows_on_gpu(
 
 
 def call_of(mask: TreeMask, inputs: list[torch.Tensor], **options: object) -> AttentionCall:
-    return AttentionCall(*inputs, None, mask.plan, **({"scale": 0.1} | options))
+    return AttentionCall(*inputs, None, mask.host, **({"scale": 0.1} | options))
 
 
 def auto(mask: TreeMask, inputs: list[torch.Tensor], **options: object) -> str:
@@ -127,7 +127,7 @@ def on_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
     """A GPU of it, with flash-attn-4."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
     monkeypatch.setattr(launch, "import_problem", lambda: None)
-    monkeypatch.setattr(devices, "capability", lambda device: capability)
+    monkeypatch.setattr(device_info, "capability", lambda device: capability)
 
 
 @pytest.fixture
@@ -216,8 +216,8 @@ def test_the_work_is_of_the_tiles_it_visits(window: int) -> None:
         stats = mask.stats(pt.TileShape(128, 128), window or None)
         tiles = stats.tile_pairs + stats.partial_tiles / 2 + 2.7 * -(-mask.num_tokens // 128)
         want = tiles * 128 * 128 / stats.visible_pairs
-        assert choice.flash_work(mask.plan, window) == pytest.approx(want)
-    assert choice.flash_work(TreeMask(np.empty(0, np.int32)).plan, 0) == 0
+        assert choice.flash_work(mask.host, window) == pytest.approx(want)
+    assert choice.flash_work(TreeMask(np.empty(0, np.int32)).host, 0) == 0
 
 
 def test_the_longest_key_tile_counts_where_heads_are_few(
@@ -227,18 +227,18 @@ def test_the_longest_key_tile_counts_where_heads_are_few(
     mask = mask_of(PrefixForest.from_parents([-1, *[0] * 64], [256, *[1024] * 64]))
     tables = mask.tables(pt.TileShape(128, 128))
     share = float(tables.k_cost.max() / tables.k_cost.sum())
-    assert choice.longest_share(mask.plan, 0) == pytest.approx(share)
-    work = choice.flash_work(mask.plan, 0)
+    assert choice.longest_key_tile_share(mask.host, 0) == pytest.approx(share)
+    work = choice.flash_work(mask.host, 0)
     for heads in (1, 9, 64):
         tail = max(1.0, share * 132 / heads)
         want = pytest.approx(work * (0.3 + 0.7 * tail))
         assert choice.with_tail(work, share, heads, 132) == want
     monkeypatch.setattr(choice, "MOST_WORK", {None: 1.8})
-    monkeypatch.setattr(devices, "processors", lambda device: 132)
+    monkeypatch.setattr(device_info, "processors", lambda device: 132)
     for heads, backend in (((9, 3), "triton"), ((32, 8), "flash")):
         inputs = rows_on_gpu(mask, heads)
         assert auto(mask, inputs) == backend
-    assert choice.longest_share(TreeMask(np.empty(0, np.int32)).plan, 0) == 0
+    assert choice.longest_key_tile_share(TreeMask(np.empty(0, np.int32)).host, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPat
     assert auto(mask, inputs) == "triton"
     # better than sdpa, however much work
     monkeypatch.setattr(backends, "installed", lambda package: False)
-    # of another plan: choices are kept
+    # of another mask: choices are kept
     assert choice.choose("auto", call_of(mask_of(SHORT), inputs)) == choice.Choice(
         backends.FLASH, "backend 'triton': it needs the package triton"
     )
@@ -299,11 +299,11 @@ def test_a_choice_is_made_once_and_goes_with_the_plan(
     print(f"a choice made before: {microseconds:.2f} us (below 3 on a quiet machine)")
     assert microseconds < 50
     assert auto(mask, inputs, deterministic=True) == "triton"
-    plan = weakref.ref(mask.plan)
-    assert plan() in choice._chosen
+    host = weakref.ref(mask.host)
+    assert host() in choice._chosen
     del mask, chosen
     gc.collect()
-    assert plan() is None
+    assert host() is None
 
 
 def test_explain_says_what_runs() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prefixtree.kernels import head as eager
+from prefixtree.kernels import lm_head as eager
 from prefixtree.kernels import logprobs
-from prefixtree.kernels.head import LogitRule
-from prefixtree.kernels.logprobs import chunk_rows, head_logprobs, linear_logprobs
-from prefixtree.kernels.triton import head as fused
+from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.logprobs import chunk_rows, linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.triton import lm_head as fused
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.triton_tiles import DEVICE, DTYPES
 
@@ -81,7 +81,7 @@ def scored(case, head, rule, with_entropy=True, chunk=None):
     )
     rest = (target, temperature, rule, with_entropy, chunk)
     if head == "callable":
-        return head_logprobs(lambda h: F.linear(h, weight, bias), V, hidden, *rest)
+        return lm_head_logprobs(lambda h: F.linear(h, weight, bias), V, hidden, *rest)
     return linear_logprobs(hidden, weight, bias, *rest).cpu()
 
 
@@ -479,7 +479,7 @@ def test_who_scores(monkeypatch):
     monkeypatch.setattr(logprobs, "find_spec", lambda name: None)
     assert probe(device) is eager
     monkeypatch.undo()
-    monkeypatch.setattr(logprobs.devices, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(logprobs.device_info, "capability", lambda device: (7, 5))
     assert probe(device) is eager
     monkeypatch.undo()
     monkeypatch.setattr(fused, "score", lambda *given: 1 // 0)

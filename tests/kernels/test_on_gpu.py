@@ -17,12 +17,12 @@ import torch
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, tree_attention
 from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.kernels import head as eager_head
+from prefixtree.kernels import lm_head as eager_head
 from prefixtree.kernels import logprobs
 from prefixtree.kernels.choice import choose
-from prefixtree.kernels.head import LogitRule
+from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.protocol import AttentionCall
-from prefixtree.kernels.triton import head as fused
+from prefixtree.kernels.triton import lm_head as fused
 from tests.support.attention_checks import Case, assert_numerics, eager, ours, run
 from tests.support.gpu_cases import (
     EXTRAS,
@@ -129,7 +129,7 @@ def test_the_sdpa_backend_here(dtype: torch.dtype, options: dict) -> None:
 def test_auto_is_triton_where_it_serves() -> None:
     mask = cuda_mask(FOREST)
     case = Case.random(mask, dtype=torch.bfloat16).to("cuda")
-    call = AttentionCall(case.q, case.k, case.v, None, mask.plan, 0.1)
+    call = AttentionCall(case.q, case.k, case.v, None, mask.host, 0.1)
     assert choose("auto", call).backend.name == "triton"
     wide = call._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
     assert choose("auto", wide).backend.name == "sdpa"
@@ -323,7 +323,7 @@ def test_peak_memory_is_what_the_formula_says() -> None:
         return [out, *torch.autograd.grad(out, inputs, case.dout)]
 
     peak = peak_bytes(update)
-    tables = [t for t in mask.plan._tables.values() if t.slots.is_cuda]
+    tables = [t for t in mask.host._tables.values() if t.slots.is_cuda]
     accumulators = max(len(t.slots) * t.k_spans.shape[1] for t in tables) * kv_heads * 2 * dim * 4
     rows = heads * tokens
     formula = 2 * (2 * rows * dim + 2 * kv_heads * tokens * dim) + 3 * 4 * rows + accumulators
@@ -429,7 +429,7 @@ def test_sanitize_forward_and_backward(
         case.k = room[:, :-3].unflatten(1, case.k.shape[1:])
     got = run(case, ours(mask, backend="triton", deterministic=deterministic))
     position = mask.position_ids.long()
-    rows = torch.as_tensor(mask.plan.query_tokens, device="cuda").long()
+    rows = torch.as_tensor(mask.host.query_tokens, device="cuda").long()
     want = run(case, eager(mask.dense(), (position[rows], position)))
     for name, value in got.items():
         torch.testing.assert_close(value.float(), want[name].float(), atol=0.2, rtol=0.1)

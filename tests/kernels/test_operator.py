@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import prefixtree as pt
 from prefixtree import ForestError, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels import operator, sdpa
-from prefixtree.kernels.flash.lists import Tiles, lists_of
-from prefixtree.packing import mask_plan as mask_module
-from prefixtree.packing.gather import GatherPlan
+from prefixtree.kernels.flash.block_lists import Tiles, lists_of
+from prefixtree.packing import host_mask as mask_module
+from prefixtree.packing.gather import GatherIndex
 from tests.support.attention_checks import Case, assert_as_promised, ours, run
 from tests.support.strategies import mask_of, random_forest
 
@@ -138,7 +138,7 @@ def test_a_backward_outlives_its_mask() -> None:
         assert torch.equal(a, b)
 
 
-def test_plans_are_freed_and_their_numbers_never_used_again() -> None:
+def test_host_masks_are_freed_and_their_numbers_never_used_again() -> None:
     gc.collect()
     alive = len(mask_module._buffers)
     mask = _mask(3)
@@ -151,7 +151,7 @@ def test_plans_are_freed_and_their_numbers_never_used_again() -> None:
     gc.collect()
     assert len(mask_module._buffers) == alive
     with pytest.raises(ForestError, match="no longer exists"):
-        mask_module.plan_of(stale)
+        mask_module.host_of(stale)
     assert int(_mask(4).handle) > number
 
 
@@ -268,14 +268,14 @@ def test_nothing_kept_is_of_inference_mode() -> None:
     packed = pt.pack(random_forest(np.random.default_rng(1), 10, 20)).to("meta")
     mask = packed.mask.for_queries([(0, 3), (5, 9)])
     tables = mask.tables(pt.TileShape(16, 16))
-    lists = lists_of(packed.mask.plan, Tiles(128, 128, 128), 5, torch.device("cpu"))
-    plan = GatherPlan(np.array([0, 1, 1, -1]), 2, packed.device)
+    lists = lists_of(packed.mask.host, Tiles(128, 128, 128), 5, torch.device("cpu"))
+    index = GatherIndex(np.array([0, 1, 1, -1]), 2, packed.device)
     kept = {
         name: x
-        for holder in (packed, mask, tables, lists, lists.forward, lists.backward, plan)
+        for holder in (packed, mask, tables, lists, lists.forward, lists.backward, index)
         for name, x in vars(holder).items()
     }
-    kept |= {"rows": plan.rows, **dict(enumerate((*packed.edges(), *plan.copies)))}
+    kept |= {"rows": index.rows, **dict(enumerate((*packed.edges(), *index.copies)))}
     tensors = {name: x for name, x in kept.items() if isinstance(x, torch.Tensor)}
     assert len(tensors) > 30
     assert not [name for name, x in tensors.items() if x.is_inference()]

@@ -67,7 +67,7 @@ def imports(file: Path, types: bool = False) -> Iterator[tuple[str, bool]]:
 
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
-MASK_ROOMS = ("transfers", "block_tables", "mask_plan", "mask")
+MASK_ROOMS = ("transfers", "block_tables", "host_mask", "mask")
 LOOPS = "prefixtree.loops"
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
@@ -79,7 +79,7 @@ LAYERS = (
     ("packing",),
     ("kernels",),
     ("integrations",),
-    ("rollouts", "view"),
+    ("rollouts", "plotting", "view"),
     ("sharing",),
     ("testing",),
     ("demo",),

@@ -77,7 +77,7 @@ def test_paths_hold_every_query_with_its_ancestors(
     if data.draw(st.booleans()):
         mask = mask.for_queries(data.draw(query_ranges(forest.num_tokens)))
     dense = mask.dense().numpy()
-    blocks, prefix_ptr, prefix_runs = mask.plan.paths
+    blocks, prefix_ptr, prefix_runs = mask.host.paths
     seen = np.zeros_like(dense)
     row = 0
     for b, (start, first_row, length) in enumerate(blocks):
@@ -212,7 +212,7 @@ def test_key_tiles_no_query_sees_have_an_empty_piece(cut: bool) -> None:
 
 
 @given(forests(max_nodes=12), small_shapes)
-def test_a_window_beyond_the_depth_changes_nothing_forward(
+def test_a_window_beyond_the_longest_path_changes_nothing_forward(
     forest: PrefixForest, shape: TileShape
 ) -> None:
     mask = mask_of(forest)
@@ -241,7 +241,7 @@ def test_a_window_gives_a_key_tile_several_query_runs() -> None:
     assert_tables_exact(mask, shape, 6)
 
 
-def test_windows_measure_depth_and_not_packed_distance() -> None:
+def test_windows_measure_positions_and_not_packed_distance() -> None:
     # token 6 stands right below the root, 5 packed tokens behind it
     mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [1, 5, 1]))
     assert mask.dense(2)[6].nonzero().flatten().tolist() == [0, 6]

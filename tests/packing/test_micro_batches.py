@@ -326,7 +326,7 @@ def test_counts_are_integers_from_1(name, value):
         ({"sequences": [[1], []]}, r"sequences\[1\] is empty"),
         ({"groups": [1]}, "groups must name one group a sequence: got 1 groups for 2 sequences"),
         ({"groups": [[1], [2]]}, "groups must be hashable"),
-        ({"keys": [1]}, "keys must name one key a sequence"),
+        ({"namespaces": [1]}, "namespaces must name one namespace a sequence"),
     ],
 )
 def test_input_that_does_not_match(arguments, message):
@@ -334,10 +334,10 @@ def test_input_that_does_not_match(arguments, message):
         plan_micro_batches(**{"sequences": [[1, 2], [3]], "max_tokens": 10, **arguments})
 
 
-def test_keys_belong_to_sequences():
+def test_namespaces_belong_to_sequences():
     forest = PrefixForest.from_sequences([[1, 2], [3]])
-    with pytest.raises(ValueError, match="keys= belong to sequences"):
-        plan_micro_batches(forest, 10, keys=[1, 2])
+    with pytest.raises(ValueError, match="namespaces= belong to sequences"):
+        plan_micro_batches(forest, 10, namespaces=[1, 2])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from prefixtree import (
     UnsupportedError,
     pack,
 )
-from prefixtree.packing.mask_plan import plan_of
+from prefixtree.packing.host_mask import host_of
 from tests.support.forest_examples import EXAMPLE, as_lists, example
 from tests.support.strategies import (
     Sequences,
@@ -441,14 +441,14 @@ def test_bad_tile_shapes_say_expected_and_got(arguments: tuple[Any, ...]) -> Non
         TileShape(*arguments)
 
 
-def test_a_handle_finds_its_plan() -> None:
+def test_a_handle_finds_its_mask() -> None:
     a, b = example().mask, example().mask
     for mask in (a, b):
         assert mask.handle.device.type == "cpu"
         assert (mask.handle.shape, mask.handle.dtype) == ((1,), torch.int64)
-        assert plan_of(mask.handle) is mask.plan
+        assert host_of(mask.handle) is mask.host
     assert a.handle.item() != b.handle.item()
-    assert plan_of(a.for_queries([(0, 2)]).handle) is not a.plan
+    assert host_of(a.for_queries([(0, 2)]).handle) is not a.host
 
 
 def test_copies_of_a_mask_share_its_handle() -> None:
@@ -457,18 +457,18 @@ def test_copies_of_a_mask_share_its_handle() -> None:
     assert mask.to("meta").handle is mask.handle
 
 
-def test_a_handle_keeps_the_plan_alive_without_its_mask() -> None:
+def test_a_handle_keeps_the_host_mask_alive() -> None:
     # what autograd saves is a tensor on the handle's storage, not the mask
     mask = example().mask
-    plan, saved = mask.plan, mask.handle.view(1).detach()
+    host, saved = mask.host, mask.handle.view(1).detach()
     del mask
-    assert plan_of(saved) is plan
+    assert host_of(saved) is host
 
 
 def test_a_number_without_a_mask_is_refused() -> None:
     number = example().mask.handle.item()
     with pytest.raises(ForestError, match="no longer exists; keep its PackedForest alive"):
-        plan_of(torch.tensor([number]))
+        host_of(torch.tensor([number]))
     assert example().mask.handle.item() != number, "numbers are never reused"
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
 from prefixtree.loops import planning as loops
-from prefixtree.packing import _planning
+from prefixtree.packing import assignment
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.micro_batches import PlanStats
 from tests.support.strategies import (
@@ -337,7 +337,7 @@ def test_costs_decide_not_tokens():
 
 def test_keys_share_nothing():
     sequences = [[1, 2, 3], [1, 2, 4], [1, 2, 3]]
-    plan = plan_micro_batches(sequences, 10, keys=["x", "y", "y"])
+    plan = plan_micro_batches(sequences, 10, namespaces=["x", "y", "y"])
     assert plan.stats.packed_tokens == 3 + 4
     assert plan_micro_batches(sequences, 10).stats.packed_tokens == 4
 
@@ -493,7 +493,7 @@ def test_what_micro_batches_repeat_is_evened_out_too():
 def test_tables_that_would_be_too_large_are_done_without(limit, monkeypatch):
     sequences = [[0, 1, 100 + leaf, *range(20)] for leaf in range(32)]
     exact = plan_micro_batches(sequences, 200, num_ranks=3)
-    monkeypatch.setattr(_planning, limit, 0)
+    monkeypatch.setattr(assignment, limit, 0)
     plan = plan_micro_batches(sequences, 200, num_ranks=3)
     assert sum(len(batch.sequence_indices) for batch in batches_of(plan)) == 32
     assert plan.stats.balance < 1.15

@@ -76,7 +76,7 @@ def test_unpack_of_selected_tokens(forest: PrefixForest, data: st.DataObject) ->
 def test_only_what_is_asked_for_is_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
 
-    class Counting(gather.GatherPlan):
+    class Counting(gather.GatherIndex):
         def __init__(self, index: np.ndarray, *args: Any) -> None:
             listed.append(len(index))
             super().__init__(index, *args)
@@ -87,7 +87,7 @@ def test_only_what_is_asked_for_is_indexed(monkeypatch: pytest.MonkeyPatch) -> N
         return index, counts
 
     list_copies = copies.copy_index
-    monkeypatch.setattr(layout, "GatherPlan", Counting)
+    monkeypatch.setattr(layout, "GatherIndex", Counting)
     monkeypatch.setattr(copies, "copy_index", counted)
     packed = example()
     values = packed.position_ids

@@ -192,7 +192,7 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
     """Per (node x head) the worst error is at most 2x eager's + 2 eps x max|reference|, and per
     head the mean error at most 1.2x eager's (+ eps / 10 x max|reference|, for what eager gets
     exactly); both against float64."""
-    rows = mask.plan.query_tokens
+    rows = mask.host.query_tokens
     position = mask.position_ids.long()
     dense = eager(mask.dense(), (position[rows], position))
     reference = run(case, dense, torch.float64)

@@ -230,22 +230,22 @@ def install(patch: pytest.MonkeyPatch) -> None:
     )
     cute = module("flash_attn.cute", interface=interface, block_sparsity=sparsity)
     module("flash_attn", cute=cute)
-    device = module(
-        "prefixtree.kernels.flash.device",
+    mask_mods = module(
+        "prefixtree.kernels.flash.mask_mods",
         address=lambda array: array,
         visible=visible,
         visible_in_window=visible_in_window,
         softcap=softcap,
     )
-    order = module(
-        "prefixtree.kernels.flash.order",
+    heads_first_backward = module(
+        "prefixtree.kernels.flash.heads_first_backward",
         flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
     )
     import prefixtree.kernels.flash as package
 
-    patch.setattr(package, "device", device, raising=False)
-    patch.setattr(package, "order", order, raising=False)
+    patch.setattr(package, "mask_mods", mask_mods, raising=False)
+    patch.setattr(package, "heads_first_backward", heads_first_backward, raising=False)
     # an H200's
-    patch.setattr(launch.devices, "processors", lambda device: 132)
+    patch.setattr(launch.device_info, "processors", lambda device: 132)
     orders.clear()
     patch.setattr(launch, "refusal", lambda *arguments: None)

@@ -15,7 +15,7 @@ ARRAYS = (
     "node_parent",
     "node_start",
     "node_length",
-    "node_depth",
+    "node_position",
     "node_subtree_end",
     "sequence_node",
     "tokens",

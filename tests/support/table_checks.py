@@ -75,7 +75,7 @@ def check_query_tiles(t: dict[str, np.ndarray], mask: TreeMask, shape: TileShape
     # a tile may be short only where its run of packed tokens ends
     for i in np.flatnonzero(length[:-1] < shape.tile_q):
         assert start[i] + length[i] <= start[i + 1]
-        starts = {r for r, _, _ in mask.plan.query_runs.tolist()}
+        starts = {r for r, _, _ in mask.host.query_runs.tolist()}
         assert start[i + 1] in starts, "a query tile is short inside a run"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefixtree.kernels.triton import configs
-from prefixtree.kernels.triton.configs import Choice, Config
+from prefixtree.kernels.triton.configs import Config, KernelConfigs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies bf16 bits as if they were fp16
@@ -49,11 +49,11 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
     def choose(
         capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
-    ) -> Choice:
+    ) -> KernelConfigs:
         tma = tma and tiles.tma
         heads = tiles.heads or configs.heads_of_tile(group, tma)
         pairs = [(c, c) for c in (tiles.forward, tiles.keys, tiles.queries)]
-        return Choice(tma, heads, *pairs)
+        return KernelConfigs(tma, heads, *pairs)
 
     monkeypatch.setattr(configs, "choose", choose)
     monkeypatch.setattr(configs, "piece_tiles", lambda *arguments: tiles.pieces)

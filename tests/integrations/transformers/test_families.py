@@ -16,7 +16,7 @@ from packaging import version
 import prefixtree as pt
 import prefixtree.integrations.transformers as adapter
 from prefixtree.integrations import families
-from prefixtree.packing.mask_plan import MaskPlan
+from prefixtree.packing.host_mask import HostMask
 from tests.support.family_configs import FAMILIES, PARTS, REFUSED_BELOW, VARIANTS
 from tests.support.family_table import ABOUT, TABLE
 from tests.support.models import (
@@ -60,7 +60,7 @@ def _reference(model_type: str) -> Run:
 def test_the_forest_is_hard_enough():
     """What the proofs below rest on: depth, endings inside, repeats, siblings of unequal length."""
     forest = _packed().forest
-    assert forest.depth >= 4 and int(_packed().position_ids.max()) >= 35
+    assert forest.num_levels >= 4 and int(_packed().position_ids.max()) >= 35
     ends, counts = np.unique(forest.sequence_node, return_counts=True)
     assert (counts > 1).any(), "a repeated sequence"
     inner = np.unique(forest.node_parent[forest.node_parent >= 0])
@@ -268,7 +268,7 @@ _WRONG_MASKS = [_causal, _dropped_ancestor, _dropped_token, _swapped_siblings]
 @pytest.mark.parametrize("wrong", _WRONG_MASKS, ids=lambda f: f.__name__.strip("_"))
 def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(adapter, "_check_positions_are_depths", lambda *args: None)
+    monkeypatch.setattr(adapter, "_check_position_ids", lambda *args: None)
     subtree_end = _packed().subtree_end.numpy()
     run = run_packed(build(model_type), _with_mask(pt.TreeMask(subtree_end)), _objective())
     assert_same(run, _reference(model_type))
@@ -282,16 +282,16 @@ def test_wrong_masks_turn_it_red(wrong, model_type, monkeypatch):
 def test_wrong_masks_do_not_even_pass_the_check_of_positions(wrong):
     """In real use a mask of another forest is refused: its depths are not these positions."""
     packed = _with_mask(pt.TreeMask(wrong(_packed().subtree_end.numpy())))
-    with pytest.raises(ValueError, match="position_ids are not the tokens' depths"):
+    with pytest.raises(ValueError, match="position_ids are not the tokens' positions"):
         adapter.sequence_logprobs(build("qwen3"), packed)
 
 
 def test_a_window_in_packed_distance_turns_it_red(monkeypatch):
     let_wrong_masks_run(monkeypatch)
-    monkeypatch.setattr(adapter, "_check_positions_are_depths", lambda *args: None)
-    plan = MaskPlan(_packed().subtree_end.numpy(), None)
-    plan.position = np.arange(len(plan.position), dtype=np.int32)
-    mask = pt.TreeMask.__new__(pt.TreeMask)._init(plan, torch.device("cpu"), "reference", False)
+    monkeypatch.setattr(adapter, "_check_position_ids", lambda *args: None)
+    host = HostMask(_packed().subtree_end.numpy(), None)
+    host.position = np.arange(len(host.position), dtype=np.int32)
+    mask = pt.TreeMask.__new__(pt.TreeMask)._init(host, torch.device("cpu"), "reference", False)
     run = run_packed(build("mistral"), _with_mask(mask), _objective())
     with pytest.raises(AssertionError, match="Errors"):
         assert_same(run, _reference("mistral"))
@@ -304,10 +304,10 @@ def test_labels_rolled_by_packed_order_turn_it_red(monkeypatch):
     inputs = packed.model_inputs()
     packed.model_inputs = lambda: inputs
     packed.mask = packed.mask.with_options()
-    plan = packed.mask.plan = copy.copy(packed.mask.plan)
-    right = plan.predictor
-    plan.predictor = np.where(right >= 0, np.arange(len(right)) - 1, -1).astype(right.dtype)
-    assert (plan.predictor != right).any()
+    host = packed.mask.host = copy.copy(packed.mask.host)
+    right = host.predictor
+    host.predictor = np.where(right >= 0, np.arange(len(right)) - 1, -1).astype(right.dtype)
+    assert (host.predictor != right).any()
     run = run_packed(build("qwen3"), packed, _objective())
     with pytest.raises(AssertionError, match="Errors"):
         assert_same(run, _reference("qwen3"))
@@ -346,7 +346,7 @@ def test_a_gradient_of_one_copy_only_turns_it_red():
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))
 @pytest.mark.parametrize("given", ["packed order", "nothing"])
-def test_positions_that_are_not_depths_raise(model_type, given):
+def test_other_positions_raise(model_type, given):
     """The models' own default counts packed tokens: RoPE would be wrong without a trace."""
     inputs = _packed().model_inputs()
     if given == "packed order":
@@ -355,6 +355,6 @@ def test_positions_that_are_not_depths_raise(model_type, given):
         del inputs["position_ids"]
     with pytest.raises(
         (ValueError, pt.UnsupportedError),
-        match=r"are not the tokens' depths|show its attention the positions",
+        match=r"are not the tokens' positions|show its attention the positions",
     ):
         build(model_type)(**inputs)

@@ -42,8 +42,8 @@ def _objective() -> Objective:
     return make_objective(ragged_sequences())
 
 
-def _pack(sequences: Any, keys: Any = None) -> pt.PackedForest:
-    return pt.pack(pt.PrefixForest.from_sequences(sequences, keys=keys))
+def _pack(sequences: Any, namespaces: Any = None) -> pt.PackedForest:
+    return pt.pack(pt.PrefixForest.from_sequences(sequences, namespaces=namespaces))
 
 
 def _adapted(
@@ -268,12 +268,12 @@ def test_keys_keep_adapters_apart():
     """Shared tokens under two adapters are two packed tokens; the trees of one adapter are those it
     would have alone."""
     sequences = _objective().sequences
-    packed = _pack(sequences, keys=_ADAPTER_OF)
+    packed = _pack(sequences, namespaces=_ADAPTER_OF)
     parts = [_pack(_part(_objective(), name).sequences).num_tokens for name in ("red", "blue")]
     assert packed.num_tokens == sum(parts) > _pack(sequences).num_tokens
     adapters = packed.pack_values(_adapter_a_token())
     assert sorted(adapters.unique().tolist()) == [0, 1]
-    with pytest.raises(pt.ForestError, match="give them keys"):
+    with pytest.raises(pt.ForestError, match="give them namespaces"):
         _pack(sequences).pack_values(_adapter_a_token())
 
 
@@ -302,10 +302,10 @@ def _routed(implementation: str) -> tuple[Any, list[Routed]]:
 
 
 def test_adapters_routed_by_token_in_one_forest():
-    """Where an implementation takes an adapter a token, one forest with keys= holds them all."""
+    """Where an implementation takes an adapter per token, one forest with namespaces= holds all."""
     objective = _objective()
     model, routed = _routed("prefixtree")
-    packed = _pack(objective.sequences, keys=_ADAPTER_OF)
+    packed = _pack(objective.sequences, namespaces=_ADAPTER_OF)
     for layer in routed:
         layer.adapter = packed.pack_values(_adapter_a_token())
     run = run_packed(model, packed, objective)

@@ -146,7 +146,9 @@ def test_positions_of_another_length(packed):
 def test_a_single_wrong_position(packed):
     position_ids = packed.position_ids.clone()
     position_ids[-1] += 1
-    with pytest.raises(ValueError, match=r"not the tokens' depths.*packed\.position_ids\[None\]"):
+    with pytest.raises(
+        ValueError, match=r"not the tokens' positions.*packed\.position_ids\[None\]"
+    ):
         build("qwen3")(**{**packed.model_inputs(), "position_ids": position_ids[None]})
 
 

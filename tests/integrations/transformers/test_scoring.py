@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.integrations import scoring_head
+from prefixtree.integrations import scoring_lm_head
 from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 from tests.support.models import (
     HIDDEN,
@@ -144,8 +144,8 @@ def scored_rows(monkeypatch) -> list[int]:
         rows.append(len(hidden))
         return original(hidden, *rest)
 
-    original = scoring_head.linear_logprobs
-    monkeypatch.setattr(scoring_head, "linear_logprobs", spy)
+    original = scoring_lm_head.linear_logprobs
+    monkeypatch.setattr(scoring_lm_head, "linear_logprobs", spy)
     return rows
 
 
@@ -284,7 +284,9 @@ def test_the_order_of_siblings_changes_nothing():
 def test_without_sharing_it_is_document_packing():
     sequences = ragged_sequences()
     objective = make_objective(sequences)
-    packed = pt.pack(pt.PrefixForest.from_sequences(sequences, keys=list(range(len(sequences)))))
+    packed = pt.pack(
+        pt.PrefixForest.from_sequences(sequences, namespaces=list(range(len(sequences))))
+    )
     assert packed.num_tokens == sum(map(len, sequences))
     model = build("mistral")
     assert_same(run_packed(model, packed, objective), run_eager(model, objective))

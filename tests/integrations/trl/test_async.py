@@ -196,7 +196,7 @@ def test_wrong_positions_are_seen(folder: Path) -> None:
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.compute_loss(trainer.model, batch).backward()
     batch["position_ids"] = torch.arange(batch["position_ids"].shape[1])[None]
-    with pytest.raises(ValueError, match="position_ids are not the tokens' depths"):
+    with pytest.raises(ValueError, match="position_ids are not the tokens' positions"):
         trainer.compute_loss(trainer.model, batch)
 
 

@@ -49,7 +49,7 @@ def ranks_of(result: Balanced, groups: list[str], num_ranks: int) -> dict[str, s
     return where
 
 
-def test_cost_is_a_tokens_once_at_its_depth() -> None:
+def test_cost_is_a_tokens_once_at_its_position() -> None:
     sequences = [np.array(s) for s in ([1, 2, 3], [1, 2, 4, 5], [9], [1, 2])]
     costs = GroupCosts(sequences, lambda n: n * n)
     assert costs.cost([0]) == 9

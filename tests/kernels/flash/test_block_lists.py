@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
-from prefixtree.kernels.flash import launch, lists
-from prefixtree.kernels.flash.lists import ForestLists, Lists, Tiles, lists_of
+from prefixtree.kernels.flash import block_lists, launch
+from prefixtree.kernels.flash.block_lists import ForestLists, Lists, Tiles, lists_of
 from tests.support import flash_emulator
 from tests.support.attention_checks import (
     Case,
@@ -109,13 +109,13 @@ def assert_lists(mask: TreeMask, made: ForestLists, tiles: Tiles, window: int) -
 )
 def test_lists_are_exact(forest: PrefixForest, tiles: Tiles, window: int) -> None:
     mask = mask_of(forest)
-    assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+    assert_lists(mask, lists_of(mask.host, tiles, window, CPU), tiles, window)
 
 
 @given(forests(), st.integers(2, 4), st.sampled_from([0, 3, 5, 8, 12]))
 def test_lists_of_square_tiles_are_exact(forest: PrefixForest, tile: int, window: int) -> None:
     mask, tiles = mask_of(forest), Tiles(tile, tile, tile)
-    assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+    assert_lists(mask, lists_of(mask.host, tiles, window, CPU), tiles, window)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 128), (192, 192), (256, 256)])
@@ -124,14 +124,14 @@ def test_lists_of_the_tiles_it_ships_with(dims: tuple[int, int], window: int) ->
     tiles = launch.tiles_for(*dims)
     for seed in range(4):
         mask = mask_of(random_forest(np.random.default_rng(seed), 30, 300))
-        assert_lists(mask, lists_of(mask.plan, tiles, window, CPU), tiles, window)
+        assert_lists(mask, lists_of(mask.host, tiles, window, CPU), tiles, window)
 
 
 @given(forests(), st.sampled_from([0, 1, 3]))
 def test_mask_arrays_say_the_mask(forest: PrefixForest, window: int) -> None:
     """The functions of a partial tile, on every pair and on the lanes behind the last token."""
     mask = mask_of(forest)
-    made = lists_of(mask.plan, Tiles(3, 4, 5), window, CPU)
+    made = lists_of(mask.host, Tiles(3, 4, 5), window, CPU)
     at = torch.arange(mask.num_tokens + 5)
     if window:
         assert made.positions is not None and made.reach is not None
@@ -168,26 +168,26 @@ TILES_FIRST = [
 
 @pytest.mark.parametrize("forest, tail", [*HEADS_FIRST, *TILES_FIRST])
 def test_heads_go_first_where_one_list_is_long(forest: PrefixForest, tail: float) -> None:
-    made = lists_of(mask_of(forest).plan, TILES, 0, CPU)
-    assert made.longest_share * 132 / 32 == pytest.approx(tail)
+    made = lists_of(mask_of(forest).host, TILES, 0, CPU)
+    assert made.longest_list_share * 132 / 32 == pytest.approx(tail)
     assert launch.heads_first(made, 32, 132) == ((forest, tail) in HEADS_FIRST)
 
 
 def test_more_tiles_than_a_grid_takes_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = lists_of(mask_of(HEADS_FIRST[1][0]).plan, TILES, 0, CPU)
+    made = lists_of(mask_of(HEADS_FIRST[1][0]).host, TILES, 0, CPU)
     for most, first in ((101, True), (100, False)):
         monkeypatch.setattr(launch, "MOST_TILES", most)
         assert launch.heads_first(made, 32, 132) == first
 
 
 @given(forests(), st.integers(2, 5), st.integers(2, 5), st.sampled_from([0, 3, 8]))
-def test_the_longest_share_is_of_the_lists(
+def test_the_longest_list_share_is_of_the_lists(
     forest: PrefixForest, queries: int, keys: int, window: int
 ) -> None:
-    made = lists_of(mask_of(forest).plan, Tiles(queries, keys, keys), window, CPU)
+    made = lists_of(mask_of(forest).host, Tiles(queries, keys, keys), window, CPU)
     rows = listed(made.backward)
     visits = [len(a) + len(b) for a, b in zip(rows["partial"], rows["full"], strict=True)]
-    assert made.longest_share == max(visits, default=0) / max(1, sum(visits))
+    assert made.longest_list_share == max(visits, default=0) / max(1, sum(visits))
 
 
 # ---- size, time, lifetime ------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def prompts(tokens: int) -> PrefixForest:
 
 def test_arrays_are_as_short_as_the_longest_list() -> None:
     mask = mask_of(prompts(1 << 20))
-    made = lists_of(mask.plan, TILES, 0, CPU)
+    made = lists_of(mask.host, TILES, 0, CPU)
     tiles = -(-mask.num_tokens // 128)
     assert tiles > 8000
     for direction in (made.forward, made.backward):
@@ -218,44 +218,44 @@ def test_arrays_are_as_short_as_the_longest_list() -> None:
 
 def test_a_long_path_costs_the_forward_its_square_and_the_backward_nothing() -> None:
     mask = mask_of(PrefixForest.from_parents([-1], [64 * 128]))
-    made = lists_of(mask.plan, TILES, 0, CPU)
+    made = lists_of(mask.host, TILES, 0, CPU)
     assert storage(made.forward.full_index) == 4 * 64 * 63
     assert storage(made.backward.full_index) == 4 * (64 + 63 - 1)
     assert storage(made.forward.partial_index) == storage(made.backward.partial_index) == 4 * 64
 
 
 def test_128k_tokens_take_milliseconds() -> None:
-    plan = mask_of(prompts(1 << 17)).plan
-    tables = plan.tables(pt.TileShape(128, 128), 0, CPU)
+    host = mask_of(prompts(1 << 17)).host
+    tables = host.tables(pt.TileShape(128, 128), 0, CPU)
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
-        lists._forward_runs(tables)
-        lists._backward_runs(tables, True)
+        block_lists._forward_runs(tables)
+        block_lists._backward_runs(tables, True)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
-    print(f"runs of {plan.num_tokens} tokens: {1e3 * median:.2f} ms (below 1 on a quiet machine)")
+    print(f"runs of {host.num_tokens} tokens: {1e3 * median:.2f} ms (below 1 on a quiet machine)")
     assert median < 0.01
 
 
-def test_lists_are_made_once_and_go_with_the_plan() -> None:
+def test_lists_are_made_once_and_go_with_the_mask() -> None:
     mask = mask_of(random_forest(np.random.default_rng(0), 10, 90))
-    made = lists_of(mask.plan, TILES, 0, CPU)
-    assert lists_of(mask.to("cpu").plan, TILES, 0, CPU) is made
-    assert lists_of(mask.plan, TILES, 7, CPU) is not made
-    assert lists_of(mask.plan, Tiles(128, 80, 64), 0, CPU) is not made
-    plan = weakref.ref(mask.plan)
-    assert plan() in lists._made
+    made = lists_of(mask.host, TILES, 0, CPU)
+    assert lists_of(mask.to("cpu").host, TILES, 0, CPU) is made
+    assert lists_of(mask.host, TILES, 7, CPU) is not made
+    assert lists_of(mask.host, Tiles(128, 80, 64), 0, CPU) is not made
+    host = weakref.ref(mask.host)
+    assert host() in block_lists._made
     del mask
     gc.collect()
-    assert plan() is None
+    assert host() is None
 
 
 def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = mask_of(PrefixForest.from_parents([-1], [1024]))
-    monkeypatch.setattr(lists, "MOST_ENTRIES", 8 * 7 - 1)
+    monkeypatch.setattr(block_lists, "MOST_ENTRIES", 8 * 7 - 1)
     with pytest.raises(UnsupportedError, match=r"8 x 7 entries.*backend='triton'"):
-        lists_of(mask.plan, TILES, 0, CPU)
+        lists_of(mask.host, TILES, 0, CPU)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_the_emulation_visits_what_the_lists_say(emulated: ModuleType) -> None:
 def test_the_call_is_in_the_order_of_the_rule(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch.devices, "processors", lambda device: 1)
+    monkeypatch.setattr(launch.device_info, "processors", lambda device: 1)
     # two heads: tails of 3 / 5 / 2 and 1 / 4 / 2
     for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 4, "tiles first")):
         mask = mask_of(PrefixForest.from_parents(parents, [128] * len(parents)))
@@ -326,10 +326,10 @@ def test_the_call_is_in_the_order_of_the_rule(
         assert emulated.orders[-1] == order
 
 
-def test_arguments_are_made_once_and_go_with_the_plan(emulated: ModuleType) -> None:
+def test_arguments_are_made_once_and_go_with_the_mask(emulated: ModuleType) -> None:
     mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
     case = Case.random(mask, (1, 1), (8, 8), torch.float64)
-    made = lists_of(mask.plan, TILES, 0, CPU)
+    made = lists_of(mask.host, TILES, 0, CPU)
     run(case, ours(mask, backend="flash"))
     given = launch._made[made]
     run(case, ours(mask, backend="flash"))
@@ -348,7 +348,7 @@ def test_the_emulation_sees_a_wrong_list(
 ) -> None:
     mask = mask_of(PrefixForest.from_parents([-1, 0, 0, 1], [200, 150, 300, 90]))
     window = 140
-    made = lists_of(mask.plan, TILES, window, CPU)
+    made = lists_of(mask.host, TILES, window, CPU)
     broken = {
         "spans": made.spans,
         "reach": made.reach,

@@ -14,7 +14,7 @@ import torch
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
 from prefixtree.kernels.flash import launch
-from prefixtree.kernels.flash.lists import lists_of
+from prefixtree.kernels.flash.block_lists import lists_of
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,
@@ -177,8 +177,8 @@ def test_numerics_in_either_order(
 def test_numerics_in_the_order_of_the_rule(forest: PrefixForest, heads_first: bool) -> None:
     mask = cuda_mask(forest)
     case = Case.random(mask, (32, 8), (128, 128), torch.bfloat16).to("cuda")
-    made = lists_of(mask.plan, launch.tiles_for(128, 128), 0, case.q.device)
-    assert launch.heads_first(made, 32, launch.devices.processors(case.q.device)) == heads_first
+    made = lists_of(mask.host, launch.tiles_for(128, 128), 0, case.q.device)
+    assert launch.heads_first(made, 32, launch.device_info.processors(case.q.device)) == heads_first
     assert_numerics(forest, mask, case, ours(mask, backend="flash"))
 
 
@@ -322,9 +322,13 @@ def test_nothing_waits_for_the_gpu() -> None:
 def test_a_new_forest_compiles_nothing() -> None:
     from flash_attn.cute import interface
 
-    from prefixtree.kernels.flash import order
+    from prefixtree.kernels.flash import heads_first_backward
 
-    calls = (interface._flash_attn_fwd, interface._flash_attn_bwd, order.flash_attn_bwd)
+    calls = (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        heads_first_backward.flash_attn_bwd,
+    )
     caches = [call.compile_cache for call in calls]
 
     def update(seed: int, window: int | None) -> None:

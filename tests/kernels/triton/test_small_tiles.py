@@ -301,8 +301,8 @@ def _padded_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_inputs_whose_last_stride_is_1_are_read_in_place() -> None:
-    plan = mask_for(FOREST).plan
-    fused = torch.randn(plan.num_tokens, 8 * 16, dtype=DTYPES[0], device=DEVICE)
+    host = mask_for(FOREST).host
+    fused = torch.randn(host.num_tokens, 8 * 16, dtype=DTYPES[0], device=DEVICE)
     split = [x.unflatten(1, (-1, 16)) for x in fused.split([64, 32, 32], 1)]
     outside = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in split]
     for inputs, tma in (
@@ -311,13 +311,13 @@ def test_inputs_whose_last_stride_is_1_are_read_in_place() -> None:
         ([_shifted(x) for x in split], False),
         ([_padded_rows(x) for x in split], False),
     ):
-        problem = launch.Problem.of(AttentionCall(*inputs, None, plan, 0.25))
+        problem = launch.Problem.of(AttentionCall(*inputs, None, host, 0.25))
         for given_, read in zip(inputs, (problem.q, problem.k, problem.v), strict=True):
             assert read is given_
-        hopper = launch.devices.capability(fused.device)[0] == 9
+        hopper = launch.device_info.capability(fused.device)[0] == 9
         assert problem.choice.tma == (tma and hopper)
     inner = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in split]
-    problem = launch.Problem.of(AttentionCall(*inner, None, plan, 0.25))
+    problem = launch.Problem.of(AttentionCall(*inner, None, host, 0.25))
     assert problem.q.is_contiguous() and torch.equal(problem.q, split[0])
 
 
@@ -350,7 +350,7 @@ def test_a_cpu_is_refused_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
     case = Case.random(mask, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match="runs on GPUs, and q is on cpu"):
         tree_attention(case.q, case.k, case.v, mask, backend="triton")
-    call = AttentionCall(case.q, case.k, case.v, None, mask.plan, 1.0)
+    call = AttentionCall(case.q, case.k, case.v, None, mask.host, 1.0)
     assert choose("auto", call).backend.name == "sdpa"
 
 
@@ -449,7 +449,7 @@ def test_float32_sums_stay_within_their_bound() -> None:
     """One long prompt under many responses: nearly all work is in cut tiles."""
     mask = mask_of(PrefixForest.from_parents([-1, *[0] * 200], [6000, *[300] * 200]))
     for processors in (4, 132):
-        pairs = mask.plan.visible_pairs(0)
+        pairs = mask.host.visible_pairs(0)
         tiles = configs.piece_tiles(pairs, 16 * 64, 8, processors)
         tables = mask.tables(pt.TileShape(16, 64, True, tiles))
         # few multiprocessors are kept busy without cutting anything
@@ -459,11 +459,11 @@ def test_float32_sums_stay_within_their_bound() -> None:
 
 def test_short_nodes_choose_their_own_tiles() -> None:
     long, short = configs.Config(128, 64, 8, 2), configs.Config(64, 64, 4, 2)
-    choice = configs.Choice(False, 4, (long, short), (long, short), (long, short))
+    choice = configs.KernelConfigs(False, 4, (long, short), (long, short), (long, short))
     documents = mask_of(PrefixForest.from_parents([-1, -1], [5000, 5000]))
     turns = mask_of(PrefixForest.from_parents([-1, *range(60)], [20] * 61))
     leaves = mask_of(PrefixForest.from_parents([-1, *[0] * 60], [200, *[20] * 60]))
-    assert choice.of(documents.plan, 0) == (long, long, long)
+    assert choice.of(documents.host, 0) == (long, long, long)
     # a chain of nodes is one path: nothing is partial but the diagonal
-    assert turns.plan.partial_share(configs.PROBE, 0) < 0.3
-    assert choice.of(leaves.plan, 0) == (short, short, short)
+    assert turns.host.partial_share(configs.PROBE, 0) < 0.3
+    assert choice.of(leaves.host, 0) == (short, short, short)

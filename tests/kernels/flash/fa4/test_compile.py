@@ -18,8 +18,8 @@ from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefixtree import PrefixForest
-from prefixtree.kernels.flash import device, launch, order
-from prefixtree.kernels.flash.lists import ForestLists, Lists, lists_of
+from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods
+from prefixtree.kernels.flash.block_lists import ForestLists, Lists, lists_of
 from prefixtree.kernels.protocol import AttentionCall
 from tests.support.strategies import mask_of
 
@@ -45,14 +45,14 @@ def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks for the device, or for its memory."""
-    monkeypatch.setattr(launch.devices, "current", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch.devices, "processors", lambda device: 132)
+    monkeypatch.setattr(launch.device_info, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch.device_info, "processors", lambda device: 132)
     monkeypatch.setattr(
         launch,
         "lists_of",
-        lambda plan, tiles, window, device: faked(lists_of(plan, tiles, window, CPU)),
+        lambda host, tiles, window, device: faked(lists_of(host, tiles, window, CPU)),
     )
-    monkeypatch.setattr(device, "address", lambda array: cutlass.Int64(0))
+    monkeypatch.setattr(mask_mods, "address", lambda array: cutlass.Int64(0))
 
 
 def compile_both(
@@ -66,19 +66,19 @@ def compile_both(
     **options: Any,
 ) -> None:
     """Forward and backward, the latter in the order of the rule."""
-    plan = mask_of(forest).plan
-    # kept with the plan, for `no_gpu` to fake
-    lists_of(plan, launch.tiles_for(*dims), options.get("window", 0), CPU)
+    host = mask_of(forest).host
+    # kept with the mask, for `no_gpu` to fake
+    lists_of(host, launch.tiles_for(*dims), options.get("window", 0), CPU)
     with FakeTensorMode():
 
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        tokens = plan.num_tokens
+        tokens = host.num_tokens
         q, k = empty(tokens, heads[0], dims[0]), empty(tokens, heads[1], dims[0])
         v = empty(tokens, heads[1], dims[1])
         sink = empty(heads[0]) if sinks else None
-        call = AttentionCall(q, k, v, sink, plan, **({"scale": 0.1} | options))
+        call = AttentionCall(q, k, v, sink, host, **({"scale": 0.1} | options))
         assert launch.refused_features(call) is None
         out, lse = launch.forward(call)
         assert out.shape == (tokens, heads[0], dims[1]) and lse.shape == (heads[0], tokens)
@@ -134,7 +134,11 @@ def test_the_plain_kernels_do_not_spill(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], heads_first: bool
 ) -> None:
     """By ptxas' own words; with flash-attn-4's wrapped indices the backward does."""
-    for call in (interface._flash_attn_fwd, interface._flash_attn_bwd, order.flash_attn_bwd):
+    for call in (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        heads_first_backward.flash_attn_bwd,
+    ):
         call.compile_cache.clear()
     in_order(monkeypatch, heads_first)
     compile_both(**PLAIN)
@@ -153,7 +157,7 @@ def test_the_plain_kernels_do_not_spill(
 @pytest.fixture
 def kept() -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The compiled kernels of either order (tiles first, heads first), none at the start."""
-    calls = (interface._flash_attn_bwd, order.flash_attn_bwd)
+    calls = (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd)
     for call in calls:
         call.compile_cache.clear()
     return tuple(call.compile_cache.cache for call in calls)
@@ -167,9 +171,11 @@ def test_orders_are_kept_apart(
 ) -> None:
     """Whichever is compiled first; by one key, which says nothing of the order."""
     turned: list[bool] = []
-    create = order.HeadsFirst.create
+    create = heads_first_backward.HeadsFirst.create
     monkeypatch.setattr(
-        order.HeadsFirst, "create", lambda *given, **more: turned.append(True) or create(*given)
+        heads_first_backward.HeadsFirst,
+        "create",
+        lambda *given, **more: turned.append(True) or create(*given),
     )
     for done, heads_first in enumerate(orders, 1):
         turned.clear()
@@ -203,7 +209,7 @@ def test_what_fails_to_compile_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(order.HeadsFirst, "create", lambda *given, **more: 1 / 0)
+        patch.setattr(heads_first_backward.HeadsFirst, "create", lambda *given, **more: 1 / 0)
         with pytest.raises(Exception, match="division by zero"):
             compile_both(**PLAIN)
     for forest, counts in ((DOCUMENTS, [1, 0]), (FOREST, [1, 1])):
@@ -217,13 +223,17 @@ def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.Monkey
             return how
 
     tiles, heads, batches = 5, 3, 2
-    launched = order.TurnedLaunch(Kernel()).launch(grid=(tiles, heads, batches), block=[1, 1, 1])
+    launched = heads_first_backward.TurnedLaunch(Kernel()).launch(
+        grid=(tiles, heads, batches), block=[1, 1, 1]
+    )
     assert launched == {"grid": (heads, tiles, batches), "block": [1, 1, 1]}
     found = []
     # of the blocks in the order in which they start, the first number runs fastest
     for batch, y, x in itertools.product(*map(range, reversed(launched["grid"]))):
-        monkeypatch.setattr(order.cute.arch, "block_idx", lambda at=(x, y, batch): at)
-        work = order.HeadsFirst.create(None)
+        monkeypatch.setattr(
+            heads_first_backward.cute.arch, "block_idx", lambda at=(x, y, batch): at
+        )
+        work = heads_first_backward.HeadsFirst.create(None)
         assert type(work) is tile_scheduler.SingleTileScheduler
         found.append(work._blk_coord)
     assert found == [

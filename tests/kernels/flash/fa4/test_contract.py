@@ -18,7 +18,7 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler
 from flash_attn.cute.utils import hash_callable
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefixtree.kernels.flash import device, launch, order
+from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods
 
 
 def test_the_version() -> None:
@@ -138,14 +138,14 @@ def test_what_is_refused_because_of_it() -> None:
 
 def test_compiled_kernels_are_keyed_on_what_differs() -> None:
     functions = [
-        device.visible,
-        device.visible_in_window,
-        *device.softcap(3.0),
-        *device.softcap(5.0),
+        mask_mods.visible,
+        mask_mods.visible_in_window,
+        *mask_mods.softcap(3.0),
+        *mask_mods.softcap(5.0),
     ]
     keys = {hash_callable(function) for function in functions}
     assert len(keys) == len(functions)
-    assert device.softcap(3.0) is device.softcap(3.0)
+    assert mask_mods.softcap(3.0) is mask_mods.softcap(3.0)
 
 
 # ---- what `order` turns --------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def test_the_backward_is_a_function_that_can_be_copied() -> None:
     assert source.count("FlashAttentionBackwardSm90(") == 1
     # filled and read by its own name, and nowhere else in its module
     assert set(re.findall(r"\S*compile_cache\b", source)) == {"_flash_attn_bwd.compile_cache"}
-    assert order.flash_attn_bwd.compile_cache is not call.compile_cache
-    assert order.flash_attn_bwd.__globals__["FlashAttentionBackwardSm90"] is not (
+    assert heads_first_backward.flash_attn_bwd.compile_cache is not call.compile_cache
+    assert heads_first_backward.flash_attn_bwd.__globals__["FlashAttentionBackwardSm90"] is not (
         interface.FlashAttentionBackwardSm90
     )
 
@@ -184,5 +184,5 @@ def test_a_kernel_knows_its_place_from_the_scheduler_that_it_is_given() -> None:
     assert "block_idx, head_idx, batch_idx = self._blk_coord" in scheduler
     assert "blk_coord = cute.arch.block_idx()" in scheduler
     assert list(inspect.signature(SingleTileScheduler.create).parameters) == list(
-        inspect.signature(order.HeadsFirst.create).parameters
+        inspect.signature(heads_first_backward.HeadsFirst.create).parameters
     )

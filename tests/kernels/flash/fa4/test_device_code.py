@@ -21,8 +21,8 @@ from flash_attn.cute.mask import call_mask_mod
 from flash_attn.cute.utils import AuxData
 
 from prefixtree import PrefixForest
-from prefixtree.kernels.flash import device
-from prefixtree.kernels.flash.lists import Tiles, lists_of
+from prefixtree.kernels.flash import mask_mods
+from prefixtree.kernels.flash.block_lists import Tiles, lists_of
 from tests.support.strategies import mask_of, random_forest
 
 
@@ -71,7 +71,7 @@ def test_lists_are_read_as_they_are_written() -> None:
             random_forest(np.random.default_rng(3), 12, 20),
         ]
     ):
-        made = lists_of(mask_of(forest).plan, Tiles(8, 8, 8), 0, torch.device("cpu"))
+        made = lists_of(mask_of(forest).host, Tiles(8, 8, 8), 0, torch.device("cpu"))
         for lists in (made.backward, made.forward):
             rows = lists.full_count.shape[2]
             arrays = [
@@ -102,16 +102,16 @@ def test_lists_are_read_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 7])
 def test_mask_functions_are_the_mask(window: int) -> None:
-    function = device.visible_in_window if window else device.visible
+    function = mask_mods.visible_in_window if window else mask_mods.visible
     # one compiled function serves every forest and every window
     call = compiled(function, 3 if window else 1)
     for seed in range(8):
         mask = mask_of(random_forest(np.random.default_rng(seed), 12, 20))
-        made = lists_of(mask.plan, Tiles(16, 16, 16), window, torch.device("cpu"))
+        made = lists_of(mask.host, Tiles(16, 16, 16), window, torch.device("cpu"))
         arrays = [x for x in (made.spans, made.positions, made.reach) if x is not None]
         tokens = mask.num_tokens
         out = torch.full((tokens + 16, tokens + 16), -1, dtype=torch.int32)
-        call(out, AuxData(None, tuple(device.address(x) for x in arrays)))
+        call(out, AuxData(None, tuple(mask_mods.address(x) for x in arrays)))
         assert torch.equal(out[:tokens, :tokens].bool(), mask.dense(window or None))
         # keys behind the last token are seen by none, whatever the query
         assert (out[:, tokens:] == 0).all() and (out >= 0).all()

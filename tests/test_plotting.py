@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, view
+from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, plotting
 from prefixtree.cli.pictures import check_picture_path, write_pictures
 from prefixtree.errors import ForestError, InputError
+from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import expand_turns, read_rollouts
-from prefixtree.view import plot_forest, plot_mask
 from tests.support.cli_runs import run, run_json, write_rollouts
 from tests.support.strategies import (
     ancestors_or_self,
@@ -129,7 +129,7 @@ def legend_of(figure: Figure) -> str:
 def tiles_drawn(figure: Figure) -> np.ndarray:
     """[Pq, Pk] of the mask's image: 2 where the cell is full, 1 partial, 0 empty."""
     image = np.asarray(figure.axes[0].images[0].get_array()).astype(int)
-    colours = [view._EMPTY, view._PARTIAL, view._FULL]
+    colours = [plotting._EMPTY, plotting._PARTIAL, plotting._FULL]
     ours = np.array([np.rint(np.array(to_rgb(c)) * 255) for c in colours]).astype(int)
     equal = (image[:, :, None] == ours).all(-1)
     assert (equal.sum(-1) == 1).all(), "a cell has a colour that is none of the legend's"
@@ -158,12 +158,12 @@ def test_every_forest_can_be_read(name: str) -> None:
     rectangles, values = nodes_drawn(figure)
     assert (values == forest.node_multiplicity).all()
     assert (rectangles[:, 0] == forest.node_start).all()
-    assert (rectangles[:, 1] == forest.node_depth).all()
+    assert (rectangles[:, 1] == forest.node_position).all()
     # within a pixel's least size and the gap between nodes
     ax = figure.axes[0]
     slack = np.abs(np.diff(ax.transData.inverted().transform([(0, 0), (1.5, 1.5)]), axis=0))[0]
     right = forest.node_subtree_end - rectangles[:, 2]
-    bottom = forest.node_depth + forest.node_length - rectangles[:, 3]
+    bottom = forest.node_position + forest.node_length - rectangles[:, 3]
     assert (np.abs(right) <= slack[0]).all()
     assert (np.abs(bottom) <= slack[1]).all()
     # a node is never invisible
@@ -179,7 +179,7 @@ def test_sequences_end_where_the_red_lines_are(name: str) -> None:
     lines = np.array(figure.axes[0].collections[1].get_segments())
     node = np.unique(forest.sequence_node)
     assert len(lines) == len(node)
-    assert (lines[:, :, 1] == (forest.node_depth + forest.node_length)[node][:, None]).all()
+    assert (lines[:, :, 1] == (forest.node_position + forest.node_length)[node][:, None]).all()
     start = forest.node_start[node]
     assert (lines[:, 0, 0] >= start).all()
     assert (lines[:, 0, 0] < lines[:, 1, 0]).all()
@@ -212,7 +212,7 @@ def test_a_label_that_does_not_fit_its_leaf_stands_below_it() -> None:
     box = label.get_window_extent().transformed(ax.transData.inverted())
     node = int(np.flatnonzero(forest.node_length == 150)[0])
     assert forest.node_start[node] < box.x0 < box.x1 < forest.node_subtree_end[node]
-    assert min(box.y0, box.y1) > forest.node_depth[node] + 150
+    assert min(box.y0, box.y1) > forest.node_position[node] + 150
     assert len(ax.texts) == 5
 
 
@@ -250,7 +250,7 @@ def test_the_colour_bar_runs_from_one_to_the_most_sequences() -> None:
 
 def test_darker_is_more() -> None:
     for most in (1, 2, 8, 9, 1000):
-        cmap, norm, _ = view._shades(most)
+        cmap, norm, _ = plotting._shades(most)
         steps = np.unique(np.geomspace(1, most, 20).astype(int))
         grey = [np.dot(cmap(norm(n))[:3], (0.3, 0.59, 0.11)) for n in steps]
         assert (np.diff(grey) < 0).all(), most
@@ -321,7 +321,7 @@ def test_the_legend_states_what_stats_say(cut: bool, window: int | None) -> None
 def test_cells_of_a_large_mask_are_averages(
     cells: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view, "_MAX_CELLS", cells)
+    monkeypatch.setattr(plotting, "_MAX_CELLS", cells)
     forest = deep_forest(30, 12, 0.3)
     mask, shape = mask_of(forest), TileShape(4, 6, cut=cut)
     num = forest.num_tokens
@@ -331,7 +331,7 @@ def test_cells_of_a_large_mask_are_averages(
     token = np.arange(num)
     overlap = np.clip(np.minimum(edge[1:], token + 1) - np.maximum(edge[:-1], token), 0, None)
     overlap /= num / cells
-    full, partial = view._tile_areas(mask.tables(shape), num, num)
+    full, partial = plotting._tile_areas(mask.tables(shape), num, num)
     np.testing.assert_allclose(full, overlap @ (tiles == 2) @ overlap.T, atol=1e-9)
     np.testing.assert_allclose(partial, overlap @ (tiles == 1) @ overlap.T, atol=1e-9)
 
@@ -342,10 +342,10 @@ def test_a_thin_diagonal_of_a_large_mask_is_seen() -> None:
     figure = plot_mask(mask_of(forest), TileShape(128, 128))
     assert_readable(figure)
     image = np.asarray(figure.axes[0].images[0].get_array()).astype(int)
-    empty = np.rint(np.array(to_rgb(view._EMPTY)) * 255)
+    empty = np.rint(np.array(to_rgb(plotting._EMPTY)) * 255)
     contrast = np.abs(image - empty).sum(-1)
     assert image.shape == (1024, 1024, 3)
-    full_contrast = np.abs(np.rint(np.array(to_rgb(view._PARTIAL)) * 255) - empty).sum()
+    full_contrast = np.abs(np.rint(np.array(to_rgb(plotting._PARTIAL)) * 255) - empty).sum()
     assert contrast.diagonal().min() > 0.35 * full_contrast
     off = np.abs(np.subtract.outer(np.arange(1024), np.arange(1024))) > 1
     assert contrast[off].max() == 0
