@@ -1,13 +1,13 @@
-"""The errors prefixtree raises on purpose: each says what was expected, what came, and the fix."""
+"""The errors prefixtree raises: each says what was expected, what came and how to mend it."""
 
 
 class ForestError(ValueError):
-    """The sequences, masks or trees handed in do not describe a prefix forest."""
+    """The sequences, masks or trees do not describe a prefix forest, or do not belong to it."""
 
 
 class UnsupportedError(NotImplementedError):
-    """A request that this build, device or model cannot serve exactly; the message says why."""
+    """This build, device or model cannot serve a request exactly; the message says why."""
 
 
 class InputError(ValueError):
-    """A file, a name or a setting that cannot be used; the message says which and why."""
+    """A file, a name or a setting cannot be used; the message says which one and why."""

@@ -29,8 +29,8 @@ class PrefixForest:
     """A path-compressed prefix forest in read-only numpy arrays.
 
     Build one with `from_sequences`, `from_padded`, `from_groups` or `from_parents`. A node is a run
-    of tokens that the same sequences hold. Nodes stand in preorder (depth first), so that the
-    tokens of any subtree are one run of the packed order.
+    of tokens that the same sequences hold. Nodes are in preorder (depth first), so the tokens of
+    any subtree are one contiguous run in packed order.
 
     Attributes:
         node_parent: int32 [N], the parent's index, -1 for a root.
@@ -92,10 +92,11 @@ class PrefixForest:
             sequences: S sequences of token ids, each a list, a numpy array or a torch tensor, 1-D.
                 A sequence may be repeated, or be a prefix of another.
             namespaces: S hashable labels, one per sequence; sequences of different namespaces share
-                nothing. For what token ids do not show: LoRA adapters, images, system state.
-                Default: everything may share.
-            order: how siblings stand. "heaviest": largest subtree first (fewest partial tiles; ties
-                first-come). "input": first-come. Results come back in input order either way.
+                nothing. Use them for differences that token ids do not show: LoRA adapters, images,
+                system state. Default: all sequences may share.
+            order: the order of siblings. "heaviest": largest subtree first, which gives the fewest
+                partial tiles; ties in input order. "input": input order. Results per sequence come
+                back in input order either way. Default: "heaviest".
 
         Returns:
             The forest, with `tokens`.
@@ -165,10 +166,11 @@ class PrefixForest:
         *,
         order: str = "heaviest",
     ) -> PrefixForest:
-        """Builds a tree per prompt, its responses below it: DualKV's case (arXiv 2605.15422).
+        """Builds one tree per prompt, with its responses as children.
 
-        The structure is taken as given: equal prompts are not joined and responses of one prompt
-        share nothing but it. `from_sequences` on prompt + response finds all sharing there is.
+        This is DualKV's case (arXiv 2605.15422). The structure is taken as given: equal prompts are
+        not joined, and responses of one prompt share nothing but the prompt. `from_sequences` on
+        prompt + response finds all sharing.
 
         Args:
             prompts: P sequences of token ids.
@@ -186,7 +188,7 @@ class PrefixForest:
         prompts, responses = list(prompts), [list(group) for group in responses]
         if len(prompts) != len(responses):
             raise ForestError(
-                "from_groups expects one list of responses a prompt, got "
+                "from_groups expects one list of responses per prompt, got "
                 f"{len(prompts)} prompts and {len(responses)} lists"
             )
         for i, group in enumerate(responses):
@@ -405,10 +407,13 @@ class PrefixForest:
         return (total[last] - total[:-1]).astype(np.int32)
 
     def path(self, sequence: int) -> np.ndarray:
-        """Returns the nodes of one sequence from its root down, as int64 indices.
+        """Lists the nodes of one sequence, from its root down.
 
         Args:
             sequence: the index of the sequence, in input order.
+
+        Returns:
+            int64 node indices, one per node of the path.
         """
         nodes = []
         node = int(self.sequence_node[sequence])
@@ -418,11 +423,15 @@ class PrefixForest:
         return np.array(nodes[::-1])
 
     def to_networkx(self) -> networkx.DiGraph:
-        """Returns the forest as a directed graph, edges from parent to child, in preorder.
+        """Converts the forest to a networkx graph.
 
-        Node attributes: start, length, position, level, subtree_end, multiplicity, sequences (a
-        list of the indices of those that end there) and tokens (an array of their ids, or None).
-        `depth` is the old name of position, for one release.
+        Returns:
+            A directed graph with an edge from each parent to each of its children. Graph nodes are
+            numbered 0 .. N - 1, in preorder. Attributes of each graph node, all in tokens where
+            they are lengths or positions: start, length, position, level, subtree_end,
+            multiplicity, sequences (a list of the indices of the sequences that end at the node)
+            and tokens (int64 token ids of the node, or None). `depth` is the old name of position,
+            kept for one release.
         """
         import networkx
 
@@ -460,7 +469,11 @@ class PrefixForest:
         n = len(parent)
         per_node = (start, length, self.node_position, self.node_subtree_end)
         if n == 0 or any(len(a) != n for a in per_node) or len(self.sequence_node) == 0:
-            raise ForestError("a forest has at least one node and one sequence, one entry a node")
+            raise ForestError(
+                "a forest needs at least one node and one sequence, and node arrays with one entry "
+                f"per node; got {n} parents, {[len(a) for a in per_node]} other entries and "
+                f"{len(self.sequence_node)} sequences"
+            )
         child, end = parent >= 0, start + length
         above = np.where(child, parent, 0)
 
@@ -477,7 +490,10 @@ class PrefixForest:
         limit = np.where(child, subtree_end[above], end[-1])
         require((subtree_end >= end) & (subtree_end <= limit), "subtree ends nest")
         weight = loops.trie.subtree_weights(parent, length)
-        require(subtree_end - start == weight, "its subtree is its own and its descendants' tokens")
+        require(
+            subtree_end - start == weight,
+            "its subtree holds its tokens and its descendants'",
+        )
         leaf = subtree_end == end
         ends = self.sequence_node
         if ends.min() < 0 or ends.max() >= n:

@@ -44,11 +44,11 @@ _ROUNDING = 1e-6
 def plot_forest(forest: PrefixForest) -> Figure:
     """Draws a forest from its roots downwards.
 
-    A node is a rectangle. It is as wide as its subtree has tokens, in packed order, and as high as
-    the node has tokens; it is the darker, the more sequences run through it. So its columns are
-    the packed tokens that see it. A red line closes each node at whose last token a sequence ends.
-    Nodes that have room carry their tokens and sequences; a node is never drawn smaller than a
-    pixel.
+    A node is a rectangle. Its width is the number of tokens of its subtree, in packed order, and
+    its height the number of tokens of the node. So its columns are the packed tokens that see it.
+    The more sequences run through a node, the darker it is. A red line closes each node at whose
+    last token a sequence ends. Nodes with room are labelled with their tokens and sequences. No
+    node is drawn smaller than a pixel.
 
     Args:
         forest: the PrefixForest.
@@ -115,12 +115,12 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
 
     Rows are queries, columns are keys, both in packed order, with the tiles of
     `mask.tables(shape, window)`: the aligned grid, or tiles cut at node borders. Up to 64 tokens
-    the visible pairs are drawn too. Up to 1,024 tokens every pair has one cell; beyond, a cell
-    blends the colours of what lies in it, with the share of empty tiles held below 0.6 where there
-    is work.
+    the visible pairs are drawn too. Up to 1,024 tokens every pair has one cell. Beyond that, a cell
+    blends the colours of its pairs, and the share of empty tiles is limited to 0.6 where the cell
+    has work.
 
     Args:
-        mask: the TreeMask; if it is `for_queries(...)`, only those rows are drawn.
+        mask: the TreeMask. Of a mask `for_queries(...)`, only those rows are drawn.
         shape: the tiles. Default: 128 x 128 on the aligned grid.
         window: the sliding window, in tokens. Default: none.
 
@@ -129,6 +129,7 @@ def plot_mask(mask: TreeMask, shape: TileShape | None = None, window: int | None
 
     Raises:
         UnsupportedError: matplotlib is not installed.
+        TypeError: anything but a TreeMask.
         ForestError: a mask without a query.
     """
     require_matplotlib()

@@ -329,7 +329,7 @@ def test_sound_arrays_are_taken() -> None:
         ("a leaf ends at least one sequence", {"sequence_node": [1, 3]}),
         ("sequence_node must name", {"sequence_node": [1, 2, 3, 4]}),
         ("sequence_node must name", {"sequence_node": [1, 2, 3, -1]}),
-        ("one entry a node", {"node_position": [0, 2, 2]}),
+        ("one entry per node", {"node_position": [0, 2, 2]}),
         ("at least one node and one sequence", {"sequence_node": []}),
         ("tokens must hold 6 ids", {"tokens": [1, 2, 3]}),
     ],

@@ -50,44 +50,47 @@ def flash_attn_dualkv_varlen_func(
     backend: str | None = None,
     deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """Attention of every decoded token to the whole context and, causally, to its response.
+    """Computes attention of decoded tokens to the whole context and, causally, to their response.
 
     Differentiable in q and in all keys and values; the context's gradient is the sum over all
     responses. The context's and the responses' keys (and values) are copied into one tensor.
 
-    Without a mask, a `cu_seqlens` on a GPU is read back: one synchronisation per call. On the CPU
-    it costs none. The same lengths find the mask and the tables of an earlier call again. With a
-    mask nothing is read from a device, and torch.compile sees one graph; without a mask, the graph
-    breaks here.
+    Without a mask, a `cu_seqlens` on a GPU is read back: one synchronisation per call. One on the
+    CPU needs none. Calls with the same lengths reuse the mask and the tables of an earlier call.
+    With a mask nothing is read from a device, and torch.compile sees one graph; without a mask, the
+    graph breaks here.
 
     Args:
         q: [Tq, H, D], the queries of the decoded tokens, response after response; a dtype that the
             backend serves (`tree_attention`).
-        k_context: [C, Hk, D], keys of the context, in q's dtype; C may be 0.
-        v_context: [C, Hk, Dv], its values.
-        k_decoded: [Tq, Hk, D], keys of the decoded tokens.
-        v_decoded: [Tq, Hk, Dv], their values.
+        k_context: [C, Hk, D] in q's dtype, keys of the context; C may be 0.
+        v_context: [C, Hk, Dv] in q's dtype, values of the context.
+        k_decoded: [Tq, Hk, D] in q's dtype, keys of the decoded tokens.
+        v_decoded: [Tq, Hk, Dv] in q's dtype, values of the decoded tokens.
         cu_seqlens_q: int32 or int64 [N + 1], 0 and the ends of the responses in q; a response may
             be empty. None only with a mask.
         cu_seqlens_k_decoded: the same numbers, as q holds every decoded token.
         max_seqlen_q: an upper bound of the longest response, in tokens. It is only checked; None
             skips the check.
-        context_seqlen: C, tokens of the context.
+        context_seqlen: C, the number of context tokens.
         max_seqlen_k_decoded: like max_seqlen_q.
-        softmax_scale: factor on q k^T. Default: D ** -0.5.
-        causal: True; nothing else is a forest.
-        mask: what `dualkv_mask` returned for these lengths (or any mask whose queries are all the
-            tokens behind the context). `cu_seqlens` are then compared with it only if they are on
-            the CPU, and not in compiled code; the maxima are not looked at.
-        backend: as in `tree_attention`. Default: the mask's option.
-        deterministic: as in `tree_attention`. Default: the mask's option.
+        softmax_scale: the factor on q k^T. Default: D ** -0.5.
+        causal: must be True: other attention is not that of a forest. Default: True.
+        mask: the mask that `dualkv_mask` returned for these lengths, or any mask whose queries are
+            all the tokens behind the context. `cu_seqlens` are then compared with it only if they
+            are on the CPU, and not in compiled code; the maxima are ignored. Default: made from
+            `cu_seqlens`.
+        backend: as in `tree_attention`. Default: the option of the mask.
+        deterministic: as in `tree_attention`. Default: the option of the mask.
 
     Returns:
         out [Tq, H, Dv] in q's dtype.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, each with what was expected.
-        UnsupportedError: causal=False, or lengths of q other than those of the decoded keys.
+        TypeError: an argument of another type, with the type that was expected.
+        ValueError: arguments that do not fit together, with what was expected.
+        UnsupportedError: causal=False, lengths of q other than those of the decoded keys, or a
+            backend that cannot serve the call.
     """
     if causal is not True:
         raise UnsupportedError(
@@ -131,14 +134,17 @@ def dualkv_mask(
     Args:
         cu_seqlens: int32 or int64 [N + 1], 0 and the ends of the responses. On a GPU it is read
             back once, here.
-        context_seqlen: C, tokens of the shared context.
+        context_seqlen: C, the number of tokens of the shared context.
         device: the device of q. Default: that of cu_seqlens.
 
     Returns:
         A TreeMask of C + Tq tokens whose queries are the last Tq.
 
     Raises:
-        TypeError, ValueError: cu_seqlens that is no ascending integer [N + 1] from 0.
+        TypeError: cu_seqlens that is no int32 or int64 tensor, or a context_seqlen that is no
+            integer.
+        ValueError: cu_seqlens that is not [N + 1], does not start with 0 or descends; a
+            context_seqlen below 0.
     """
     ends = _read(cu_seqlens, cu_seqlens)
     _check_ends(ends, ends[-1], None, None)
@@ -192,7 +198,7 @@ def _check_shapes(
     k_decoded: torch.Tensor,
     v_decoded: torch.Tensor,
 ) -> None:
-    """What `tree_attention` cannot see once context and responses are one tensor."""
+    """Checks shapes that `tree_attention` cannot see once context and responses are one tensor."""
     for name, context, decoded in (("k", k_context, k_decoded), ("v", v_context, v_decoded)):
         for part, x in (("context", context), ("decoded", decoded)):
             if x.ndim != 3:

@@ -165,7 +165,12 @@ _JITTERS = ("router_jitter_noise", "input_jitter_noise", "jitter_noise", "moe_ji
 
 
 def supported_model_types() -> list[str]:
-    """Model types that run, each proven by a test or allowed by `allow_model_type`."""
+    """Lists the model types that run.
+
+    Returns:
+        Values of `config.model_type`, sorted: those that a test compares with their eager run, and
+        those that `allow_model_type` let through in this process.
+    """
     return sorted(_FAMILIES)
 
 
@@ -178,7 +183,7 @@ def allow_model_type(
 ) -> None:
     """Allows a model type that this project has not tested; verify it yourself first.
 
-    For a type that is on the list already, the call allows a class or a forward of your own.
+    For a type that is on the list already, the call allows a class or a forward that you changed.
 
     Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
     gradient with eager attention per sequence): a model that ignores the mask, keeps a recurrent

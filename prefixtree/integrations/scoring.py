@@ -1,10 +1,9 @@
-"""`sequence_logprobs`: per-sequence log-probabilities of a packed forest, through the model's own
-forward.
+"""`sequence_logprobs`: per-sequence log-probabilities of a packed forest, through a model.
 
-The model, wrapped or not, is called once. Inside its forward the output embedding is handed the
-hidden states of the predictors, scores the edges in chunks and gives the scores in place of logits;
-they come back as `output.logits`, through whatever the wrappers do to outputs. So data-parallel and
-sharding wrappers see an ordinary forward, with its parameters used and its outputs returned.
+The model, wrapped or not, is called once. Inside its forward the lm_head gets the hidden states of
+the predictors, scores the edges in chunks and returns the scores in place of logits. They come back
+as `output.logits`, after whatever the wrappers do to outputs. So data-parallel and sharding
+wrappers see an ordinary forward, which uses its parameters and returns its outputs.
 
 Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
 predictors.
@@ -65,11 +64,14 @@ def sequence_logprobs(
         model: a causal language model of transformers with attn_implementation="prefixtree",
             wrapped (DDP, FSDP, PEFT) or not.
         packed: the packed forest, on the model's device.
-        temperature: what logits are divided by, above 0: one number, or one per sequence.
+        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+            Default: 1.0.
         loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
             predictor and is ignored. Default: every token is scored.
-        return_entropy: whether to compute entropies too.
-        chunk_size: edges whose logits are in memory at once. Default: about 2^26 / vocabulary.
+        return_entropy: whether to compute entropies too. Default: False.
+        chunk_size: the number of edges whose logits are in memory at once. Default: with the
+            Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
+            (2^22 / vocabulary on a CPU).
 
     Returns:
         SequenceScores: log-probabilities (and entropies), one tensor per sequence.
@@ -155,7 +157,7 @@ def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarra
     values = _as_numbers(temperature)
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
-            f"temperature must be one number or one a sequence ({count}), got shape "
+            f"temperature must be one number or one per sequence ({count}), got shape "
             f"{list(values.shape)}"
         )
     if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
@@ -167,7 +169,7 @@ def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarra
 
 
 def _as_numbers(temperature: Any) -> np.ndarray:
-    """float64, rounded to the float32 that logits are divided by."""
+    """The temperature as float64, rounded to float32, in which the logits are divided."""
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.tolist()
     with suppress(TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`tree_attention`: checks its arguments, calls the registered operator. `explain`: what runs.
+"""`tree_attention` checks its arguments and calls the operator; `explain` names the backend.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
 """
@@ -62,34 +62,37 @@ def tree_attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every packed token over its path in the forest: itself and its ancestors.
+    """Computes attention of every packed token to itself and its ancestors in the forest.
 
-    Differentiable once in q, k, v, sinks and, where it is returned, through lse. The gradient of a
-    shared token's key and value is the sum over all that see it, accumulated in float32.
+    Differentiable once in q, k, v, sinks and, with return_lse, through lse. The gradient of a
+    shared token's key and value is the sum over all queries that see it, accumulated in float32.
 
     Args:
-        q: [Tq, H, D]; Tq = T unless the mask is `for_queries(...)`. Strides are free.
-        k: [T, Hk, D], H a multiple of Hk (query head h reads kv head h // (H / Hk)).
-        v: [T, Hk, Dv].
-        mask: the packed forest's TreeMask, on the device of q.
-        scale: factor on q k^T; default: D ** -0.5.
-        window: a token sees keys less than `window` positions above it, itself counted.
-        softcap: c in c tanh(scale q k^T / c), before the mask.
-        sinks: [H] floating point, a logit a head that joins the softmax without a value (gpt-oss).
-        deterministic: whether gradients are bitwise repeatable; default: the mask's own option
-            (False unless `with_options` changed it).
+        q: [Tq, H, D], floating point; Tq = T unless the mask is `for_queries(...)`. Any strides.
+        k: [T, Hk, D] in q's dtype. H is a multiple of Hk; query head h reads kv head h // (H / Hk).
+        v: [T, Hk, Dv] in q's dtype.
+        mask: the packed forest's TreeMask, on the device of q, k and v.
+        scale: the factor on q k^T. Default: D ** -0.5.
+        window: the sliding window, in tokens: a token sees the keys less than `window` positions
+            before it on its path, itself included. Default: no window.
+        softcap: c in c tanh(scale q k^T / c), applied before the mask. Default: no soft cap.
+        sinks: [H] floating point, one logit per query head that joins the softmax without a value
+            (gpt-oss). Default: no sinks.
+        deterministic: whether gradients are bitwise repeatable. Default: the option of the mask
+            (False until `with_options` changes it).
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
-            on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the faster of triton
-            and flash by what was measured, sdpa where neither serves (`explain` says which).
-            Default: the mask's own option ("auto" unless `with_options` changed it).
-        return_lse: return lse as well.
+            on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the one of triton and
+            flash that was measured to be faster, sdpa where neither can serve the call (`explain`
+            says which). Default: the option of the mask ("auto" until `with_options` changes it).
+        return_lse: whether to return lse as well. Default: False.
 
     Returns:
-        out [Tq, H, Dv] in q's dtype; with return_lse also lse [H, Tq], float32 (float64 for float64
-        inputs), the natural log of the sum of exponentials over the keys, the sink left out.
+        out [Tq, H, Dv] in q's dtype. With return_lse also lse [H, Tq], float32 (float64 for float64
+        inputs): the natural log of the sum of exponentials over the keys, without the sink.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, each with what was expected.
+        TypeError: a mask that is no TreeMask.
+        ValueError: arguments that do not fit together, with what was expected.
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
@@ -121,17 +124,29 @@ def explain(
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> str:
-    """Which backend `tree_attention` would run for these arguments and why, in a sentence.
+    """Says which backend `tree_attention` would run for these arguments, and why.
 
     Args:
         mask: the packed forest's TreeMask.
-        q, k, v: as for `tree_attention`; all of them or none, which stands for half precision
-            (float32 on a CPU) with head dims of 128 on the mask's device.
-        scale, window, softcap, sinks, deterministic, backend: as for `tree_attention`; its defaults
-            too, so that the mask's own options count.
+        q: as in `tree_attention`. Give q, k and v together or leave out all three. Default: one
+            head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
+        k: as q.
+        v: as q.
+        scale: as in `tree_attention`.
+        window: as in `tree_attention`.
+        softcap: as in `tree_attention`.
+        sinks: as in `tree_attention`.
+        deterministic: as in `tree_attention`. Default: the option of the mask.
+        backend: as in `tree_attention`. Default: the option of the mask.
+
+    Returns:
+        One sentence. It starts with "tree_attention would refuse" and gives the reason where
+        `tree_attention` would raise an UnsupportedError.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, as in `tree_attention`.
+        TypeError: a mask that is no TreeMask.
+        ValueError: arguments that do not fit together, as in `tree_attention`; some of q, k and v
+            without the others.
     """
     check_mask(mask)
     if q is None or k is None or v is None:
@@ -156,7 +171,7 @@ def explain(
 
 
 def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
-    """The two options of a call: the mask's own where none is given."""
+    """Backend and deterministic of a call: where an argument is None, the option of the mask."""
     return (
         mask.backend if backend is None else backend,
         mask.deterministic if deterministic is None else deterministic,
@@ -173,7 +188,10 @@ def _check(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[float, int, float]:
-    """Raises on what does not fit; -> scale, window and softcap as numbers (0 for none)."""
+    """Raises where arguments do not fit together.
+
+    Returns scale, window and softcap as numbers; 0 stands for no window or no soft cap.
+    """
     check_mask(mask)
     dtype, device = q.dtype, mask.device
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -208,7 +226,7 @@ def _check(
     if sinks is not None:
         if sinks.shape != (heads,) or not sinks.is_floating_point():
             raise ValueError(
-                f"sinks must be floating point [{heads}], one a query head, got "
+                f"sinks must be floating point [{heads}], one per query head, got "
                 f"{list(sinks.shape)} of {sinks.dtype}"
             )
         if sinks.device != device:

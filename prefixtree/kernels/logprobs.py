@@ -21,8 +21,9 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels import lm_head as eager
 from prefixtree.kernels.lm_head import LogitRule
 
-# logits held at once, beside float32 copies of them. On a CPU blocks of 16 MiB, which malloc
-# reuses: larger ones come fresh from the kernel for every operation, measured 4x slower
+# The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
+# 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
+# operation, measured 4x slower
 _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
 # bytes of logits at once where nothing is held beside them: each chunk's part of the weight's
 # gradient, [V, d], is added to a float32 sum, which takes as long as a product of 400 rows
@@ -42,15 +43,20 @@ def linear_logprobs(
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
-    Logits are made in hidden's dtype (autocast's where it is on), as an eager lm_head makes them,
-    and everything after in float32. The backward makes them again, chunk by chunk, and sums the
-    weight's gradient in float32.
+    The logits are computed in hidden's dtype (autocast's dtype where it is on), as an eager lm_head
+    does; everything after them is computed in float32. The backward computes the logits again,
+    chunk by chunk, and sums the weight's gradient in float32.
 
     Args:
-        hidden [E, d], weight [V, d], bias [V] or None.
-        target: int64 [E]. temperature: float32 [E].
-        chunk: rows at once; unless said, as many as keep the logits near 512 MiB with the Triton
-            kernels, and chunk x V near 2^26 (2^22 on a CPU) without.
+        hidden: [E, d].
+        weight: [V, d].
+        bias: [V] or None.
+        target: int64 [E], the token whose log-probability each row gives.
+        temperature: float32 [E], the divisor of the logits.
+        rule: the family's change to the logits.
+        with_entropy: whether to compute the entropy too.
+        chunk: rows per chunk. Default: with the Triton kernels, as many as keep the logits near
+            512 MiB; without them, chunk x V is near 2^26 (2^22 on a CPU).
 
     Returns:
         float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats.
@@ -67,7 +73,11 @@ def linear_logprobs(
 
 
 def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
-    """Rows scored at once."""
+    """The number of rows per chunk.
+
+    Raises:
+        ValueError: a chunk that is neither None nor an integer >= 1.
+    """
     if chunk is not None:
         is_integer = isinstance(chunk, (int, np.integer)) and not isinstance(chunk, bool)
         if not is_integer or chunk < 1:
@@ -86,8 +96,11 @@ def lm_head_logprobs(
     with_entropy: bool,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """`linear_logprobs` for an lm_head that is more than a weight and a bias (an adapter on it, a
-    quantised or a sharded one): it is called chunk by chunk, again in the backward."""
+    """`linear_logprobs` for an lm_head that is more than a weight and a bias.
+
+    It may have an adapter, be quantised or be sharded. It is called chunk by chunk, and again in
+    the backward.
+    """
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
         z = rule.apply(lm_head(h).float()) / temp[:, None]
@@ -174,7 +187,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b, total in float32: in one call and without rounding a b where torch can."""
+    """total += a b with total in float32; in one call, without rounding a b, where torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
@@ -188,7 +201,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @cache
 def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch adds products of half precision to a float32 sum here: newer ones do."""
+    """Whether this torch adds half-precision products to a float32 sum; newer versions do."""
     ones, total = torch.ones(8, 8, device=device, dtype=dtype), torch.ones(8, 8, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -198,9 +211,10 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _kernels_for(hidden: torch.Tensor) -> ModuleType:
-    """What scores the logits of a chunk: Triton's kernels on a GPU, else torch's operations.
+    """The module that scores a chunk's logits: Triton kernels on a GPU, else torch's operations.
 
-    In compiled code those are fused by the compiler, and in a subclass they are what it knows.
+    In compiled code and for tensor subclasses it is torch's operations: the compiler fuses them,
+    and a subclass knows them.
     """
     if not hidden.is_cuda or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
         return eager
@@ -209,7 +223,7 @@ def _kernels_for(hidden: torch.Tensor) -> ModuleType:
 
 @cache
 def _compiled_for(device: torch.device) -> ModuleType:
-    """Triton's kernels if they compile here, with a warning if they should and do not."""
+    """The Triton kernels if they compile here; warns if they should compile and do not."""
     is_served = torch.version.hip is None and device_info.capability(device) >= (8, 0)
     if not is_served or find_spec("triton") is None:
         return eager
@@ -220,8 +234,8 @@ def _compiled_for(device: torch.device) -> ModuleType:
         fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])
     except Exception as problem:  # Triton, its compiler and the driver raise what they like
         warnings.warn(
-            "prefixtree: Triton cannot compile here, so logits are scored by torch's operations, "
-            f"slower and to the same results ({type(problem).__name__}: {problem})",
+            "prefixtree: Triton cannot compile here, so torch's operations score the logits: "
+            f"slower, with the same results ({type(problem).__name__}: {problem})",
             stacklevel=2,
         )
         return eager

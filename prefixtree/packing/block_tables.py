@@ -1,4 +1,4 @@
-"""`BlockTables`: what kernels read of a mask, in the tiles of a `TileShape`.
+"""`BlockTables`: the part of a mask that kernels read, in the tiles of a `TileShape`.
 
 Legend: T packed tokens, NQ query tiles, NK key tiles.
 """
@@ -16,15 +16,18 @@ from prefixtree.packing.transfers import lasting, move_all
 
 @dataclass(frozen=True)
 class TileShape:
-    """The tiles a kernel works in; its table builder and its launch read the same object.
+    """The tiles a kernel works in; the table builder and the launch read the same object.
 
     Attributes:
-        tile_q: query tokens a tile (tokens, not rows: a kernel may hold several heads of each).
-        tile_k: keys a tile.
-        cut: False for the aligned grid; True cuts key tiles at node borders, so that they may
-            start anywhere and be shorter than `tile_k`, where that saves work.
-        piece_tiles: query tiles of work after which a key tile's query run is cut in the backward;
-            0 never cuts.
+        tile_q: query tokens per tile (tokens, not rows: a kernel may hold several heads of each).
+        tile_k: keys per tile.
+        cut: False for the aligned grid; True cuts key tiles at node borders where that saves work,
+            so that they may start anywhere and be shorter than `tile_k`.
+        piece_tiles: the number of query tiles after which the backward cuts a key tile's query run
+            into another piece; 0 never cuts.
+
+    Raises:
+        ValueError: tile_q or tile_k below 1, or piece_tiles below 0.
     """
 
     tile_q: int
@@ -39,37 +42,42 @@ class TileShape:
 
 @dataclass(frozen=True, eq=False)
 class BlockTables:
-    """What a kernel reads besides q, k, v, `subtree_end` and, with a window, `position_ids`.
+    """The tables a kernel reads besides q, k, v, `subtree_end` and `position_ids`.
 
-    All int32, on the mask's device (moved there as one buffer). Tiles of either kind ascend in
-    packed order. Costs count half full tiles: 2 a full tile, 3 a partial one.
+    A kernel needs `position_ids` only with a window. All tables are int32, on the mask's device
+    (moved there as one buffer). Query tiles and key tiles ascend in packed order. The unit of a
+    cost is half a full tile: a full tile costs 2, a partial one 3.
 
     Attributes:
         q_tiles: [NQ, 3] packed start, first row in q, length.
-        k_tiles: [NK, 2] packed start, length. Lanes behind a tile's length belong to the next tile
-            and must be dead in the forward and in dQ, as if their subtree end were 0.
-        k_spans: [NK, tile_k] subtree_end[k] - k of each lane, 0 where dead: query q sees the key of
-            a lane exactly when q - k, as an unsigned number, is less (and the window allows it).
+        k_tiles: [NK, 2] packed start, length. If a tile is shorter than `tile_k`, its trailing
+            lanes hold the next tile's keys; forward and dQ must mask them, as if their subtree end
+            were 0.
+        k_spans: [NK, tile_k] subtree_end[k] - k per lane, 0 in the lanes to be masked. Query q sees
+            the key k of a lane exactly when q - k, as an unsigned number, is less than the span
+            (and the window allows it).
         q_order: [NQ] query tiles, costliest first.
-        q_cost: [NQ].
-        q_ptr, q_split: [NQ + 1], [NQ]: query tile i has the full runs q_ptr[i]:q_split[i] and the
-            partial runs q_split[i]:q_ptr[i + 1].
+        q_cost: [NQ] cost of each query tile.
+        q_ptr: [NQ + 1] query tile i has the runs q_ptr[i]:q_ptr[i + 1] of `q_runs`.
+        q_split: [NQ] of these, q_ptr[i]:q_split[i] are full and q_split[i]:q_ptr[i + 1] partial.
         q_runs: [*, 3] first key tile, end key tile, compares needed (the bits of
             `loops.mask_compares`; 0 for a full run). A key tile shorter than `tile_k` is never
-            full here: END stands for its dead lanes too.
-        partial_ptr, partial_tiles: [NQ + 1], [*, 2]: the partial runs once more, a key tile a row
-            (key tile, packed start), for kernels whose loop over them must not follow two tables.
-        k_cost: [NK].
-        k_ptr: [NK + 1]: key tile j has the runs k_ptr[j]:k_ptr[j + 1].
+            full here: the END compare masks its trailing lanes too.
+        partial_ptr: [NQ + 1] query tile i has the rows partial_ptr[i]:partial_ptr[i + 1] of
+            `partial_tiles`.
+        partial_tiles: [*, 2] key tile, packed start. These are the partial runs again, one row per
+            key tile, for kernels whose loop must read one table only.
+        k_cost: [NK] cost of each key tile.
+        k_ptr: [NK + 1] key tile j has the runs k_ptr[j]:k_ptr[j + 1] of `k_runs`.
         k_runs: [*, 4] first query tile, full begin, full end, end. Query tiles before `full begin`
-            need the causal and the end compare, those from `full end` on the end compare alone,
-            and outside the full part the window compare where there is a window. Lanes behind a
-            tile's length need no mask here: their rows are not stored.
+            need the causal and the end compare; those from `full end` on need the end compare
+            alone. With a window, both need the window compare too. Trailing lanes need no mask
+            here: their rows are not stored.
         pieces: [P, 5] key tile, first run, end run, slot, partial; costliest first. One program
-            works off one piece. Slot and partial are -1 where the key tile was not cut: it writes
-            its gradient directly. Otherwise it adds into accumulator `slot`, or, to be
+            processes one piece. Slot and partial are -1 where the key tile was not cut: the program
+            writes the gradient directly. Otherwise it adds into accumulator `slot`, or, to be
             deterministic, writes partial sum `partial`.
-        piece_cost: [P].
+        piece_cost: [P] cost of each piece.
         slots: [*, 3] key tile, first partial, end partial: the tiles to be reduced and cast.
     """
 
@@ -92,12 +100,19 @@ class BlockTables:
 
     @property
     def num_partials(self) -> int:
-        """Partial sums that the pieces of cut key tiles write; known without a look at them."""
+        """The number of partial sums that the pieces of cut key tiles write, from shapes alone."""
         # an uncut tile has one piece, and every piece of a cut one has a partial
         return len(self.pieces) - (len(self.k_tiles) - len(self.slots))
 
     def to(self, device: torch.device | str) -> BlockTables:
-        """The same tables on another device, moved in one asynchronous copy."""
+        """Copies the tables to a device, in one asynchronous copy.
+
+        Args:
+            device: the device to copy to.
+
+        Returns:
+            The same tables on `device`.
+        """
         names = [field.name for field in fields(self)]
         moved = move_all([getattr(self, name) for name in names], device)
         return BlockTables(**dict(zip(names, moved, strict=True)))
@@ -108,13 +123,13 @@ class MaskStats:
     """How well tiles of a shape fit a mask.
 
     Attributes:
-        visible_pairs: (query, key) pairs that attend, a head.
-        tile_pairs: (query tile, key tile) pairs that a forward visits.
-        partial_tiles: those of them that need a compare.
-        useful_share: visible pairs over the pairs that the visited tiles compute.
-        key_tiles: key tiles; more than the grid has where node borders were cut.
-        cut_tiles: key tiles whose query run was cut into pieces.
-        pieces: programs of the backward over keys.
+        visible_pairs: the number of visible (query, key) pairs, per head.
+        tile_pairs: the number of (query tile, key tile) pairs that a forward visits.
+        partial_tiles: the number of these pairs that need a compare.
+        useful_share: visible pairs divided by the pairs that the visited tiles compute, 0 .. 1.
+        key_tiles: the number of key tiles; with `TileShape.cut` it can exceed that of the grid.
+        cut_tiles: the number of key tiles whose query run was cut into pieces.
+        pieces: the number of programs of the backward over keys.
     """
 
     visible_pairs: int
@@ -134,12 +149,17 @@ def build_tables(
     shape: TileShape,
     window: int,
 ) -> BlockTables:
-    """The block tables of a mask, on the CPU.
+    """Builds the block tables of a mask, on the CPU.
 
     Args:
-        subtree_end, position: int32 [T].
+        subtree_end: int32 [T], one past the last packed token below each token.
+        position: int32 [T], each token's position on its path.
         query_runs: int64 [*, 3] (packed start, row in q, length), the tokens that q holds.
-        window: 0 for none.
+        shape: the tiles.
+        window: the sliding window, in tokens; 0 for none.
+
+    Returns:
+        The tables.
     """
     tables, costs = loops.block_tables, loops.tile_costs
     q_tiles = tables.query_tiles(query_runs, shape.tile_q)
@@ -187,6 +207,13 @@ def build_tables(
 
 
 def visited_tiles(tables: BlockTables) -> tuple[int, int]:
-    """(query tile, key tile) pairs that a forward visits: full and partial ones. CPU tables."""
+    """Counts the (query tile, key tile) pairs that a forward visits.
+
+    Args:
+        tables: the tables, on the CPU.
+
+    Returns:
+        The numbers of full and of partial pairs.
+    """
     _, full, partial = loops.tile_costs.query_costs(tables.q_ptr.numpy(), tables.q_runs.numpy())
     return int(full.sum()), int(partial.sum())

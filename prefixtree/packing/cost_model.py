@@ -1,4 +1,4 @@
-"""`CostModel`: what a token and a visible pair cost in an update, for the planner's balance."""
+"""`CostModel`: FLOPs per token and per visible pair in an update, for the planner's balance."""
 
 from __future__ import annotations
 
@@ -65,8 +65,12 @@ class CostModel:
 
         Args:
             config: of a causal language model, or of a model that has a text config.
-            gradient_checkpointing: whether every layer is checkpointed.
-            scored_share: scored tokens over distinct tokens, where the loss mask is known.
+            gradient_checkpointing: whether every layer is checkpointed. Default: False.
+            scored_share: scored tokens divided by distinct tokens, 0 .. 1. Default: 1.0, every
+                token is scored.
+
+        Returns:
+            The cost model, in FLOPs per update.
 
         Raises:
             ValueError: a config that transformers builds no language model from.

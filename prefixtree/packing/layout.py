@@ -102,10 +102,15 @@ class PackedForest:
         return self.num_tokens - self.forest.num_tokens
 
     def to(self, device: torch.device | str) -> PackedForest:
-        """Returns the same packed forest on another device: one copy, asynchronous to CUDA.
+        """Copies the packed forest to a device.
+
+        One copy moves all tensors. It is asynchronous to CUDA.
 
         Args:
-            device: where to.
+            device: the device to copy to.
+
+        Returns:
+            A PackedForest on `device`. Its mask shares the host tables of this one.
         """
         buffer = move(self._buffer, device)
         columns = _columns(buffer)
@@ -115,11 +120,14 @@ class PackedForest:
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> PackedForest:
-        """Returns the same packed forest with the mask's options changed.
+        """Changes the options of the mask.
 
         Args:
-            backend: as in `tree_attention`. Default: as it is.
-            deterministic: whether gradients are bitwise repeatable. Default: as it is.
+            backend: as in `tree_attention`. Default: unchanged.
+            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
+
+        Returns:
+            A PackedForest with these options, which shares its tensors with this one.
         """
         return PackedForest(
             self.forest, self._buffer, self.mask.with_options(backend, deterministic)
@@ -146,13 +154,16 @@ class PackedForest:
         }
 
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
-        """Returns the edges to score, each once.
+        """Lists the edges to score, each once.
 
         Args:
             loss_mask: one mask per sequence, [n], nonzero where a token is scored (a list, an array
                 or a tensor, aligned with the tokens). A shared token is scored where any of its
                 sequences asks for it. Entry 0 has no predictor and is ignored. Default: every
-                token is scored, except the first ones of the roots.
+                token is scored, except the first token of each root.
+
+        Returns:
+            The edges on the packed forest's device, ascending by `token`.
 
         Raises:
             ForestError: masks of another number or length than the sequences.
@@ -211,11 +222,15 @@ class PackedForest:
             padding_value: what stands where there is no token.
             padding_side: "right" or "left". Default: a forest made by `from_padded` puts every
                 token back into the column it came from; any other is padded on the right.
-            length: L, in tokens. Default: the padded length that came in, else the longest
-                sequence.
+            length: L, in tokens. Default: the padded length given to `from_padded`, otherwise the
+                length of the longest sequence.
+
+        Returns:
+            [S, L, ...] in the dtype of `values`.
 
         Raises:
-            TypeError, ForestError: as `unpack`.
+            TypeError: as `unpack`.
+            ForestError: as `unpack`.
             ValueError: an unknown side, or a length below the longest sequence.
         """
         self._check_values(values)
@@ -292,13 +307,31 @@ class PackedForest:
     # ---- what adapters build on --------------------------------------------------------------
 
     def flat_selection(self, loss_mask: Sequence[Any]) -> np.ndarray:
-        """Per-sequence masks as one uint8 [R], checked."""
+        """Checks per-sequence masks and joins them.
+
+        Args:
+            loss_mask: as in `edges`.
+
+        Returns:
+            uint8 [R], 1 where a token is selected.
+
+        Raises:
+            ForestError: masks of another number or length than the sequences.
+        """
         return flat_selection(loss_mask, self.forest.sequence_lengths)
 
     def selected_tokens(
         self, selected: np.ndarray, sequences: np.ndarray | None = None
     ) -> np.ndarray:
-        """bool [T]: tokens selected (uint8 [R]) in any of the sequences."""
+        """Finds the packed tokens that are selected in any of the sequences.
+
+        Args:
+            selected: uint8 [R], from `flat_selection`.
+            sequences: int64 indices of the sequences that count. Default: all.
+
+        Returns:
+            bool [T].
+        """
         if sequences is None:
             sequences = self._sequence_indices(None)
         args = (*self._nodes, sequences, self._offsets, selected, self.num_tokens)
@@ -307,7 +340,16 @@ class PackedForest:
     def copy_index(
         self, sequences: np.ndarray, selected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`loops.sequence_copies.copy_index` for this forest."""
+        """Finds the packed token behind each token of some sequences.
+
+        Args:
+            sequences: int64 indices of the sequences.
+            selected: uint8 [R], from `flat_selection`; an empty array selects every token.
+
+        Returns:
+            The packed index of each selected token, sequence after sequence (int32), and the
+            number of selected tokens per sequence (int64).
+        """
         return loops.sequence_copies.copy_index(*self._nodes, sequences, self._offsets, selected)
 
     @property

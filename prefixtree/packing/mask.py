@@ -1,4 +1,4 @@
-"""`TreeMask`: who sees whom in a packed forest.
+"""`TreeMask`: which tokens see which in a packed forest.
 
 Legend: T packed tokens, Tq query rows.
 """
@@ -18,21 +18,30 @@ from prefixtree.packing.host_mask import HostMask, make_handle
 
 
 class TreeMask:
-    """Query q sees key k exactly when k <= q < subtree_end[k], in packed (preorder) order.
+    """The attention mask of a packed forest.
 
-    Not a dataclass on purpose: wrappers such as FSDP1 take dataclasses among keyword arguments
-    apart. Immutable; `with_options`, `for_queries` and `to` return new ones that share the tables.
+    Query q sees key k exactly when k <= q < subtree_end[k], in packed (preorder) order. A mask is
+    immutable: `with_options`, `for_queries` and `to` return new masks that share the block tables.
+    It is not a dataclass on purpose: wrappers such as FSDP1 take dataclasses among keyword
+    arguments apart.
 
     Args:
-        subtree_end: int32 [T], one past the last packed token below each token. Must nest.
+        subtree_end: [T] integers (a list, an array or a tensor), one past the last packed token
+            below each token. They must nest.
 
     Attributes:
         subtree_end: int32 [T] on the mask's device.
         position_ids: int32 [T], each token's position on its path: what windows are measured in.
         query_tokens: None where q holds every packed token, else int32 [Tq], the packed index of
             each row of q.
-        backend, deterministic: what `tree_attention` uses where its own arguments are None.
+        backend: the backend that `tree_attention` uses where its `backend` is None. "auto" until
+            `with_options` changes it.
+        deterministic: the value that `tree_attention` uses where its `deterministic` is None. False
+            until `with_options` changes it.
         handle: int64 [1] on the CPU; stands for the mask in the registered operator.
+
+    Raises:
+        ForestError: a subtree_end that is not 1-D integers, is out of range or does not nest.
     """
 
     def __init__(self, subtree_end: Any) -> None:
@@ -73,36 +82,59 @@ class TreeMask:
 
     @property
     def device(self) -> torch.device:
-        """Where `subtree_end` lives."""
+        """The device of `subtree_end`."""
         return self.subtree_end.device
 
     @property
     def num_tokens(self) -> int:
-        """T, the packed tokens: rows of k and v."""
+        """T, the number of packed tokens: the rows of k and v."""
         return self.subtree_end.shape[0]
 
     @property
     def num_queries(self) -> int:
-        """Tq, rows of q: T unless the mask is `for_queries`."""
+        """Tq, the number of rows of q: T unless the mask is `for_queries`."""
         rows = self.subtree_end if self.query_tokens is None else self.query_tokens
         return rows.shape[0]
 
     def to(self, device: torch.device | str) -> TreeMask:
-        """The same mask on another device, in one asynchronous copy."""
+        """Copies the mask to a device, in one asynchronous copy.
+
+        Args:
+            device: the device to copy to.
+
+        Returns:
+            A TreeMask on `device` that shares the host tables of this one.
+        """
         # a tensor knows the index behind a bare "cuda"
         device = torch.empty(0, device=device).device
         mask = TreeMask.__new__(TreeMask)
         return mask._init(self.host, device, self.backend, self.deterministic, self.handle)
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> TreeMask:
-        """The same mask on the device of these two int32 copies of its arrays, using them."""
+        """Makes the mask of another device from arrays that are there already.
+
+        Args:
+            subtree_end: int32 [T], a copy of the mask's array on the other device.
+            position_ids: int32 [T], a copy of the mask's array on the same device.
+
+        Returns:
+            A TreeMask on the device of the two arrays, which uses them.
+        """
         self.host.adopt(subtree_end, position_ids)
         return self.to(subtree_end.device)
 
     def with_options(
         self, backend: str | None = None, deterministic: bool | None = None
     ) -> TreeMask:
-        """The same mask with other options; those not given stay. They travel into models."""
+        """Changes the options; the mask carries them through a model to `tree_attention`.
+
+        Args:
+            backend: as in `tree_attention`. Default: unchanged.
+            deterministic: whether gradients are bitwise repeatable. Default: unchanged.
+
+        Returns:
+            A TreeMask with these options that shares its tables with this one.
+        """
         mask = TreeMask.__new__(TreeMask)
         return mask._init(
             self.host,
@@ -113,11 +145,14 @@ class TreeMask:
         )
 
     def for_queries(self, ranges: Iterable[tuple[int, int]]) -> TreeMask:
-        """The same keys for a q that holds only some runs of the packed tokens.
+        """Makes the mask for a q that holds only some runs of the packed tokens.
 
         Args:
             ranges: (start, end) in packed tokens, ascending, not empty, not overlapping. Row r of q
                 is the r-th token that they name.
+
+        Returns:
+            A TreeMask with the same T keys and Tq queries.
 
         Raises:
             ForestError: ranges out of order or out of bounds, or a mask that is a subset already.
@@ -138,11 +173,33 @@ class TreeMask:
         return mask._init(host, self.device, self.backend, self.deterministic)
 
     def tables(self, shape: TileShape, window: int | None = None) -> BlockTables:
-        """The block tables for a tile shape, on the mask's device; built once and kept."""
+        """Makes the block tables for a tile shape; each is built once and kept.
+
+        Args:
+            shape: the tiles of the kernel.
+            window: the sliding window, in tokens. Default: none.
+
+        Returns:
+            The tables on the mask's device.
+
+        Raises:
+            ValueError: a window that is neither None nor an integer >= 1.
+        """
         return self.host.tables(shape, check_window(window), self.device)
 
     def stats(self, shape: TileShape, window: int | None = None) -> MaskStats:
-        """Useful share, partial and cut tiles for a tile shape. Counts pairs of one head."""
+        """Measures how well tiles of a shape fit the mask, per head.
+
+        Args:
+            shape: the tiles of the kernel.
+            window: the sliding window, in tokens. Default: none.
+
+        Returns:
+            The counts and the useful share.
+
+        Raises:
+            ValueError: a window that is neither None nor an integer >= 1.
+        """
         window = check_window(window)
         tables = self.host.tables(shape, window, torch.device("cpu"))
         full, partial = visited_tiles(tables)
@@ -159,14 +216,24 @@ class TreeMask:
         )
 
     def dense(self, window: int | None = None) -> torch.Tensor:
-        """bool [Tq, T] on the mask's device, for tests and the reference backend: T x T memory."""
+        """Makes the dense mask, for tests and the reference backend; it takes T x T memory.
+
+        Args:
+            window: the sliding window, in tokens. Default: none.
+
+        Returns:
+            bool [Tq, T] on the mask's device, true where a query sees a key.
+
+        Raises:
+            ValueError: a window that is neither None nor an integer >= 1.
+        """
         return dense_mask(self.host, self.device, check_window(window))
 
     def __copy__(self) -> TreeMask:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeMask:
-        # immutable, and a deep copy of what holds it must find its device again
+        # a mask is immutable; a deep copy of its PackedForest must find the same device again
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""`plan_micro_batches`: which sequences meet in which micro-batch, on which rank.
+"""`plan_micro_batches`: puts each sequence into a micro-batch of a rank.
 
 Sequences that share tokens should be computed together, micro-batches are limited by the distinct
-tokens they hold, and every rank should have the same work in the same number of steps. How that is
-found: `packing.assignment`. Legend: S sequences, N nodes.
+tokens they hold, and every rank should have the same work in the same number of steps. The search
+for such a plan is in `packing.assignment`. Legend: S sequences, N nodes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class MicroBatch:
     other (collectives match) and its scores sum to 0, with a graph to every parameter.
 
     Attributes:
-        sequence_indices: int64 [s], ascending indices into what was planned; row i of `packed`'s
-            sequences is sequence_indices[i].
+        sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
+            `packed` is sequence_indices[i].
         num_tokens: distinct tokens; 0 for an empty step.
         cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
             step.
@@ -62,9 +62,9 @@ class MicroBatch:
 
     @property
     def forest(self) -> PrefixForest:
-        """The forest of these sequences alone, cut out of the whole one without comparing tokens.
+        """The forest of these sequences alone, cut out of the plan's forest.
 
-        Made when it is first asked for, and kept.
+        It is made at the first access, without comparing tokens, and kept.
         """
         if self._forest is None and self.is_empty:
             self._forest = _dummy_forest(self._source)
@@ -74,9 +74,9 @@ class MicroBatch:
 
     @cached_property
     def packed(self) -> PackedForest:
-        """`pack(self.forest)` on the CPU; `.to(device)` moves.
+        """`pack(self.forest)`, on the CPU; `.to(device)` copies it to a device.
 
-        Made when it is first asked for, and kept: further passes find its block tables again.
+        It is made at the first access and kept, so that further passes reuse its block tables.
         """
         return pack(self.forest)
 
@@ -115,16 +115,18 @@ def _rebuild(
 
 @dataclass(frozen=True)
 class PlanStats:
-    """The tokens and FLOPs of a plan, and what to compare them with. Dummies count nowhere.
+    """The tokens and FLOPs of a plan, beside those of other ways to compute the batch.
+
+    Dummies of empty steps are not counted.
 
     Attributes:
         packed_tokens: tokens that the plan computes, summed over its micro-batches.
-        distinct_tokens: tokens of one forest over everything: no plan computes fewer.
-        replicated_tokens: tokens of all sequences: what a trainer without sharing computes.
+        distinct_tokens: tokens of one forest over all sequences. No plan computes fewer.
+        replicated_tokens: tokens of all sequences. A trainer without sharing computes these.
         micro_batches: the number of micro-batches that hold sequences.
         steps: micro-batches per rank, empty ones included.
         empty_steps: the number of dummies, over all ranks.
-        rank_costs: FLOPs of each rank by the cost model.
+        rank_costs: FLOPs of each rank, by the cost model.
         lockstep_cost: FLOPs of the costliest micro-batch of each step, summed over the steps: the
             time of ranks that wait for each other in every step, as under FSDP.
         naive_tokens: distinct tokens of micro-batches filled in input order up to the budget in
@@ -150,12 +152,12 @@ class PlanStats:
 
     @property
     def balance(self) -> float:
-        """Cost of the heaviest rank divided by the mean cost of a rank; 1.0 is even."""
+        """Cost of the heaviest rank divided by the mean cost per rank; 1.0 is even."""
         return max(self.rank_costs) * len(self.rank_costs) / sum(self.rank_costs)
 
     @property
     def lockstep_balance(self) -> float:
-        """`lockstep_cost` divided by the mean cost of a rank; 1.0 is even in every step."""
+        """`lockstep_cost` divided by the mean cost per rank; 1.0 is even in every step."""
         return self.lockstep_cost * len(self.rank_costs) / sum(self.rank_costs)
 
     def __str__(self) -> str:
@@ -194,7 +196,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         optimizer.step()
 
     Attributes:
-        forest: the one PrefixForest over everything.
+        forest: the PrefixForest over all sequences.
         max_tokens: the budget of a micro-batch, in distinct tokens.
         stats: PlanStats.
     """
@@ -242,7 +244,11 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
         Args:
             loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
-                predictor and does not count. Default: every token except the first ones.
+                predictor and does not count. Default: every token is scored, except the first
+                token of each sequence.
+
+        Returns:
+            The number of scored tokens over all sequences.
 
         Raises:
             ForestError: masks of another number or length than the sequences.
@@ -270,11 +276,11 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
                             (arXiv 2503.20783), with the greatest response length for example
 
         Args:
-            normalization: "token-mean", "sequence-mean" or "constant".
+            normalization: "token-mean", "sequence-mean" or "constant". Default: "token-mean".
             loss_mask: as in `num_loss_tokens`.
             constant: the divisor, in tokens, above 0; for "constant" alone.
             rank_reduction: "mean" where gradients are averaged over the ranks (DDP and FSDP do),
-                "sum" where they are added.
+                "sum" where they are added. Default: "mean".
 
         Returns:
             float64 [S], one weight per sequence, in input order.
@@ -339,14 +345,15 @@ def plan_micro_batches(
 
     Args:
         sequences: S sequences of token ids (lists, numpy arrays or torch tensors), or a forest.
-        max_tokens: the most distinct tokens that a micro-batch holds.
-        num_ranks: the number of data-parallel ranks.
+        max_tokens: the most distinct tokens that a micro-batch may hold.
+        num_ranks: the number of data-parallel ranks. Default: 1.
         groups: S hashable labels, None for a sequence without a group. The sequences of a group
             (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
             tokens fit. Default: no groups.
         min_steps: the least number of steps per rank; those that are not needed are empty.
+            Default: 1.
         namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
-            nothing.
+            nothing. Default: all sequences may share.
         cost_model: FLOPs per token and per visible pair, `CostModel.from_config(model.config)`.
             Default: those of a model like Qwen3-8B.
 

@@ -18,12 +18,14 @@ class Conversation:
     """A tokenized conversation.
 
     Attributes:
-        tokens: int64 [n], all of it.
-        loss_mask: bool [n], the tokens of assistant turns; None where they have no place in it.
-        turn_ends: int64, the tokens up to the end of each assistant turn; None likewise.
-        turns: where loss_mask is None, a (tokens, loss_mask, sampled) per assistant turn: the
-            conversation templated up to its end, in which this turn alone is scored; sampled are
-            the tokens of all assistant turns in it, as far as they are found. Else None.
+        tokens: int64 [n], token ids of the whole conversation.
+        loss_mask: bool [n], true for the tokens of assistant turns. None where the template
+            rewrites earlier turns, so that `tokens` does not hold them as the policy saw them.
+        turn_ends: int64, the number of tokens up to the end of each assistant turn. None where
+            loss_mask is None.
+        turns: where loss_mask is None, one (tokens, loss_mask, sampled) per assistant turn: the
+            conversation templated up to the turn's end, the tokens of this turn alone, and the
+            tokens of all assistant turns in it, as far as they are found. Otherwise None.
     """
 
     tokens: np.ndarray
@@ -35,17 +37,17 @@ class Conversation:
 class ChatTokenizer:
     """A tokenizer with a chat template.
 
-    Where a turn starts and ends is found by templating the conversation up to there, with and
+    To find where a turn starts and ends, the conversation is templated up to there, with and
     without the turn. Each of these texts must begin the next one. Some templates rewrite earlier
-    turns as a conversation goes on (they strip thinking): then no one sequence holds all turns as
-    the policy saw them, and each turn becomes a sequence of its own.
+    turns as a conversation goes on (they strip thinking). Then no single sequence holds all turns
+    as the policy saw them, and each turn becomes a separate sequence.
 
     Args:
         path: a folder with the files of a tokenizer, or its name on the Hugging Face hub.
 
     Raises:
-        InputError: a path that holds no tokenizer, one without a chat template, or one that does
-            not tell which letters a token stands for.
+        InputError: a path that holds no tokenizer. A tokenizer without a chat template, or one that
+            does not tell which characters a token stands for, raises when it is called.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,10 +60,16 @@ class ChatTokenizer:
         self._path = path
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special ones included.
+        """Decodes token ids, special ones included.
+
+        Args:
+            token_ids: the token ids.
+
+        Returns:
+            The text.
 
         Raises:
-            InputError: token ids that no tokenizer of this size has.
+            InputError: token ids outside the tokenizer's vocabulary.
         """
         try:
             return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
@@ -77,20 +85,21 @@ class ChatTokenizer:
 
         Args:
             messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
-            tools: the tools' schemas, where the template shows them.
+            tools: the tools' schemas, for templates that show them. Default: no tools.
 
         Returns:
             The tokens, with loss mask and turns.
 
         Raises:
-            InputError: messages of another shape, or that the template refuses.
+            InputError: messages of another shape or that the template refuses, a tokenizer without
+                a chat template, or one that does not tell which characters a token stands for.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(f"--tokenizer {self._path}: has no chat template to put messages in")
         if not self._tokenizer.is_fast:
             raise InputError(
-                f"--tokenizer {self._path}: is a slow tokenizer, which does not tell the letters "
-                "of a token; expected one with a tokenizer.json"
+                f"--tokenizer {self._path}: is a slow tokenizer, which does not tell which "
+                "characters a token stands for; expected one with a tokenizer.json"
             )
         messages = _checked(messages)
         tools = tools or None
@@ -144,7 +153,7 @@ class ChatTokenizer:
             ) from None
 
     def _encode(self, text: str) -> tuple[np.ndarray, dict[int, int]]:
-        """Token ids, and how many tokens end at or before a letter, for letters where one ends."""
+        """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.array(encoded["input_ids"], np.int64)
@@ -156,7 +165,7 @@ class ChatTokenizer:
         return tokens, borders
 
     def _trim(self, tokens: np.ndarray, start: int, end: int) -> int:
-        """The turn's end without what templates write behind the token that ends it."""
+        """The turn's end, without the text that templates write behind its last stop token."""
         stops = np.flatnonzero(tokens[start:end] == self._tokenizer.eos_token_id)
         if len(stops) and not self.decode(tokens[start + stops[-1] + 1 : end].tolist()).strip():
             return start + int(stops[-1]) + 1
@@ -164,7 +173,7 @@ class ChatTokenizer:
 
 
 def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | None:
-    """First token of a turn and the one past its last; None where they are not whole tokens."""
+    """First token and end token of a turn; None where its borders are not token borders."""
     start, end = borders.get(len(prompt)), borders.get(len(turn))
     if not turn.startswith(prompt) or start is None or end is None or start >= end:
         return None
@@ -172,9 +181,10 @@ def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | 
 
 
 def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
-    """Letters of `text` between two messages that are not the assistant's: what it wrote there.
+    """Finds the assistant's parts of `text`, as (start, end) in characters.
 
-    Messages are looked for in their order; the turns beside one that is not found are left out.
+    They lie between messages of other roles, which are searched in order. The assistant turns
+    beside a message that is not found are left out.
     """
     spans = []
     # where the last other message ended, None where it was not found; how far was searched
@@ -195,7 +205,7 @@ def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[in
 
 
 def _tokens_of(borders: dict[int, int], first: int, beyond: int) -> slice:
-    """The tokens of some letters."""
+    """The tokens of the characters first .. beyond."""
     ends, counts = np.array(list(borders)), np.array(list(borders.values()))
     before = int(np.searchsorted(ends, first, side="right")) - 1
     last = min(int(np.searchsorted(ends, beyond)), len(counts) - 1)

@@ -6,7 +6,7 @@ A line, or a row of a parquet file, is one object with
     messages                                         an OpenAI chat, tokenized by a chat template;
                                                      tools, the tools' schemas, go with it
 and optionally
-    loss_mask    0 or 1 per token id; for prompt and response it is 0 and 1 unless given
+    loss_mask    0 or 1 per token id; default: 0 for prompt_ids and 1 for response_ids
     turn_ends    for each assistant turn, the number of tokens up to its end
     id, group    names; rollouts of one task share a group
     messages     beside token ids: their text, for what `report` quotes
@@ -72,11 +72,12 @@ def read_rollouts(
 
     Args:
         path: JSON lines, gzipped or not, or parquet; "-" is standard input, JSON lines only.
-        strict: raise at the first broken line. Default: leave it out and keep the problem in
-            `Rollouts.problems`.
+        strict: whether to raise at the first broken line. Default: False: leave it out and keep
+            the reason in `Rollouts.problems`.
         watch: called with the open file and its size in bytes; returns the file to read from, to
-            show progress. Not called for standard input.
-        tokenizer: tokenizes rollouts that have messages and no token ids.
+            show progress. Not called for standard input. Default: no progress.
+        tokenizer: tokenizes rollouts that have messages and no token ids. Default: such a rollout
+            is a broken line.
 
     Returns:
         One sequence per rollout, in the file's order: token ids int64 [n], loss masks bool [n] or
@@ -223,7 +224,7 @@ def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> dict[str, 
 def _tokens(
     row: dict[str, Any], tokenizer: ChatTokenizer | None
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Any]:
-    """Token ids, and what their form implies of the loss mask, the turns' ends and the turns."""
+    """Token ids, loss mask, turn ends and turns, as far as the fields imply them (else None)."""
     whole = [name for name in _WHOLE if name in row]
     if whole:
         tokens = _token_ids(row, whole[0])

@@ -17,21 +17,23 @@ class Rollouts:
 
     Attributes:
         source: the file's name, for messages.
-        sequences: int64 token ids.
-        loss_masks: bool, one per token; all true for a rollout without a mask where others have
-            one. None where no rollout has one.
-        groups: the rollouts' groups, None for one without; None where no rollout has one.
-        ids: names; "line 7" for a rollout without one.
-        lines: the line each sequence came from, from 1.
-        turn_ends: per rollout, the tokens up to the end of each assistant turn, from `turn_ends`
-            or from the runs of ones in `loss_mask`; None where the line has neither.
-        messages: per rollout, the chat messages it came from or that stand beside its token ids,
-            or None; None where no rollout has them.
-        turns: per rollout, (tokens, loss mask, sampled) of each assistant turn, where a chat
-            template writes earlier turns anew as the conversation goes on; otherwise None.
-        sampled: bool, one per token, where such a turn's loss mask leaves out earlier turns, which
-            the policy sampled as well; otherwise None.
-        problems: what was wrong with each line that was left out.
+        sequences: int64 [n] token ids, one array per sequence.
+        loss_masks: bool [n], one array per sequence; all true for a rollout without a mask where
+            other rollouts have one. None where no rollout has one.
+        groups: one group per sequence, None for a rollout without one. None where no rollout has
+            one.
+        ids: one name per sequence; "line 7" for a rollout without a name.
+        lines: the line each sequence came from, counted from 1.
+        turn_ends: per sequence, int64, the number of tokens up to the end of each assistant turn.
+            They come from the field `turn_ends` or from the runs of ones in `loss_mask`; None where
+            the line has neither.
+        messages: per sequence, the chat messages it came from or that the line holds beside its
+            token ids, or None. None where no rollout has messages.
+        turns: per sequence, (tokens, loss mask, sampled) of each assistant turn, where the chat
+            template rewrites earlier turns as the conversation goes on; otherwise None.
+        sampled: per sequence, bool [n], true for the tokens that the policy sampled, where the loss
+            mask leaves out earlier turns that it sampled as well; otherwise None.
+        problems: one message per line that was left out, with the reason.
     """
 
     source: str
@@ -50,7 +52,14 @@ class Rollouts:
         return len(self.sequences)
 
     def take(self, indices: Sequence[int]) -> Rollouts:
-        """The sequences at `indices`, in that order."""
+        """Selects sequences.
+
+        Args:
+            indices: indices of the sequences.
+
+        Returns:
+            The sequences at `indices`, in that order.
+        """
         kept: dict[str, Any] = {
             name: [values[i] for i in indices]
             for name, values in vars(self).items()
@@ -59,11 +68,24 @@ class Rollouts:
         return replace(self, **kept)
 
     def first(self, count: int) -> Rollouts:
-        """The first `count` sequences, or all where there are fewer."""
+        """Selects the first sequences.
+
+        Args:
+            count: the number of sequences.
+
+        Returns:
+            The first `count` sequences, or all where there are fewer.
+        """
         return self.take(range(min(count, len(self))))
 
     def first_groups(self, count: int) -> Rollouts:
-        """The sequences of the first `count` groups, in order of appearance.
+        """Selects the sequences of the first groups, in order of appearance.
+
+        Args:
+            count: the number of groups.
+
+        Returns:
+            The sequences of the first `count` groups, or all where there are fewer.
 
         Raises:
             InputError: a rollout without a group.
@@ -84,8 +106,8 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
 
     Args:
         rollouts: as `read_rollouts` returns them.
-        strict: raise at a rollout whose turns are unknown. Default: leave it out and keep the
-            problem in `Rollouts.problems`.
+        strict: whether to raise at a rollout whose turns are unknown. Default: False: leave it out
+            and keep the reason in `Rollouts.problems`.
 
     Returns:
         One sequence per turn, in the order of the rollouts and their turns; loss masks are cut
@@ -151,7 +173,7 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
 def complete_masks(
     masks: Sequence[np.ndarray | None], sequences: Sequence[np.ndarray]
 ) -> list[np.ndarray] | None:
-    """All true for a sequence without a mask among others that have one; None where none has."""
+    """Gives sequences without a mask one that is all true; None where no sequence has a mask."""
     if all(mask is None for mask in masks):
         return None
     return [
@@ -161,7 +183,7 @@ def complete_masks(
 
 
 def note(problem: str, problems: list[str], strict: bool) -> None:
-    """Keeps what is wrong with a line in `problems`, or raises it with `strict`."""
+    """Appends the problem of a line to `problems`, or raises it with `strict`."""
     if strict:
         raise InputError(problem)
     problems.append(problem)

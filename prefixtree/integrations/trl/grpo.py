@@ -32,24 +32,25 @@ _ROW = "prefixtree_row"
 
 
 class PrefixTreeGRPOTrainer(GRPOTrainer):
-    """`trl.GRPOTrainer` on prefix forests: the same losses, gradients and metrics, computed once a
-    distinct token.
+    """`trl.GRPOTrainer` on prefix forests.
 
-    Takes the arguments of `GRPOTrainer`. Two things differ:
+    It gives the same losses, gradients and metrics, and computes each distinct token of a
+    micro-batch once. It takes the arguments of `GRPOTrainer`. Two things differ:
 
-    - log-probabilities and entropies (policy, old and reference) come from the packed forest of the
-      rows of a micro-batch. The models get attn_implementation="prefixtree", also to generate.
-    - micro-batches are shuffled, not rows: each holds neighbours of the generation batch, where the
-      completions of a prompt stand together. Old log-probabilities come from the same micro-batches
-      of rows, so that the ratio of a policy that has not moved is exactly 1.
+    - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
+      micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
+    - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
+      which the completions of a prompt are next to each other. Old log-probabilities come from the
+      same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update.
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
-    TRL's code. One metric is added, `prefixtree/replication_ratio`: tokens of a micro-batch over
-    distinct ones, on the logging process.
+    TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a micro-batch
+    divided by its distinct tokens, on the logging process.
 
     Raises:
-        UnsupportedError: when made, or at the first batch: whatever is not verified to give TRL's
-            own results. `docs/trl.md` has the list.
+        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
+            TRL's trainer. Settings and models are checked when the trainer is made, batches when
+            they come. `docs/trl.md` has the list.
     """
 
     # TRL's: the micro-batches of the last generation, None before the first
@@ -84,16 +85,24 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """TRL's only forward of policy, old policy and reference.
+        """Scores the completions; TRL calls it for the policy, the old policy and the reference.
 
         Args:
-            input_ids, attention_mask: [B, L].
-            logits_to_keep: C, the last columns, which are scored.
-            batch_size: rows that are packed together; all of them unless said.
+            model: the model to score with.
+            input_ids: int64 [B, L].
+            attention_mask: [B, L], 1 on tokens and 0 on padding.
+            logits_to_keep: C, the number of last columns, which are scored.
+            batch_size: the number of rows that are packed together. Default: B.
+            compute_entropy: whether to compute entropies. Default: False.
+            compute_aux_loss: must be False.
+            images: TRL's arguments for images, all of which must be None.
 
         Returns:
-            float32 log-probabilities [B, C], entropies [B, C] or None, and None for the loss of
-            experts. 0 where the mask is 0.
+            float32 log-probabilities [B, C], float32 entropies [B, C] or None, and None for the
+            auxiliary loss of experts. 0 where the mask is 0.
+
+        Raises:
+            UnsupportedError: compute_aux_loss, images, or a row with an empty prompt.
         """
         if compute_aux_loss:
             raise UnsupportedError(AUX_LOSS)
@@ -162,17 +171,20 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
 
 
 def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Micro-batches of shuffled rows -> micro-batches of neighbours, in a shuffled order.
+    """Turns micro-batches of shuffled rows into micro-batches of neighbouring rows.
 
-    A micro-batch comes where the first of its rows stood: as random as the shuffle, with no draw of
-    its own. Its rows stand as they were generated.
+    A micro-batch takes the place of the first of its rows in the shuffle, so its place is random
+    without another draw. Its rows keep the order in which they were generated.
 
     Args:
-        batches: micro-batches of equal size; every entry a tensor [B, ...] or one value for all
-            of them.
+        batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
+            dimensions or None for the whole micro-batch.
+
+    Returns:
+        As many micro-batches, without the entry that numbers the rows.
 
     Raises:
-        UnsupportedError: an entry that is neither.
+        UnsupportedError: an entry of another kind or size.
     """
     size = len(batches[0][_ROW])
     # [micro-batches, size]: where the rows of every run of neighbours stand
@@ -183,7 +195,11 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         parts = [batch[key] for batch in batches]
         if all(isinstance(part, torch.Tensor) and part.ndim > 0 for part in parts):
             if any(len(part) != size for part in parts):
-                raise UnsupportedError(f"batch entry {key!r} has not one row a completion")
+                raise UnsupportedError(
+                    f"batch entry {key!r} must have one row per completion ({size}), got "
+                    f"{[len(part) for part in parts]} rows in the micro-batches; install the TRL "
+                    "version the adapter is tested with"
+                )
             parts = list(torch.cat(parts)[order].split(size))
         elif not all(part is None or isinstance(part, torch.Tensor) for part in parts):
             raise UnsupportedError(

@@ -35,16 +35,18 @@ from prefixtree.packing.mask import TreeMask
 
 
 def use_tree_attention(trainer: Any) -> None:
-    """Lets an `AsyncGRPOTrainer` run on `tree_attention`; call it when the trainer is made.
+    """Makes an `AsyncGRPOTrainer` run on `tree_attention`; call it after making the trainer.
 
-    The trainer registers FlashAttention 3 under "tree_fa3" as it is made and loads its model under
-    that name; this registers ours under it, for every model of the process that has it.
+    The constructor of the trainer registers FlashAttention 3 under the name "tree_fa3" and loads
+    its model with that attention. This function registers `tree_attention` under the same name, for
+    every model of the process that uses it.
 
     Args:
         trainer: the `trl.experimental.async_grpo.AsyncGRPOTrainer`.
 
     Raises:
-        UnsupportedError: what is not verified, in its arguments, its model or the installed TRL.
+        UnsupportedError: the trainer's arguments, its model or the installed TRL is not verified,
+            with the reason.
     """
     packing = _packing()
     check_tree_attention(packing.tree_attention)

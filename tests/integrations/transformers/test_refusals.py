@@ -500,7 +500,7 @@ def test_a_forest_without_tokens():
 @pytest.mark.parametrize("temperature", [[1.0], [1.0] * 13, [[1.0] * 12], []])
 def test_temperatures_of_another_shape(temperature, packed):
     with pytest.raises(
-        ValueError, match=r"temperature must be one number or one a sequence \(12\)"
+        ValueError, match=r"temperature must be one number or one per sequence \(12\)"
     ):
         sequence_logprobs(build("qwen3"), packed, temperature=temperature)
 

@@ -281,7 +281,10 @@ def test_every_order_of_micro_batches_comes_up() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "message"),
-    [([["an image"]] * 4, "'extra' is a list"), (torch.zeros(3), "'extra' has not one row")],
+    [
+        ([["an image"]] * 4, "'extra' is a list"),
+        (torch.zeros(3), "'extra' must have one row per completion"),
+    ],
 )
 def test_an_unknown_batch_entry_is_refused(entry: Any, message: str) -> None:
     batches = shuffled(8, 2, seed=0)
