@@ -20,7 +20,7 @@ CASES = Path(__file__).parent / "cases"
 
 
 def questions() -> dict[str, str]:
-    """What each benchmark asks, by name: its docstring's first line, read without importing."""
+    """The question of each benchmark, by name: its docstring's first line, without importing it."""
     files = sorted(file for file in CASES.glob("*.py") if file.stem != "__init__")
     docs = {file.stem: ast.get_docstring(ast.parse(file.read_text())) or "" for file in files}
     return {name: doc.splitlines()[0] for name, doc in docs.items()}

@@ -45,7 +45,7 @@ def read(*patterns: str) -> list[dict[str, Any]]:
 
 
 def tables(name: str) -> Parts:
-    """What stands between the markers of that name in docs/results.md."""
+    """The tables between the markers of that name in docs/results.md."""
     function, *patterns = TABLES[name]
     case, part = function.split(".")
     module = importlib.import_module(f"benchmarks.cases.{case}")

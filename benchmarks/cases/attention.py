@@ -256,8 +256,7 @@ def head_dims(row: Row) -> tuple[int, int]:
 
 
 def automatic(row: Row) -> str:
-    """What `backend="auto"` takes for the case of a row, by the rule of now, with the 132
-    multiprocessors of an H200."""
+    """The backend that `"auto"` takes for the case of a row, on an H200 (132 multiprocessors)."""
     work = with_tail(row["flash_work"], row["longest_share"], row["heads"], 132)
     return "flash" if work <= most_work(row["head_dim"]) else "triton"
 

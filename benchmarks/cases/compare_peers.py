@@ -119,7 +119,7 @@ def judge(ours: dict[str, dict[str, float]], peers: Times) -> list[Target]:
 
 
 def machines(ours: dict[str, Any], files: Sequence[dict[str, Any]]) -> list[str]:
-    """What speaks against one machine, and which peers were red."""
+    """Notes: differences between the machines of the files, and which peers were red."""
     notes, here = [], ours["environment"]
     for data in files:
         there = data["environment"]

@@ -5,8 +5,8 @@
 For each configuration of `prefixtree/kernels/triton/configs.py`: registers, stack and shared memory
 of a program, how many programs a multiprocessor holds, and for the innermost loops over tiles
 (unmasked first) the instructions a warp scheduler issues, the cycles its tensor core is busy and
-the loads from local memory (spills) a step. `--candidates` adds shapes that were considered. Needs
-triton and its bundled ptxas and nvdisasm; no GPU. Not with TRITON_INTERPRET set.
+the loads from local memory (spills) per step. `--candidates` adds shapes that were considered. It
+needs triton with its bundled ptxas and nvdisasm; no GPU. Not with TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Code:
 
 
 def read(kernel: Any, warps: int, capability: int) -> Code:
-    """What the machine code of a compiled kernel says."""
+    """Reads the machine code of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -196,7 +196,7 @@ def _loop(body: list[str], warps: int) -> Loop:
 
 
 def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]]:
-    """Each configuration with the flags of each launch: dK and dV may have one of their own."""
+    """Each configuration with the flags of each launch: dK and dV may have separate ones."""
     for config in found:
         parts = ({"WITH_DV": False}, {"WITH_DK": False}) if config.apart else ({},)
         for part in parts:
@@ -238,7 +238,7 @@ CANDIDATES = {
 
 
 def tables(data: dict[str, Any]) -> Parts:
-    """What the machine code of the kernels says; what is chosen is in bold."""
+    """Figures from the machine code of the kernels; the chosen configuration is in bold."""
 
     def shape(row: dict[str, Any]) -> str:
         c = row["config"]

@@ -7,7 +7,7 @@ Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. 
 
     depth      128 sequences of 4,096 tokens, whatever the depth: one tree of 1 to 8 levels of
                equally long nodes; 1 shares nothing
-    branching  2, 4 or 8 children a node (so 7, 4 or 3 levels above 64 leaves) with nodes of 64 to
+    branching  2, 4 or 8 children per node (so 7, 4 or 3 levels above 64 leaves) with nodes of 64 to
                2,048 tokens, in as many trees as give about 524,288 replicated tokens
 
 Checks, sides and the FLOP bound are those of `lib/against.py`.
@@ -36,7 +36,7 @@ from benchmarks.lib.workloads import forest_of, full
 from prefixtree import PrefixForest
 
 PATH, TOKENS = 4096, 524_288
-# children a node, level by level: always 128 leaves, in an order in which the bound grows
+# children per node, level by level: always 128 leaves, in an order in which the bound grows
 FORKS = {
     1: [],
     2: [128],
@@ -145,9 +145,9 @@ def plot(report: Report, sides: Sequence[str]) -> None:
         ticks(axis, NODES)
     axes[3].axhline(1, color=COLOURS["bound"], linewidth=1, linestyle="--")
     title = f"speed-up over {LABELS[sides[0]]}; dashed: FLOP bound"
-    name(axes[2], "tokens a node", "speed-up", title)
+    name(axes[2], "tokens per node", "speed-up", title)
     title = f"efficiency over {LABELS[sides[0]]}"
-    name(axes[3], "tokens a node", "speed-up / FLOP bound", title, legend=False)
+    name(axes[3], "tokens per node", "speed-up / FLOP bound", title, legend=False)
     for axis in axes:
         axis.set_ylim(bottom=0)
     save(fig, report.options.plot)

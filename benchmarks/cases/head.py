@@ -3,7 +3,7 @@
     python -m benchmarks head --out head.json                        # on a GPU
     python -m benchmarks head --device cpu --scale 0.01 --repeats 1  # every code path
 
-What packing cannot shrink: responses are scored once, packed or replicated. Sides: triton and
+Packing cannot shrink this cost: responses are scored once, packed or replicated. Sides: triton and
 torch, `linear_logprobs` with the Triton kernels and with torch's operations on a chunk's logits;
 eager, what a trainer does without either: all logits at once, in float32 from there on. On rows
 picked at random log p and the gradient of the hidden states are held against float64, by eager's
@@ -105,7 +105,7 @@ def textbook(
 
 
 def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
-    """What `linear_logprobs` takes for a side, whatever it would choose."""
+    """The kernels that `linear_logprobs` must use for a side, in place of its choice."""
     if side == "triton":
         from prefixtree.kernels.triton import lm_head as fused
 
@@ -115,7 +115,7 @@ def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
 
 @dataclass
 class Reference:
-    """What every side of a case is held against.
+    """The results that every side of a case is held against.
 
     Attributes:
         rows: int64, picked. exact: log p of those rows and the gradient of their hidden states, in

@@ -314,13 +314,13 @@ def tables(data: Row) -> Parts:
 
 
 def plot(report: Report, sides: list[str]) -> None:
-    """Speed-ups over the peers by micro-batch, a line a prompt; memory of the largest by prompt."""
+    """Speed-ups over the peers by micro-batch, one line per prompt; peak memory by prompt."""
     rows = [row for row in report.rows if "ms" in row]
     packed = [row for row in rows if row["side"] == "packed"]
     prompts = sorted({row["prompt"] for row in packed})
     labels = [f"{p / 1024:.3g}K" if p >= 1024 else str(p) for p in prompts]
     others = [s for s in sides if any(s in row.get("speedup", {}) for row in packed)]
-    # our own backend is the bound's, no peer: shown where nothing else ran
+    # our backend gives the bound and is no peer: shown where nothing else ran
     others = [s for s in others if s != "own"] or others
     fig, axes = figure(2, f"a Qwen3-8B layer, {report.where}", len(others) // 2 + 1)
     for empty in axes[len(others) + 1 :]:

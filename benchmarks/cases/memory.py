@@ -7,7 +7,7 @@ Forward and backward of GRPO's loss (`Update.learn`) through a Qwen3-8B-shaped m
 weights, bf16, gradient checkpointing; prompts of P tokens with N responses of R = 512. The law: M0
 + a P + b N R packed, M0 + a N P + b N R replicated, weights and gradients in M0, fitted by least
 squares over the cases that fit; r^2 beside it. Of --layers a few do: a and b of more layers grow by
-the checkpoints alone, 2 x hidden bytes a token and layer. The sides are checked as in the case
+the checkpoints alone, 2 x hidden bytes per token and layer. The sides are checked as in the case
 `model`; out of memory is a row. On a CPU the resident memory is sampled, which is no measurement at
 tiny sizes.
 """
@@ -34,7 +34,7 @@ TERMS = {"packed": "M0 + a P + b N R", "replicated": "M0 + a N P + b N R"}
 
 
 def terms(side: str, row: Row) -> list[float]:
-    """What the law multiplies with M0, a and b."""
+    """The factors of M0, a and b in the law."""
     prompts = row["prompt"] * (1 if side == "packed" else row["count"])
     return [1.0, float(prompts), float(row["count"] * row["response"])]
 
@@ -130,7 +130,7 @@ def tables(data: Row) -> Parts:
 
 
 def plot(report: Report, sides: Sequence[str], fits: dict[str, Row | None]) -> None:
-    """Measured dots on the fitted lines: over P for every N, a panel a side."""
+    """Measured dots on the fitted lines: over P for every N, one panel per side."""
     counts = report.values("count")
     fig, axes = figure(len(sides), f"peak memory of a micro-batch, {report.where}")
     for axis, side in zip(axes, sides, strict=True):

@@ -2,7 +2,7 @@
 
     python -m benchmarks micro_batches --rollouts FILE.jsonl.gz --out OUT.json
 
-Workloads, on 8 ranks with budgets of 16K and 32K distinct tokens: the rollouts, a sample per turn
+Workloads, on 8 ranks with budgets of 16K and 32K distinct tokens: the rollouts, one sample per turn
 (without --rollouts they are left out), as they are and with their tasks kept together, and 512
 prompts x 16 ragged responses. Time: 100,000 sequences of 50M tokens. Costs are those of the default
 `CostModel`. Times are medians after a warm-up, on this machine, with the threads it has.
@@ -122,8 +122,8 @@ def lower_bound(
 def costliest_micro_batch(forest: PrefixForest, node_cost: np.ndarray, max_tokens: int) -> float:
     """Least known upper bound of the cost of `max_tokens` tokens that hold their ancestors.
 
-    From the leaves up, a node takes in the densest block below it (cost a token) as long as that is
-    denser than its own: who wants the one pays for the other. Blocks then get no denser downwards,
+    From the leaves up, a node takes in the densest block below it (cost per token) while that is
+    denser than the node: who wants the one pays for the other. Blocks then get no denser downwards,
     and the densest max_tokens tokens, the last block taken in part, are the best of the linear
     relaxation (Sidney's decomposition of a tree).
     """

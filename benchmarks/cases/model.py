@@ -6,17 +6,17 @@
 Random weights, bf16, gradient checkpointing, weights and gradients but no optimizer state. An
 update: old log-probabilities of every micro-batch, then forward and backward of each with a clipped
 GRPO loss on `sequence_logprobs`. Cases: one prompt of 8K with 32 responses of 131 to 2,048 tokens,
-in micro-batches of 4, 8 and 32; the airline rollouts, a sample per turn, in micro-batches of 32K
+in micro-batches of 4, 8 and 32; the airline rollouts, one sample per turn, in micro-batches of 32K
 tokens: distinct ones for the packed side (`plan_micro_batches`), copies counted for the others; and
 16 sequences that share nothing. Block tables and packing are made before; the case `planning` times
 them.
 
 Sides (`lib/replicated.py`): packed; fa2, fa4, own: the replicated batch through FA2, flash-attn-4
-and our own backend, everything else, the chunked head too, being the same. They are checked on a
-small model first (`layers.check_sides`), and their old log-probabilities against each other; red
-has no times. The bound is the time of `own` over the ratio of the FLOPs of the two batches;
-`of_bound` is the bound over the packed time. MFU is the useful FLOPs over time and --peak: those of
-the distinct tokens, nothing recomputed; `own_mfu` counts a side's own tokens. Out of memory is a
+and our backend, everything else, the chunked head too, being the same. They are checked on a small
+model first (`layers.check_sides`), and their old log-probabilities against each other; red has no
+times. The bound is the time of `own` over the ratio of the FLOPs of the two batches; `of_bound` is
+the bound over the packed time. MFU is the useful FLOPs over time and --peak: those of the distinct
+tokens, nothing recomputed; `own_mfu` counts the tokens that a side computes. Out of memory is a
 row; where the replicated sides are out of memory, the case runs again with the next smaller of
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
 --layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would.
@@ -362,7 +362,7 @@ def layers_by(data: Row) -> Parts:
 
 
 def plot(report: Report) -> None:
-    """Replicated tokens a second, and peak memory, a bar a side."""
+    """Replicated tokens per second, and peak memory, one bar per side."""
     rows = [row for row in report.rows if "seconds" in row]
     groups = list(dict.fromkeys((row["case"], row["layers"]) for row in rows))
     sides = list(dict.fromkeys(row["side"] for row in rows))

@@ -72,8 +72,8 @@ def _status(field: str) -> int:
 def peak_memory(dtype: type) -> float:
     """Greatest resident memory while a forest is built, beyond the input's, over the input's.
 
-    tracemalloc does not see what numba allocates: so the kernel's own count, in a new process,
-    whose allocator has no freed memory to hide in.
+    tracemalloc does not see what numba allocates. So this is the operating system's count, in a new
+    process, whose allocator has no freed memory to hide in.
     """
     PrefixForest.from_sequences([np.array([1, 2], dtype), np.array([1, 3], dtype)])
     sequences = per_turn(dtype)
@@ -127,7 +127,7 @@ def measure_forests() -> list[Row]:
 
 
 def measure_packed() -> list[Row]:
-    """What happens with a packed forest of the per-turn sequences, on the CPU."""
+    """Times the operations on a packed forest of the per-turn sequences, on the CPU."""
     sequences = per_turn()
     forest = PrefixForest.from_sequences(sequences)
     packed = pack(forest)
@@ -162,7 +162,7 @@ def measure_packed() -> list[Row]:
 
 
 def measure_tables(names: list[str], rollouts: Path | None) -> list[Row]:
-    """Building block tables, and how well the tiles fit, a workload and a shape."""
+    """Building block tables, and how well the tiles fit, per workload and shape."""
     rows = []
     for name in names:
         forest = workload(name, rollouts)

@@ -4,12 +4,12 @@
     python -m benchmarks peers --device cpu --scale 0.01 --repeats 1               # every code path
 
 Attention forward and backward, 32 query heads, 8 kv heads, head dim 128, bf16. Sides: packed, by
-`--backend`; the replicated batch through FA2 ("fa2"), flash-attn-4 ("fa4") and our own backend
+`--backend`; the replicated batch through FA2 ("fa2"), flash-attn-4 ("fa4") and our backend
 ("own"); the forest through FlexAttention ("flex"). Checks and the bound are those of
 `lib/against.py`.
 
 Ceilings: what kernels reach without any tree, dense causal attention of 4 sequences of 8,192 tokens
-by flash-attn-4, cuDNN, FA2 and our own backend, held against each other before they are timed, and
+by flash-attn-4, cuDNN, FA2 and our backend, held against each other before they are timed, and
 a product of bf16 matrices. TF are useful TFLOP/s, forward 4 D H x pairs, backward 2.5 times that.
 """
 
@@ -159,7 +159,7 @@ def tables(data: Row) -> Parts:
 
 
 def plot(report: Report, sides: Sequence[str]) -> None:
-    """Speed-up of packed over each side, a group of bars a workload."""
+    """Speed-up of packed over each side, one group of bars per workload."""
     rows = [row for row in report.rows if row.get("speedup")]
     fig, (axis,) = figure(1, f"packed attention over others', {report.where}")
     fig.set_size_inches(11, 4.4)

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks planning --wait 120 \
         --out benchmarks/results/cpu/planning.json --plot docs/images/planning.png
 
-Two kinds of rollouts: a sample per turn of agents' conversations (7 to 8 copies of a token) and
+Two kinds of rollouts: one sample per turn of agents' conversations (7 to 8 copies of a token) and
 prompts of 512 tokens with 16 responses of 1,024 each. Steps: `PrefixForest.from_sequences`, `pack`,
 and the tables of two tile shapes. Beside them a dict trie, and FlexAttention's `create_block_mask`,
 which looks at T x T pairs and stops where those no longer fit. Before any time: every sequence is
@@ -86,7 +86,7 @@ WORKLOADS: dict[str, Callable[[int], list[np.ndarray]]] = {
 
 
 def dict_trie(sequences: list[np.ndarray]) -> dict[int, Any]:
-    """The textbook trie: a dict a node, by token."""
+    """The textbook trie: one dict per node, by token."""
     root: dict[int, Any] = {}
     for sequence in sequences:
         node = root
@@ -138,7 +138,7 @@ def times(run: Callable[[], object], repeats: int) -> Row:
 
 
 def check(sequences: list[np.ndarray], forest: PrefixForest, ends: np.ndarray) -> list[str]:
-    """What is wrong, before anything is timed."""
+    """Lists what is wrong, before anything is timed."""
     red = []
     packed = pack(forest)
     ids = packed.input_ids

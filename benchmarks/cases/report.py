@@ -3,10 +3,9 @@
     python -m benchmarks report --out OUT.json    # about 2 minutes, 1 GB of temporary files
     python -m benchmarks report --small           # a hundredth of it
 
-Each figure is a median of runs of the
-command as a user starts it, in a process of its own, imports included, with a progress bar on a
-terminal of its own; cpu_seconds show what of it was the machine's other work. The stages are timed
-once, in this process.
+Each figure is a median of runs of the command as a user starts it: in a new process, imports
+included, with a progress bar on a terminal of that process. cpu_seconds tell how much of the time
+went to other work of the machine. The stages are timed once, in this process.
 """
 
 from __future__ import annotations

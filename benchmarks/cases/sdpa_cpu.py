@@ -2,9 +2,9 @@
 
     python -m benchmarks sdpa_cpu ROLLOUTS.jsonl.gz [--tasks 2] [--out OUT.json]
 
-CPU, fp32, 8 heads of 64, a sequence per assistant turn, forward and backward. The packed result is
-compared with the replicated one first, out and gradients; red prints no time. Median of 3 after one
-warm-up; the two sides in turn.
+CPU, fp32, 8 heads of 64, one sequence per assistant turn, forward and backward. The packed result
+is compared with the replicated one first, out and gradients; red prints no time. Median of 3 after
+one warm-up; the two sides in turn.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks update --fsdp --rollouts FILE
     python -m benchmarks update --device cpu --scale 0.02 --repeats 1 --rollouts FILE  # every path
 
-The airline rollouts, a sample per turn, with seeded random advantages. Random weights in bf16,
+The airline rollouts, one sample per turn, with seeded random advantages. Random weights in bf16,
 gradient checkpointing. An update: the samples are split into micro-batches and packed, the old
 log-probabilities of all are computed, then forward and backward of each with a clipped GRPO loss, a
 mean over the tokens of the whole mini-batch, then AdamW. All of that is in the time. AdamW's
@@ -16,7 +16,7 @@ Sides: fa2, every sequence by itself through FA2, in micro-batches of at most --
 verl's `rearrange_micro_batches` makes them; verl, the same micro-batches, each as a forest; packed,
 `plan_micro_batches` with that many distinct tokens.
 
-Before anything is timed, --checked of the samples are computed in float32 by transformers' own sdpa
+Before anything is timed, --checked of the samples are computed in float32 by transformers' sdpa
 attention, every sequence alone, without prefixtree or FSDP, with old log-probabilities that lie 1
 nat below, at or above the new ones: the clip acts, and no rounding decides where. A side's errors
 against that (log-probabilities; the gradient, whole and of every parameter) may be 1.5 times those
@@ -70,7 +70,7 @@ SIDES = {
 FACTOR, WORST = 1.5, 3.0
 # errors of a whole run; all others are a parameter's
 OVERALL = ("log-probabilities", "worst log-probability", "gradient")
-# what the replicated run's own error may be: above, the rule would allow anything. Of 28 layers on
+# limits of the replicated run's error: above them, the rule would allow anything. Of 28 layers on
 # a CPU it is 0.06 nats and 13 % of the gradient; unrelated ones differ by 1.4 and 141 %
 SANE = {"log-probabilities": 0.2, "gradient": 0.5}
 
@@ -80,7 +80,7 @@ SANE = {"log-probabilities": 0.2, "gradient": 0.5}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of the checked samples.
+    """The results of the checked samples.
 
     Attributes:
         logprobs: float32 [n - 1] each, on the CPU, 0 where not scored.
@@ -156,7 +156,7 @@ def rms(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> floa
 
 
 def errors(found: Outcome, exact: Outcome) -> dict[str, float]:
-    """By what is judged; the parameters relative to their own norms."""
+    """Errors by name; those of parameters are relative to their norms."""
     gaps, norms = {}, {}
     for name, other in found.gradients.items():
         gradient = exact.gradients[name].to(other.device)
@@ -194,7 +194,7 @@ class Check:
         self.base = errors(outcome(update, self.samples, self.exact, alone), self.exact)
 
     def limits(self) -> dict[str, float]:
-        """What each error may be; in float32, where order decides, a hundred epsilons more."""
+        """The limit of each error; in float32, where order decides, a hundred epsilons more."""
         is_exact = self._options.dtype == "float32"
         slack = 100 * torch.finfo(torch.float32).eps if is_exact else 0.0
         factors = dict.fromkeys(self.base, FACTOR) | {"worst log-probability": WORST}
@@ -413,7 +413,7 @@ def tables(*runs: Row) -> Parts:
 
 
 def plot(report: Report) -> None:
-    """Seconds and peak memory, a bar a side."""
+    """Seconds and peak memory, one bar per side."""
     rows = [row for row in report.rows if "seconds" in row]
     labels = [SIDES[row["side"]].replace(", ", "\n") for row in rows]
     colours = [COLOURS.get(row["side"], "#41b6c4") for row in rows]

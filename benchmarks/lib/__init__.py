@@ -1,1 +1,1 @@
-"""What several benchmarks use; nothing here imports a case."""
+"""Code that several benchmarks use; nothing here imports a case."""

@@ -2,9 +2,9 @@
 
 The packed side is held against float64 first (`lib/checks.py`), the others against the packed one;
 red has no times. `bound` is the ratio of visible pairs, which are all that attention computes;
-efficiency is a side's speed-up over it. It passes 1 where our kernels do a pair faster than the
-side's: so the replicated batch also runs through our own backend ("own"), and efficiency over that
-is what the tree costs the kernels.
+efficiency is a side's speed-up divided by it. It passes 1 where our kernels take less time per pair
+than those of the side. So the replicated batch also runs through our backend ("own"); the
+efficiency over that shows what the tree costs the kernels.
 """
 
 from __future__ import annotations

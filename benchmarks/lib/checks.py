@@ -27,7 +27,7 @@ Results = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one tensor's errors came to.
+    """The errors of one tensor over their limits.
 
     Attributes:
         name: of the tensor.
@@ -64,7 +64,7 @@ def dense_group(
         v: [T, Dv].
         dout: [T, G, Dv].
         subtree_end: int [T], on the host.
-        dtype: float64 for the reference, the inputs' own for eager.
+        dtype: float64 for the reference, that of the inputs for eager.
         chunk: query tokens at a time; a chunk holds a few tensors of G x chunk x visible keys. Sums
             in float32 are better in small chunks: for float32 inputs small chunks are too strict.
 
@@ -80,7 +80,7 @@ def dense_group(
     q, k, v, dout = (rounded(x) for x in (q, k, v, dout))
     out, dq = torch.zeros_like(dout), torch.zeros_like(q)
     lse = q.new_zeros(tokens, group)
-    # a head each: eager rounds the gradient of every copy of k and v before it adds them up
+    # one per head: eager rounds the gradient of every copy of k and v before it adds them up
     dk, dv = (x.new_zeros(group, *x.shape) for x in (k, v))
     device_end = torch.as_tensor(subtree_end, device=q.device)
     for begin in range(0, tokens, chunk):

@@ -57,7 +57,7 @@ def _processor() -> str:
 def about(options: argparse.Namespace) -> Row:
     """The environment, with what a GPU result needs besides."""
     here = environment()
-    # a copy of a checkout may have a git of its own, which knows another commit
+    # a copy of a checkout may have another git repository, which knows another commit
     here["commit"] = options.commit or here["commit"]
     here["cuda"] = torch.version.cuda
     try:

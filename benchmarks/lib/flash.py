@@ -1,4 +1,4 @@
-"""The flash backend with one of its own choices fixed, and how far two results are apart."""
+"""The flash backend with one of its choices fixed, and how far two results are apart."""
 
 from __future__ import annotations
 

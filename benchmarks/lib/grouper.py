@@ -1,4 +1,4 @@
-"""Prefix Grouper's way, by its own package: the prompt's attention, then every response's over a
+"""Prefix Grouper, by its package: attention of the prompt, then of every response over a
 copy of the prompt's keys and values (arXiv 2506.05433).
 
 The package lays q, k and v out and puts the results back; what it calls for attention is FA2 over

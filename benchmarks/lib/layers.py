@@ -95,11 +95,11 @@ def checkpointed(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is computed in one forward.
+    """The sequences of one forward.
 
     Attributes:
         sequences: token ids.
-        masks: bool, what is scored.
+        masks: bool [n] per sequence, true where a token is scored.
         forest: of the sequences.
     """
 
@@ -113,13 +113,13 @@ class Batch:
         return cls(sequences, masks, PrefixForest.from_sequences(sequences))
 
     def packed(self, side: str, device: str) -> PackedForest:
-        """As the side's forest: the tree, or a chain a sequence."""
+        """As the side's forest: the tree, or one chain per sequence."""
         forest = self.forest if side == "packed" else chains(self.forest)
         return pack(forest).to(device)
 
 
 def attention_of(side: str, forest: PrefixForest, device: str, dtype: str) -> Attention | None:
-    """What `attending` takes for a side; None where the tree mask itself says what to do."""
+    """The attention of a side, for `attending`; None where the tree mask is enough."""
     if side in ("packed", "own"):
         return None
     lengths = forest.sequence_lengths.tolist()
@@ -149,7 +149,7 @@ def response_lengths(count: int, scale: float, seed: int = 0) -> list[int]:
 
 
 def faster_layers(model: Any, by: str) -> None:
-    """What trainers do to a model's norms, activations and rotary embeddings before they train it.
+    """Replaces norms, activations and rotary embeddings of a model, as trainers do.
 
     Args:
         by: transformers (nothing), compile (torch.compile of every decoder layer, for any number

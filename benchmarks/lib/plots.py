@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# one colour a side everywhere
+# one colour per side everywhere
 COLOURS = {
     "packed": "#225ea8",
     "own": "#7fcdbb",
@@ -56,7 +56,7 @@ def line(axis: Axes, side: str, x: Sequence[Any], y: Sequence[Any], **more: Any)
 
 
 def bars(axis: Axes, values: Mapping[str, Sequence[Any]]) -> None:
-    """In every group a bar a side; None is a gap."""
+    """In every group one bar per side; None is a gap."""
     width = 0.8 / len(values)
     for i, (side, some) in enumerate(values.items()):
         at = [n + (i - (len(values) - 1) / 2) * width for n in range(len(some))]

@@ -83,7 +83,7 @@ class Ranks:
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def agree(self, value: Any) -> Any:
-        """What the first rank says, so that all go the same way."""
+        """The value of the first rank, so that all ranks go the same way."""
         box = [value]
         if self.count > 1:
             dist.broadcast_object_list(box)
@@ -134,7 +134,7 @@ def turn_samples(
 
 @dataclass(frozen=True)
 class Samples:
-    """A mini-batch, a row a sequence.
+    """A mini-batch, one entry per sequence.
 
     Attributes:
         sequences: token ids. masks: bool, what is scored. advantages: float32 [S].
@@ -197,7 +197,7 @@ class Step:
         indices: of its samples; none where it is empty.
         packed: their forest, or chains; of an empty one a token that nothing is scored on.
         attend: for `attending`.
-        masks: bool [n] a sequence.
+        masks: bool [n] per sequence.
         advantage, weight: float32 [sum of n - 1].
     """
 
@@ -243,7 +243,7 @@ class Step:
 def deal(
     side: str, samples: Samples, max_tokens: int, ranks: Ranks, shape: Any, with_empty: bool
 ) -> tuple[list[tuple[np.ndarray, PrefixForest]], np.ndarray]:
-    """This rank's micro-batches: samples and forest; and a weight a sample for the loss."""
+    """This rank's micro-batches: samples and forest; and one weight per sample for the loss."""
     if side != "packed":
         rows = verl_micro_batches(samples.lengths, max_tokens, ranks.count)[ranks.rank]
         parts = [np.array(row, np.int64) for row in rows]

@@ -1,10 +1,10 @@
 """The replicated batch as a trainer without sharing computes it, for whole layers and models.
 
-A model with attn_implementation="prefixtree" is given a forest of chains, one a sequence, and
+A model with attn_implementation="prefixtree" is given a forest of chains, one per sequence, and
 inside `attending` its attention is another's: FA2 or flash-attn-4 over variable lengths. So both
 sides share everything else, the chunked head included, and no copy of the model is needed.
 
-Sides, by name: "packed" (the forest), "own" (the replicated batch through our own backend, from
+Sides, by name: "packed" (the forest), "own" (the replicated batch through our backend, from
 which the bound is made), "fa2" (`prefixtree.testing.attention.replicated_attention`), "fa4".
 """
 
@@ -56,7 +56,7 @@ def _has(name: str) -> bool:
 
 
 def chains(forest: PrefixForest) -> PrefixForest:
-    """The replicated batch: every sequence a tree of its own, in input order."""
+    """The replicated batch: every sequence a separate tree, in input order."""
     lengths = forest.sequence_lengths
     tokens = None
     if forest.tokens is not None:
@@ -70,7 +70,7 @@ def copies(forest: PrefixForest) -> torch.Tensor:
 
 
 def pairs(forest: PrefixForest) -> int:
-    """(query, key) pairs that attend, per head."""
+    """The number of visible (query, key) pairs per head."""
     return visible_pairs(
         forest.node_position.astype(np.int64), forest.node_length.astype(np.int64), None
     )

@@ -1,4 +1,4 @@
-"""What cases with a row per measurement have in common: options, rows, files, exit codes.
+"""The common part of cases with one row per measurement: options, rows, files, exit codes.
 
 A row is a dict: its case, then what was measured, or `red` (the checks that failed: no times), or
 `failed` (an error), or `out_of_memory`: that is a result, and does not fail the run.
@@ -73,7 +73,7 @@ class Report:
         return out
 
     def values(self, key: str) -> list[Any]:
-        """What rows have there, each once, in their order."""
+        """The values that rows have for a key, each once, in the order of the rows."""
         return list(dict.fromkeys(row[key] for row in self.rows if key in row))
 
     def attempt(self, case: Row, measure: Callable[[], Row]) -> Row:

@@ -11,7 +11,7 @@ from prefixtree import PrefixForest, TileShape
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured on a workload besides its forest.
+    """The heads of the attention that is measured on a workload.
 
     Attributes:
         heads, kv_heads: query heads and kv heads.
@@ -33,8 +33,8 @@ class Shape:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
 
-# Every grouping and head dim that the flash backend serves, at 1 to 16 query heads a kv head; those
-# without a model's name are here for that.
+# Every grouping and head dim that the flash backend serves, at 1 to 16 query heads per kv head. The
+# shapes without a model's name are here for that.
 SHAPES = {
     "qwen3-8b": Shape(32, 8, 128),
     "qwen3-30b-a3b": Shape(32, 4, 128),

@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Column:
-    """What stands in a table's column.
+    """One column of a table.
 
     Attributes:
         head: its heading.

@@ -34,7 +34,7 @@ def median_ms(
             continue
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # the GPU waits a moment, so that launches are queued before it begins: a host that is
-        # slower than the kernels would be timed otherwise (its own time is a column of the table)
+        # slower than the kernels would be timed otherwise (host time is a column of the table)
         torch.cuda._sleep(_HEAD_START)
         begin.record()
         run()

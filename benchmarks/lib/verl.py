@@ -35,7 +35,7 @@ def largest_differencing(weights: np.ndarray, parts: int, equal_sizes: bool) -> 
 def verl_micro_batches(
     lengths: np.ndarray, max_tokens: int, num_ranks: int
 ) -> list[list[list[int]]]:
-    """The method of verl's `rearrange_micro_batches` with dynamic batches, a list a rank.
+    """The method of verl's `rearrange_micro_batches` with dynamic batches, one list per rank.
 
     As of verl 0.9.1: samples go to the ranks, and within a rank to micro-batches, each time by
     largest differencing over a workload of 24,576 n + n^2 for n replicated tokens. Ranks get as

@@ -107,7 +107,7 @@ def workload(
     Args:
         name: one of NAMES.
         rollouts: the JSONL.gz file that "airline per turn" reads (`group`, `token_ids`,
-            `turn_ends` a line).
+            `turn_ends` per line).
         order: of siblings, as in `PrefixForest`.
         tasks: of "airline per turn", the first so many groups; the benchmark is all 8.
     """

@@ -1,6 +1,6 @@
 """The three-way tolerance of docs/design.md: ours and same-dtype eager, both against float64.
 
-Eager is written out here on its own, so that a wrong reference backend cannot hide behind itself.
+Eager is written out here separately, so that a wrong reference backend cannot hide behind itself.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: At
 
 
 def _dsinks_limit(case: Case, reference: Results, eps: float) -> torch.Tensor:
-    """What dsinks [H] may be off by, whatever its terms happen to add up to.
+    """The limit of the error of dsinks [H], whatever its terms happen to add up to.
 
     It is minus the sum of share x dout x out over rows and columns, the share being the sink's of
     the softmax. Both signs are as frequent, so the sum may be anything down to 0, and an error

@@ -1,6 +1,6 @@
 """One rank of the runs of test_distributed.py.
 
-Runs every case, one after the other: what it computed, or the traceback, a case.
+Runs every case, one after the other; gives the result or the traceback per case.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
     lora: bool = False
     # for DistributedDataParallel
     options: tuple[tuple[str, bool], ...] = ()
-    # FSDP2: the head in a group of its own; bfloat16 parameters
+    # FSDP2: the head in a separate group; bfloat16 parameters
     head_alone: bool = False
     half: bool = False
 
@@ -94,7 +94,7 @@ RUNS = [
     (case, step)
     for case in CASES
     for step in STEPS
-    # torch's own limit: the first iteration of a static graph must be reduced
+    # a limit of torch: the first iteration of a static graph must be reduced
     if (case, step) != ("ddp, static graph", "accumulation")
 ]
 

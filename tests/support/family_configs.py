@@ -347,10 +347,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# model types of parts, which need no proof of their own: their wholes are proven
+# model types of parts, which need no separate proof: their wholes are proven
 PARTS = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
 
-# Older transformers hand these families no positions or their own attention mask: refused there.
+# Older transformers give these families no positions, or an attention mask: they are refused there.
 REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
 # older transformers cannot run these at all
 BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}

@@ -80,7 +80,7 @@ def _padded(x: torch.Tensor, tile: int) -> torch.Tensor:
 def _lists(
     given: BlockSparseTensorsTorch, rows: int, columns: int
 ) -> Iterator[tuple[int, int, bool, bool]]:
-    """(row, column, partial, last of its list) for every tile, after flash-attn-4's own checks."""
+    """(row, column, partial, last of its list) for every tile, after flash-attn-4's checks."""
     counts = {True: given.mask_block_cnt, False: given.full_block_cnt}
     indices = {True: given.mask_block_idx, False: given.full_block_idx}
     for partial in (True, False):

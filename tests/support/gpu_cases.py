@@ -1,4 +1,4 @@
-"""What the tests on a GPU share, whichever backend they test."""
+"""Helpers that the tests on a GPU share, whichever backend they test."""
 
 from __future__ import annotations
 

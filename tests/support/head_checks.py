@@ -8,7 +8,7 @@ from prefixtree.kernels.lm_head import LogitRule
 
 
 def columns_of(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """log p of the targets and the entropy, of logits z [R, V] in their own dtype. [R, 2]"""
+    """log p of the targets and the entropy, of logits z [R, V] in their dtype. [R, 2]"""
     logp = z.log_softmax(-1)
     chosen = logp.gather(1, target[:, None])[:, 0]
     return torch.stack([chosen, -(logp.exp() * logp).sum(-1)], -1)

@@ -134,7 +134,7 @@ def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
 
 
 def ragged_sequences(seed: int = 0) -> list[np.ndarray]:
-    """Two trees, the first 5 nodes deep, and a chain of its own: with sequences that end inside a
+    """Two trees, the first 5 nodes deep, and a separate chain: with sequences that end inside a
     tree, one that is repeated, a one-token node, and branches behind a branch."""
     rng = np.random.default_rng(seed)
 
@@ -166,7 +166,7 @@ class Objective:
 
     Attributes:
         sequences: token ids.
-        temperatures: one a sequence.
+        temperatures: one per sequence.
         loss_masks: [n] each, or None.
         weights: [n - 1, 2] each: a and b.
     """
@@ -213,7 +213,7 @@ def ragged_packed() -> PackedForest:
 
 @dataclass(frozen=True)
 class Run:
-    """What one side computed."""
+    """The results of one side."""
 
     logprobs: list[torch.Tensor]
     entropy: list[torch.Tensor]
@@ -264,7 +264,7 @@ def run_packed(
 
 
 def let_wrong_masks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the count of attention calls, which stops wrong masks before the test's own check."""
+    """Without the count of attention calls, which stops wrong masks before the test's check."""
     monkeypatch.setattr(scoring, "every_layer_attends", lambda *_: nullcontext())
 
 

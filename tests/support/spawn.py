@@ -24,7 +24,7 @@ LIMIT = 240  # seconds
 
 
 def run_ranks(module: str, folder: Path) -> list[Any]:
-    """What each rank returned; all of them have ended."""
+    """The result of each rank; all of them have ended."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", __name__, module, str(rank), str(folder)],
@@ -46,7 +46,7 @@ def run_ranks(module: str, folder: Path) -> list[Any]:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """A file a rank, there as soon as its result is whole."""
+    """One file per rank, there as soon as its result is whole."""
     return [folder / f"rank{rank}.pt" for rank in range(WORLD_SIZE)]
 
 

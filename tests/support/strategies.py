@@ -59,7 +59,7 @@ def tree_arguments(
 
 @st.composite
 def forests(draw: st.DrawFn, max_nodes: int = 10, max_length: int = 6) -> PrefixForest:
-    """Forests of any structure, with a token of its own everywhere."""
+    """Forests of any structure in which every token has another id."""
     return PrefixForest.from_parents(**draw(tree_arguments(max_nodes, max_length)))
 
 

@@ -179,7 +179,7 @@ def check_pairs(
     window: int | None,
     name: str,
 ) -> None:
-    """What a kernel computes from the tables is the dense mask."""
+    """Checks that a kernel that follows the tables computes the dense mask."""
     q = query_tokens(mask)[:, None]
     k = np.arange(mask.num_tokens)[None]
     end = mask.subtree_end.cpu().numpy()

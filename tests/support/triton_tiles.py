@@ -17,7 +17,7 @@ DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16
 
 @dataclass(frozen=True)
 class Tiles:
-    """What `configs.choose` shall answer; heads None: as the table would have it."""
+    """The answer that `configs.choose` shall give; heads None: that of the table."""
 
     tma: bool
     forward: Config
