@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def message(old: str, new: str) -> str:
-    """What is said of an old name."""
+    """The text of the warning for an old name."""
     return f"{old} is now {new}; the old name will be removed in prefixtree {_GOES}"
 
 

@@ -126,7 +126,7 @@ def label_numbers(
     labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
     if len(labels) != count:
         raise ForestError(
-            f"{name} must name one {name.removesuffix('s')} a sequence: got {len(labels)} {name} "
+            f"{name} must name one {name.removesuffix('s')} per sequence: got {len(labels)} {name} "
             f"for {count} sequences"
         )
     numbers: dict[Hashable, int] = {None: -1} if none_is_no_label else {}

@@ -1,7 +1,7 @@
-"""What a token costs in a model: parameters, the linear weights it meets, and visible pairs.
+"""The cost of a token in a model: parameters, the linear weights it meets, and visible pairs.
 
-All of it is read off the model itself, built on the meta device, layer by layer: so a gated and a
-plain MLP, fused projections, latent attention, shared and routed experts count as what they are.
+The costs are read from the model, built on the meta device, layer by layer. So a gated and a plain
+MLP, fused projections, latent attention, shared and routed experts count as what they are.
 The planner's `CostModel`, `report --model` and the memory line of `verify` read it from here.
 
 A token meets every weight of a linear layer once: 2 FLOPs per weight in a forward. It meets k / E
@@ -27,7 +27,7 @@ SOFTMAX = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a token costs in one layer.
+    """The cost of a token in one layer.
 
     Attributes:
         kind: transformers' name: full_attention, sliding_attention, linear_attention or others.
@@ -44,7 +44,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a token costs in a causal language model.
+    """The cost of a token in a causal language model.
 
     Attributes:
         model_type: transformers' name.
@@ -53,11 +53,11 @@ class ModelCost:
         outside_weights: linear weights a token meets outside layers, embedding and lm_head.
         lm_head_weights: of the language model's head; only scored tokens meet them.
         hidden, vocabulary: sizes.
-        heads, head_dim, value_dim: of the config; layers may have others of their own.
+        heads, head_dim, value_dim: of the config; single layers may have others.
         kv_heads: the most of any layer.
         intermediate: features of the MLPs a token meets, mean over layers; 0 where not known.
         normalised_queries: whether queries and keys are normalised.
-        element_bytes: of a weight and an activation.
+        element_bytes: bytes per element of weights and activations.
     """
 
     model_type: str
@@ -87,7 +87,7 @@ class ModelCost:
 
     @property
     def layer_bytes(self) -> int:
-        """A of `prefixtree.sharing.estimate`: bytes a layer keeps per token for backward."""
+        """A of `prefixtree.sharing.estimate`: bytes that a layer keeps per token for backward."""
         b, h = self.element_bytes, self.hidden
         heads = self.heads + self.kv_heads
         norms = 2 * (4 + 2 * b) * h
@@ -97,7 +97,7 @@ class ModelCost:
         return norms + attention + 4 * b * self.intermediate
 
     def activation_bytes(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes that all layers keep of `tokens` for backward, with backward's own gradients."""
+        """Bytes that all layers keep of `tokens` for backward, and of the gradients in backward."""
         layers = len(self.layers)
         if checkpointing:
             return tokens * (layers * self.element_bytes * self.hidden + 2 * self.layer_bytes)
@@ -131,7 +131,8 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
     Args:
         model: a causal language model of transformers, on any device, or its config; of a config
             the model is built on the meta device, without weights.
-        element_bytes: default: those of the config's dtype, or 2.
+        element_bytes: bytes per element of weights and activations. Default: those of the config's
+            dtype, or 2 where it has none.
 
     Raises:
         ValueError: a config that transformers builds no language model from, or no layers found.

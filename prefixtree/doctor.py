@@ -1,4 +1,4 @@
-"""What is installed here, what would run and why: what `prefixtree doctor` shows.
+"""Examines the installation: packages, GPUs, and the backend that would run, with the reason.
 
 Nothing that is missing or broken stops it, except what `import prefixtree` itself needs.
 """
@@ -141,7 +141,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Backend:
-    """What `explain` says for some head shapes ("32/8 x 128"); problem: it raised instead."""
+    """The answer of `explain` for some head shapes ("32/8 x 128"), or the error that it raised."""
 
     heads: tuple[str, ...]
     says: str
@@ -150,7 +150,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Health:
-    """What `examine` found.
+    """The result of `examine`.
 
     Attributes:
         prefixtree: its version. folder: where it was imported from.
@@ -174,7 +174,7 @@ class Health:
 
     @property
     def broken(self) -> list[str]:
-        """What is required and does not work."""
+        """The required packages that do not work."""
         named = [
             f"{package.wanted.name}: {package.problem or 'not installed'}"
             for package in self.packages
@@ -222,7 +222,7 @@ def look_up(wanted: Wanted) -> Package:
 
 
 def backends(device: torch.device) -> tuple[Backend, ...]:
-    """What `explain` says of each of `HEADS` on the device; equal sentences once."""
+    """The answers of `explain` for `HEADS` on the device; equal sentences once."""
     said: dict[tuple[str, bool], list[str]] = {}
     for heads, kv_heads, dim in HEADS:
         try:

@@ -142,7 +142,9 @@ class PrefixForest:
                 f"{list(ids.shape)} and {list(mask.shape)}"
             )
         if ids.size == 0:
-            raise ForestError(f"from_padded got an empty batch of shape {list(ids.shape)}")
+            raise ForestError(
+                f"from_padded expects at least one row and one column, got shape {list(ids.shape)}"
+            )
         mask = mask != 0
         lengths = mask.sum(1)
         first = mask.argmax(1)
@@ -259,7 +261,10 @@ class PrefixForest:
         topological = loops.trie.parents_first(parent)
         if len(topological) < n:
             bad = int(np.setdiff1d(np.arange(n), topological)[0])
-            raise ForestError(f"parents has a cycle through node {bad}")
+            raise ForestError(
+                f"parents has a cycle through node {bad}; expected a path to a root (-1) from "
+                "every node"
+            )
         flat = source = None
         if tokens is not None:
             if is_nested(tokens):
@@ -278,7 +283,9 @@ class PrefixForest:
         else:
             ends = integers(sequence_ends, "sequence_ends")
             if len(ends) == 0:
-                raise ForestError("sequence_ends is empty: no sequence")
+                raise ForestError(
+                    "sequence_ends is empty; expected one node per sequence, or None for the leaves"
+                )
             for bad in np.flatnonzero((ends < 0) | (ends >= n))[:1]:
                 raise ForestError(f"sequence_ends[{bad}] is {ends[bad]}; expected a node below {n}")
         rank = np.empty(n, np.int64)

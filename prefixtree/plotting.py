@@ -94,7 +94,7 @@ def plot_forest(forest: PrefixForest) -> Figure:
     bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks])
     bar.ax.yaxis.set_minor_locator(NullLocator())
     handles = [
-        Patch(facecolor=cmap(norm(most)), label="node: its height is its own tokens"),
+        Patch(facecolor=cmap(norm(most)), label="node: its height is its number of tokens"),
         Line2D([], [], color=_END, lw=2, label="a sequence ends here"),
     ]
     _legend_below(ax, handles, columns=2)
@@ -228,7 +228,7 @@ def _draw_nodes(
 
 
 def _draw_ends(ax: Axes, forest: PrefixForest, node_end: np.ndarray) -> None:
-    """A line under each node that ends a sequence; the columns of its own tokens are free there."""
+    """A line under each node that ends a sequence; no child is drawn under the node's tokens."""
     from matplotlib.collections import LineCollection
 
     node = np.unique(forest.sequence_node)

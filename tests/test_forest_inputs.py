@@ -319,8 +319,16 @@ def test_bad_order_names_the_orders() -> None:
         ([1, 2], [1, 1], r"one shape \[B, L\], got \[2\] and \[2\]"),
         ([[1, 2]], [[1]], r"one shape \[B, L\], got \[1, 2\] and \[1, 1\]"),
         ([[[1]]], [[[1]]], r"got \[1, 1, 1\] and"),
-        (np.empty((0, 3), int), np.empty((0, 3), int), r"empty batch of shape \[0, 3\]"),
-        (np.empty((3, 0), int), np.empty((3, 0), int), r"empty batch of shape \[3, 0\]"),
+        (
+            np.empty((0, 3), int),
+            np.empty((0, 3), int),
+            r"one row and one column, got shape \[0, 3\]",
+        ),
+        (
+            np.empty((3, 0), int),
+            np.empty((3, 0), int),
+            r"one row and one column, got shape \[3, 0\]",
+        ),
         ([[1, 2], [3, 4]], [[1, 1], [0, 0]], "row 1 of attention_mask has no token"),
         ([[1, 2, 3]], [[1, 0, 1]], "row 0 of attention_mask has a hole between columns 0 and 2"),
         ([[1, 2, 3], [1, -7, 3]], [[1, 1, 0], [0, 1, 1]], "must be >= 0, got -7; is it padding"),

@@ -1,4 +1,4 @@
-"""What `prefixtree bench` prints: whether both sides agree, and their times as a table."""
+"""The output of `prefixtree bench`: whether both sides agree, and their times as a table."""
 
 from __future__ import annotations
 

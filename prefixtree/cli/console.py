@@ -17,7 +17,7 @@ _SHOWN_PROBLEMS = 5
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody reads on: the program's own handling decides how it exits, not rich's."""
+        """Nobody reads on: the program decides how it exits, not rich."""
         raise
 
 

@@ -1,4 +1,4 @@
-"""What `prefixtree demo` prints: the first task's tree, the updates both ways, what was learnt."""
+"""Output of `prefixtree demo`: the first task's tree, the updates both ways, what was learnt."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _show_next(saved: Path | None, console: Console) -> None:
         (f"prefixtree verify --model MODEL {file} --limit 16", "packing is exact for a model"),
     ]
     if saved is None:
-        lines.insert(0, (f"prefixtree demo --save {file}", "these rollouts, or take your own"))
+        lines.insert(0, (f"prefixtree demo --save {file}", "these rollouts, or yours"))
     width = max(len(command) for command, _ in lines)
     console.print("\nNext:")
     for command, what in lines:

@@ -1,4 +1,4 @@
-"""What `prefixtree doctor` prints: plain lines, to paste into an issue."""
+"""The output of `prefixtree doctor`: plain lines, to paste into an issue."""
 
 from __future__ import annotations
 

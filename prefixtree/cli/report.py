@@ -1,4 +1,4 @@
-"""What `prefixtree report` prints: what a file of rollouts shares, and what it fails to share."""
+"""The output of `prefixtree report`: what a file of rollouts shares and fails to share."""
 
 from __future__ import annotations
 

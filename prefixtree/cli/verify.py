@@ -1,4 +1,4 @@
-"""What `prefixtree verify` prints: the verdict and the cost, as tables."""
+"""The output of `prefixtree verify`: the verdict and the cost, as tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small multi-turn tool-use environment: an agent steers a robot to a parcel, one tool a turn.
+"""A small multi-turn tool-use environment: an agent steers a robot, one tool call per turn.
 
 It makes the rollouts of `prefixtree demo`. Every word is a token, so that no tokenizer is needed;
 whatever the agent says is an answer the depot can deal with: the first tool word it says is called.
@@ -66,7 +66,7 @@ class Depot:
 
     @property
     def prompt(self) -> str:
-        """What the agent reads first."""
+        """The text that the agent reads first."""
         return f"{_SYSTEM} {OPENINGS[self.task]} {self._where()} {END}"
 
     @property

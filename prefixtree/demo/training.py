@@ -1,10 +1,9 @@
 """GRPO on live rollouts that branch, every update replicated and packed: `prefixtree demo`.
 
 A tiny Qwen3 with random weights acts in `demo.depot`. Every turn is continued several times, which
-makes a tree a task; a turn's reward is the mean over the rollouts that go on from it. Two copies of
-the model take the same updates, one on every sequence alone, one on the packed forest. Then the
-packed one goes on without the other, to see what it learns.
-"""
+makes one tree per task. A turn's reward is the mean over the rollouts that go on from it. Two
+copies of the model take the same updates, one on every sequence alone, one on the packed forest.
+Then the packed copy goes on without the other, to see what it learns."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.sharing.measure import measure
 from prefixtree.testing.compare import Meter, gradient_differences
 
-# continuations of each turn: 3 x 2 x 2 rollouts a task
+# continuations of each turn: 3 x 2 x 2 rollouts per task
 BRANCHING = (3, 2, 2, 1, 1)
 # batches that both copies train on, and further ones of the packed copy; of its last one only the
 # rollouts are taken
@@ -71,12 +70,12 @@ class Turn:
 
 @dataclass
 class Batch:
-    """The training sequences of one batch of trees: one per turn, scored on the turn's own words.
+    """The training sequences of one batch of trees: one per turn, which scores that turn.
 
     Attributes:
         sequences: int64 token ids. loss_masks: bool, one per token.
-        advantages: one a sequence, normalised within its task, GRPO's way.
-        old_logprobs: float32 [n - 1] a sequence, from the update before the first; None until then.
+        advantages: one per sequence, normalised within its task as in GRPO.
+        old_logprobs: float32 [n - 1] per sequence, from before the first update; None until then.
     """
 
     sequences: list[np.ndarray]
@@ -199,7 +198,10 @@ def train(
 
 
 def roll_out(model: Any) -> list[list[Turn]]:
-    """Plays every task with `BRANCHING` continuations a turn; the first turns, a list a task."""
+    """Plays every task with `BRANCHING` continuations per turn.
+
+    Returns the first turns, one list per task.
+    """
     states = [depot.Depot(task) for task in range(depot.TASKS)]
     trees: list[list[Turn]] = [[] for _ in states]
     # what is to be continued: the tokens so far, the depot, and where its turns are kept
@@ -347,7 +349,7 @@ def _until_taken(path: list[Turn]) -> list[Turn]:
 
 
 def _reply(turn: Turn, above: Turn | None) -> str:
-    """What the depot answered a turn; `above` is the turn before, None for the first."""
+    """The depot's answer to a turn; `above` is the turn before, None for the first."""
     before = depot.Depot(turn.state.task) if above is None else above.state
     _, reply = before.call(depot.decode(turn.tokens[turn.begin : turn.end]))
     return reply.replace(depot.END, "").strip()

@@ -1,6 +1,6 @@
 """Which transformers model types run exactly, and the checks that keep the others out.
 
-A model type is on the list because a test compares it with its own eager run, log-probabilities and
+A model type is on the list because a test compares it with eager attention, log-probabilities and
 all parameter gradients (tests/integrations/transformers/test_families.py). Nothing is
 inferred from what a class declares.
 """
@@ -26,8 +26,8 @@ class Family:
         scale: attribute logits are multiplied by, of the model (or of the configuration where the
             model has none), or None.
         divisor: config attribute logits are divided by, or None.
-        position_rows: rows of position_ids that the text model takes: the text's own, which its
-            attention is shown, and those of a multi-dimensional RoPE.
+        position_rows: rows of position_ids that the text model takes: those of the text, which
+            its attention gets, and those of a multi-dimensional RoPE.
         ignores_window: its layers attend to everything whatever sliding_window says.
         is_tested: False for what a user let through.
     """
@@ -300,7 +300,7 @@ def check_checkpointing(model: nn.Module, config: Any) -> None:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """RoPE types of a configuration, one for all layers or one a layer type."""
+    """RoPE types of a configuration, one for all layers or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     for entry in nested or [parameters]:

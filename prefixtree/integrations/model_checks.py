@@ -157,7 +157,7 @@ def _attention_layers(transformer: Any) -> int:
             fix = (
                 "its configuration is a copy, which model.set_attn_implementation does not reach: "
                 'load the model with attn_implementation="prefixtree" before layers are copied, or '
-                "set .config of these modules to the model's own"
+                "set .config of these modules to the model's config"
             )
         raise UnsupportedError(
             f"{len(others)} of {len(modules)} attention modules run another attention, which "

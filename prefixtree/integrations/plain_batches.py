@@ -85,7 +85,7 @@ def plain_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # sdpa has neither: the family's own eager attention, with the mask it adds to the scores
+    # sdpa has neither: the family's eager attention, with the mask it adds to the scores
     if attention_mask is None:
         attention_mask = query.new_ones(1, 1, length, key.shape[2], dtype=torch.bool).tril()
     if attention_mask.dtype == torch.bool:
@@ -98,8 +98,11 @@ def plain_attention(
 
 
 def shows_positions(module: nn.Module) -> bool:
-    """Whether positions are looked at here: in the first layer, once a forward. Not in compiled
-    code, where nobody may look, and where asking for a layer's number would be a graph a layer."""
+    """Whether this layer checks the positions: the first layer does, once per forward.
+
+    No layer does in compiled code: values cannot be read there, and reading a layer's number would
+    give one graph per layer.
+    """
     return not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
 
 
@@ -112,7 +115,7 @@ def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tens
     if torch.is_grad_enabled():
         what = "attention_mask" if attention_mask is not None else "key-value cache"
         raise ValueError(
-            f"a packed forest takes no {what}: tree_mask says who sees whom. Drop it (padding of "
+            f"a packed forest takes no {what}: tree_mask says what sees what. Drop it (padding of "
             "the original batch is not packed); to train on ordinary batches use "
             'model.set_attn_implementation("sdpa")'
         )
@@ -125,11 +128,13 @@ def _check_positions_do_not_jump(
     """Packed positions jump at branches; an ordinary row's only at padding, which nobody sees."""
     if position_ids is None:
         raise UnsupportedError(
-            "this model does not show its attention the positions, which tell ordinary batches "
+            "this model does not pass position_ids to its attention, which tell ordinary batches "
             'from packed ones: use model.set_attn_implementation("sdpa") to generate'
         )
     if attention_mask is None and bool((position_ids[..., 0] != 0).any()):
-        raise ValueError(f"the tokens before the first one are not there: {_LOST_CACHE}")
+        raise ValueError(
+            f"position_ids start above 0, but earlier tokens are not in the batch: {_LOST_CACHE}"
+        )
     jumps = position_ids.reshape(-1, *position_ids.shape[-2:]).diff() != 1  # [.., B or 1, n - 1]
     if attention_mask is not None and attention_mask.shape[2:] == (length, length):
         sees = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0

@@ -81,8 +81,8 @@ class Handed:
         if self.values is None or self.output is None:
             raise UnsupportedError(
                 "the model did not call its output embedding in the thread that called "
-                "sequence_logprobs: call it without nn.DataParallel and without threads of a "
-                "wrapper's own"
+                "sequence_logprobs: call it without nn.DataParallel and without a wrapper that "
+                "starts threads"
             )
         _check_dtype(scores, "a wrapper cast")
         # the same tensor, unwritten: without a look at values, which would wait for a GPU

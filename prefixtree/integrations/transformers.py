@@ -59,9 +59,31 @@ def prefixtree_attention(
     tree_mask: TreeMask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: query [1, H, T, D], key and value [1, Hk, T, D] unrepeated.
+    """The attention function that is registered with transformers.
 
-    Returns ([1, T, H, Dv], None). Without a tree mask `integrations.plain_batches` decides.
+    Without a tree mask, `integrations.plain_batches` computes or refuses the call.
+
+    Args:
+        module: the attention module that calls.
+        query: [1, H, T, D].
+        key: [1, Hk, T, D], its heads not repeated.
+        value: [1, Hk, T, Dv], its heads not repeated.
+        attention_mask: None with a tree mask.
+        dropout: 0 with a tree mask.
+        scaling: as `scale` of `tree_attention`.
+        sliding_window: as `window` of `tree_attention`.
+        softcap: as in `tree_attention`.
+        s_aux: as `sinks` of `tree_attention`.
+        tree_mask: the packed forest's mask.
+        kwargs: the model's other keywords; those that a packed forest cannot serve are refused.
+
+    Returns:
+        ([1, T, H, Dv], None).
+
+    Raises:
+        TypeError: a tree_mask that is no TreeMask.
+        ValueError: arguments that do not fit a packed forest.
+        UnsupportedError: a model or setting that does not run exactly on packed forests.
     """
     if not getattr(module, "is_causal", True):
         raise UnsupportedError(
@@ -94,7 +116,9 @@ def prefixtree_attention(
             f"rows, the mask has {tree_mask.num_tokens})"
         )
     if attention_mask is not None:
-        raise ValueError("tree_mask already says who sees whom: do not pass an attention_mask too")
+        raise ValueError(
+            "tree_mask already says which tokens see which: do not pass an attention_mask too"
+        )
     if query.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {query.shape[0]}")
     if kwargs.get("use_cache"):
@@ -129,16 +153,20 @@ def prefixtree_attention(
     return out.unsqueeze(0), None
 
 
-# what attention modules call it that they slide
+# attributes and values by which attention modules tell that they have a sliding window
 _SLIDING = {"layer_type": "sliding_attention", "is_sliding": True, "is_local_attention": True}
 
 
 def _slides(module: nn.Module) -> bool:
-    """Whether the configuration says so; some models put the window into their mask alone."""
+    """Whether the configuration gives this layer a sliding window.
+
+    Some models put the window into their mask alone and do not pass it to the attention function.
+    """
     layer_types: Any = getattr(module.config, "layer_types", None)
     if not layer_types or "sliding_attention" not in layer_types:
         return False
-    # most know what they are; in compiled code a layer's number would be a graph a layer
+    # Most modules have one of these attributes. In compiled code, reading layer_idx would give one
+    # graph per layer
     for name, sliding in _SLIDING.items():
         if (known := getattr(module, name, None)) is not None:
             return bool(known == sliding)
@@ -147,12 +175,16 @@ def _slides(module: nn.Module) -> bool:
 
 
 def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
-    """Positions other than the depths (the model's default counts packed tokens) turn RoPE wrong
-    without a trace; one comparison a forward, where nothing forbids to look at the values."""
+    """Refuses position_ids other than the tokens' positions in the forest.
+
+    The model's default counts packed tokens, which would make RoPE wrong without an error. This
+    costs one comparison per forward. It is skipped while a CUDA graph is captured, where values
+    cannot be read.
+    """
     if position_ids is None:
         raise UnsupportedError(
-            "this model does not show its attention the positions, so that wrong ones would go "
-            "unseen; one with a multi-dimensional RoPE takes them as "
+            "this model does not pass position_ids to its attention, so wrong ones would go "
+            "unseen; to a model with a multi-dimensional RoPE pass "
             "packed.position_ids.expand(4, 1, -1)"
         )
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -176,10 +208,11 @@ def prefixtree_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask function: None for a packed forest, which needs no T x T mask.
+    """The mask function that is registered with transformers.
 
-    It cannot see the tree mask. But neither padding nor cached keys come with one: such a batch
-    gets an ordinary mask, which the attention function refuses where there is a tree mask too.
+    It returns None for a packed forest, which needs no T x T mask. transformers does not give it
+    the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
+    function refuses beside a tree mask.
     """
     if use_vmap:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Which backend runs a call, and why: for `tree_attention` and `prefixtree.explain` alike."""
+"""Chooses the backend of a call and gives the reason, for `tree_attention` and `explain`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BACKWARD = 0.7
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and what `explain` says of it."""
+    """A backend, and the reason that `explain` gives."""
 
     backend: Backend
     reason: str
@@ -75,7 +75,7 @@ def choose(name: str, call: AttentionCall) -> Choice:
     q, k, v = call.q, call.k, call.v
     if not q.is_cuda:
         return Choice(SDPA, f"q is on {q.device}, and the other backends need a GPU")
-    # all that the choice looks at; asked in every call, so looked up
+    # everything the choice depends on; cached, because every call asks
     shapes = q.shape, k.shape[1], v.shape[2]
     of_call = (q.device, q.dtype, shapes, call.scale, call.deterministic, call.window)
     chosen = _chosen.get(call.mask)
@@ -86,7 +86,7 @@ def choose(name: str, call: AttentionCall) -> Choice:
     return chosen[of_call]
 
 
-# choices live as long as the mask they are of
+# choices live as long as their mask
 _chosen: weakref.WeakKeyDictionary[HostMask, dict[Any, Choice]] = weakref.WeakKeyDictionary()
 
 
@@ -102,7 +102,7 @@ def _automatic(call: AttentionCall) -> Choice:
 
 
 def passed_over(call: AttentionCall) -> str:
-    """Why "auto" left flash; asked by `explain` alone, not in every call."""
+    """Why "auto" did not take flash; only `explain` asks."""
     return _refusal(FLASH, call) or _compared(call)[1]
 
 
@@ -132,28 +132,28 @@ def most_work(d: int) -> float:
 
 
 def flash_work(mask: HostMask, window: int) -> float:
-    """What flash-attn-4's tiles and starts cost, over what the visible pairs alone would.
+    """Cost of flash-attn-4's tiles and starts, divided by the cost of the visible pairs alone.
 
-    Near 1 where queries see many keys and nodes are long; tiles that need the mask, pairs that are
-    computed for nothing and query tiles with little to do raise it.
+    It is near 1 where queries see many keys and nodes are long. Tiles that need the mask, computed
+    pairs that are not visible and query tiles with little work raise it.
     """
     tables = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu"))
-    # costs are in half full tiles, 3 a partial one
+    # the unit of q_cost is half a full tile
     tiles = int(tables.q_cost.sum()) / 2 + _STARTING * len(tables.q_cost)
     return tiles * _TILE**2 / max(1, mask.visible_pairs(window))
 
 
 def longest_key_tile_share(mask: HostMask, window: int) -> float:
-    """The part of all tiles of the backward that the key tile with the most query tiles has."""
+    """The costliest key tile's share of the backward's cost, 0 .. 1."""
     cost = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu")).k_cost
     return int(cost.max()) / int(cost.sum()) if len(cost) else 0.0
 
 
 def with_tail(work: float, longest_share: float, heads: int, processors: int) -> float:
-    """The work, with what waits for the longest block of flash-attn-4's backward.
+    """`flash_work`, raised by the wait for the longest block of flash-attn-4's backward.
 
-    One block takes all query tiles of a key tile and head, where triton cuts them: with few heads
-    over a prompt that everything reads, the other multiprocessors have nothing left to do.
+    One block takes all query tiles of a key tile and head, where triton cuts them. With few heads
+    over a prompt that all queries see, the other multiprocessors then idle.
     """
     tail = longest_share * processors / heads
     return work * (1 - _BACKWARD + _BACKWARD * max(1.0, tail))

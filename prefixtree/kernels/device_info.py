@@ -1,4 +1,4 @@
-"""What backends ask of a device; off the GPU, what Triton's interpreter stands for."""
+"""Device queries (compute capability, SM count). On a CPU: what Triton's interpreter assumes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _NOTHING = contextlib.nullcontext()
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; (9, 0) off the GPU."""
+    """The compute capability; (9, 0) on a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors; 1 off the GPU."""
+    """The number of multiprocessors; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, the device is the current one, which kernels are launched on."""
+    """A context in which this device is the current one, on which kernels are launched."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)

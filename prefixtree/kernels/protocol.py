@@ -1,4 +1,4 @@
-"""What passes between the operator and a backend: `AttentionCall`, and what a `Backend` is.
+"""`AttentionCall`: the inputs of a call. `Backend`: the protocol of what computes them.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
 """
@@ -24,11 +24,11 @@ class AttentionCall(NamedTuple):
         sinks: [H], or None.
         mask: the host side of the mask; tables on any device are made from it.
         scale: factor on q k^T.
-        window: distance in positions; 0 for none.
+        window: the sliding window, in tokens; 0 for none.
         softcap: c in c tanh(scale q k^T / c); 0 for none.
-        deterministic: gradients are bitwise repeatable.
-        lse_used: the caller sees lse, known in the forward alone. If not, lse is saved for the
-            backward and nothing else.
+        deterministic: whether gradients must be bitwise repeatable.
+        lse_used: whether the caller gets lse; known in the forward alone. Otherwise lse is only
+            saved for the backward.
     """
 
     q: torch.Tensor
@@ -53,16 +53,19 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """What `tree_attention(backend=...)` calls it."""
+        """The name that `tree_attention(backend=...)` takes."""
         ...
 
     def refuses(self, call: AttentionCall) -> str | None:
-        """Why this backend cannot serve a call, in words that follow its name; None if it can."""
+        """Says why this backend cannot serve a call; None if it can. The text follows its name."""
         ...
 
     def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> out [Tq, H, Dv] in q's dtype, contiguous; lse [H, Tq] over the keys, the sink left
-        out, float32 (float64 for float64 inputs), natural log."""
+        """Computes attention.
+
+        Returns out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq], float32 (float64 for
+        float64 inputs): the natural log of the sum of exponentials over the keys, without the sink.
+        """
         ...
 
     def backward(
@@ -73,8 +76,9 @@ class Backend(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks, None without sinks.
+        """Computes the gradients.
 
-        out and lse are what the forward returned; dlse is None where lse was not used.
+        out and lse are those that the forward returned; dlse is None where lse was not used.
+        Returns dq, dk and dv in the inputs' dtypes, contiguous, and dsinks (None without sinks).
         """
         ...

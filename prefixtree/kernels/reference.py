@@ -50,7 +50,7 @@ def dense_attention(
         q [Tq, H, D], k [T, Hk, D], v [T, Hk, Dv].
         visible: bool [Tq, T]; every query sees at least one key.
         softcap: c in c tanh(s / c), 0 for none.
-        sinks: [H], one more logit a head that takes probability and has no value (gpt-oss).
+        sinks: [H], one more logit per head, which takes probability and has no value (gpt-oss).
 
     Returns:
         out [Tq, H, Dv] in q's dtype, contiguous, and lse [H, Tq] over the keys, without the sink;

@@ -120,7 +120,7 @@ def backward(
 
 
 def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-    """(row, length, key runs (start, end, causal)) of each block; the causal run is its own."""
+    """(row, length, key runs (start, end, causal)) of each block; its tokens are the causal run."""
     blocks, prefix_ptr, prefix_runs = mask.paths
     above = prefix_runs.tolist()
     for (start, row, length), a, b in zip(

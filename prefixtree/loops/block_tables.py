@@ -234,7 +234,7 @@ def forward_runs(q_tiles, k_tiles, tile_k, k_ends, k_positions, q_positions, win
     path in the opposite order to that in which they joined it. A tile all of whose keys were on
     the path when it joined is `whole`. The tile behind it begins below each of its keys, so the
     least end falls along neighbouring whole tiles: those full for a query tile are the lower part
-    of a run. One step a query tile is therefore its number of runs, not of tiles.
+    of a run. So one step per query tile costs its number of runs, not of tiles.
 
     Args:
         k_ends, k_positions, q_positions: int32 [n, 2], least and greatest of a tile's tokens.

@@ -18,7 +18,7 @@ _SMALL = 24
 
 @njit(cache=True)
 def path_weights(parent, weight):
-    """Weight of each node's path from the root through its own last token, int64 [N]."""
+    """Weight of each node's path from the root through the node's last token, int64 [N]."""
     total = weight.copy()
     for node in range(len(parent)):
         if parent[node] >= 0:
@@ -86,7 +86,7 @@ def common_ancestors(parent, ptr, ends):
 @njit(cache=True)
 def _first_fit(sizes, order, room):
     """First-fit: the bin [len(sizes)] of each item, taken in `order`, bins of `room`; an item that
-    fits into no bin has one of its own. Second: the number of bins."""
+    fits into no bin gets a bin alone. Second: the number of bins."""
     m = len(sizes)
     bins = np.empty(m, np.int64)
     num_bins = 0
@@ -162,7 +162,7 @@ def join_units(parent, weight, unit_node, unit_size, capacity, join_roots, keep,
             costs much to cut stays whole. 0 for the capacity alone.
 
     Returns the piece of each unit, int64 [U], numbered by first unit. A unit that alone is heavier
-    than the capacity is a piece of its own.
+    than the capacity is a piece alone.
     """
     n = len(parent)
     num_units = len(unit_node)
@@ -269,10 +269,10 @@ def shared_entries(parent, ptr, ends):
 
 @njit(cache=True)
 def split_weights(parent, weight, ptr, ends):
-    """What each item has to itself and what it shares.
+    """Splits the weight of each item into nodes that it alone has and nodes that it shares.
 
-    Returns own int64 [I], the weight of the nodes of one item alone; shared_ptr and shared, the
-    numbers of an item's other nodes; shared_weight, the weight of each of those.
+    Returns own int64 [I], the weight of the nodes that only this item has; shared_ptr and shared,
+    the numbers of the item's other nodes; shared_weight, the weight of each of those.
     """
     num_items = len(ptr) - 1
     users = np.zeros(len(parent), np.int32)
@@ -508,8 +508,10 @@ def even_out(own, shared_ptr, shared, shared_weight, rank, num_ranks, work):
 
 @njit(cache=True)
 def fill_in_order(lengths, max_tokens):
-    """What trainers do: sequences in their order, a new micro-batch where the sum of their lengths
-    would exceed the budget. Returns the micro-batch of each, int64 [S]."""
+    """Fills micro-batches in input order, as trainers do: int64 [S], the micro-batch of each.
+
+    A new micro-batch starts where the sum of the lengths would exceed the budget.
+    """
     label = np.empty(len(lengths), np.int64)
     current, held = 0, np.int64(0)
     for s in range(len(lengths)):

@@ -213,13 +213,19 @@ def share_masks(masks, offsets, start, length, position, parent, sequence_node):
 
 @njit(cache=True)
 def tokens_to_win(blocks, a_from, b_from, before, is_one_rollout):
-    """What the runs of `align` would save: int64 (win, alone, again, is_sampled).
+    """Counts the tokens that the runs of `align` would save.
 
-    alone: the first run, shared if only the difference before it were gone. win: also the later
-    runs, as far as no difference between them has tokens on both sides that the policy sampled;
-    before [T + 1] counts the sampled tokens before each. again: all runs. is_sampled: 1 where the
-    first difference is such a one. is_one_rollout: both are turns of one rollout, written
-    differently: no difference is one between samples.
+    A difference is sampled where both of its sides hold tokens that the policy sampled.
+
+    Args:
+        before: [T + 1], the number of sampled tokens before each packed token.
+        is_one_rollout: whether both chains are turns of one rollout, written differently. Then no
+            difference is sampled.
+
+    Returns:
+        int64 (win, alone, again, is_sampled), in tokens. alone: the first run, which would be
+        shared if only the difference before it were gone. win: also the later runs, up to the first
+        sampled difference. again: all runs. is_sampled: 1 where the first difference is sampled.
     """
     win, alone, again, is_sampled = 0, 0, 0, 0
     is_open = True

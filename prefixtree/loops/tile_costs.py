@@ -135,7 +135,7 @@ def query_costs(q_ptr, q_runs):
 
 @njit(cache=True)
 def partial_tiles(q_ptr, q_split, q_runs, k_tiles):
-    """The partial runs of each query tile as tiles, one a row.
+    """The partial runs of each query tile as tiles, one per row.
 
     Returns partial_ptr int32 [NQ + 1] and partial_tiles int32 [*, 2] (key tile, packed start).
     """

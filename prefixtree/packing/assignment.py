@@ -60,7 +60,7 @@ class Tree(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What is never cut, as sets of distinct (group, end) pairs, each set contiguous.
+    """Sets of sequences that are never cut: distinct (group, end) pairs, each set contiguous.
 
     Attributes:
         ends: int64 [pairs], ascending within a unit. of_pair: int64 [pairs], the unit of each.

@@ -45,7 +45,7 @@ class GatherIndex:
 
     @cached_property
     def copies(self) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Copies sorted by row (device), their number a row (device), and its running sum."""
+        """Copies sorted by row, their number per row, and its running sum; all on the device."""
         order, counts = loops.sequence_copies.counting_sort(self._index, self.num_rows)
         both = move(torch.from_numpy(np.concatenate([order, counts])), self.device)
         by_row, number = both.split([len(order), len(counts)])

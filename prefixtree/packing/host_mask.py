@@ -50,7 +50,7 @@ class HostMask:
 
     @cached_property
     def deepest(self) -> int:
-        """Tokens of the longest path."""
+        """The number of tokens of the longest path."""
         return int(self.position.max(initial=-1)) + 1
 
     @cached_property
@@ -75,27 +75,27 @@ class HostMask:
         return self._arrays[device]
 
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Takes these int32 [T] copies for `on` their device, unless it has its own there."""
+        """Takes these int32 [T] copies for `on` their device, unless `on` has arrays there."""
         assert not self.is_subset
         arrays = {"subtree_end": subtree_end, "position_ids": position_ids}
         self._arrays.setdefault(subtree_end.device, arrays)
 
     def visible_pairs(self, window: int) -> int:
-        """(query, key) pairs that attend, a head."""
+        """The number of visible (query, key) pairs per head; window 0 for none."""
         if window not in self._pairs:
             visible = self.position[self.query_tokens].astype(np.int64) + 1
             self._pairs[window] = int((np.minimum(visible, window) if window else visible).sum())
         return self._pairs[window]
 
     def partial_share(self, shape: TileShape, window: int) -> float:
-        """Share of the key tiles a forward visits that need a compare."""
+        """The share of the key tiles visited by a forward that need a compare, 0 .. 1."""
         if (shape, window) not in self._shares:
             full, partial = visited_tiles(self.tables(shape, window, torch.device("cpu")))
             self._shares[shape, window] = partial / max(1, full + partial)
         return self._shares[shape, window]
 
     def tables(self, shape: TileShape, window: int, device: torch.device) -> BlockTables:
-        """The block tables, built once a (shape, window) and moved once a device."""
+        """The block tables, built once per (shape, window) and copied once per device."""
         host = (shape, window, torch.device("cpu"))
         if host not in self._tables:
             self._tables[host] = build_tables(

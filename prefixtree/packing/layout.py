@@ -35,9 +35,9 @@ class Edges(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """What a packed forest holds per token: all views of one buffer, so that one copy moves all.
+    """The per-token values of a packed forest, [T] each: two int64, then four int32.
 
-    [T] each: two int64, then four int32, as numpy arrays or torch tensors.
+    They are numpy arrays or torch tensors, all views of one buffer, so that one copy moves all.
     """
 
     token: Any
@@ -243,7 +243,10 @@ class PackedForest:
             if padding_side not in (None, "left", "right"):
                 raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
             if length < lengths.max():
-                raise ValueError(f"length {length} is below the longest sequence, {lengths.max()}")
+                raise ValueError(
+                    f"length must be at least {lengths.max()}, that of the longest sequence, got "
+                    f"{length}"
+                )
             first = length - lengths if padding_side == "left" else np.zeros_like(lengths)
         index, _ = self.copy_index(self._sequence_indices(None), np.empty(0, np.uint8))
         rows = np.arange(len(lengths)) * length + first
@@ -372,7 +375,7 @@ class PackedForest:
             )
         wanted = np.array([operator.index(s) for s in sequences], np.int64)
         for bad in wanted[(wanted < 0) | (wanted >= count)][:1]:
-            raise IndexError(f"sequence {bad} does not exist; there are {count}")
+            raise IndexError(f"sequence {bad} does not exist; expected indices 0 to {count - 1}")
         return wanted
 
     def _check_values(self, values: torch.Tensor) -> None:

@@ -249,7 +249,7 @@ class TreeMask:
 def _rebuild(
     subtree_end: np.ndarray, runs: np.ndarray | None, backend: str, deterministic: bool
 ) -> TreeMask:
-    """Unpickles a mask, on the CPU: another process has caches and devices of its own."""
+    """Unpickles a mask, on the CPU: another process has other caches and devices."""
     mask = TreeMask.__new__(TreeMask)
     return mask._init(HostMask(subtree_end, runs), torch.device("cpu"), backend, deterministic)
 

@@ -376,7 +376,7 @@ def plan_micro_batches(
     if isinstance(sequences, PrefixForest):
         if namespaces is not None:
             raise ValueError(
-                "namespaces= belong to sequences; a PrefixForest was built with its own"
+                "give namespaces= with sequences; for a PrefixForest give them to from_sequences"
             )
         forest = sequences
     else:

@@ -1,4 +1,4 @@
-"""`NoLabels`: a model's own loss on a packed forest is an error."""
+"""`NoLabels`: raises if a model computes a loss on a packed forest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NoLabels:
 
 
 LABELS = (
-    "labels= (or num_items_in_batch=) asks the model for its own loss, which takes the packed "
-    "tokens for one sequence: wrong after every branch, and a shared token would count once. Leave "
-    "both out and make the loss from prefixtree.sequence_logprobs(model, packed).logprobs"
+    "labels= (or num_items_in_batch=) asks the model to compute the loss. It would take the "
+    "packed tokens for one sequence: wrong after every branch, with a shared token counted once. "
+    "Leave both out and compute the loss from prefixtree.sequence_logprobs(model, packed).logprobs"
 )

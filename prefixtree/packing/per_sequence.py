@@ -21,7 +21,7 @@ def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
     """
     if len(lengths) != len(expected):
         raise ForestError(
-            f"{name} must hold one entry a sequence: expected {len(expected)}, got {len(lengths)}"
+            f"{name} must hold one entry per sequence: expected {len(expected)}, got {len(lengths)}"
         )
     for bad in np.flatnonzero(np.array(lengths) != expected)[:1]:
         got = "no 1-D array" if lengths[bad] < 0 else f"length {lengths[bad]}"
@@ -41,7 +41,7 @@ def flat_selection(loss_mask: Sequence[Any], expected: np.ndarray) -> np.ndarray
         ForestError: masks of another number or length than the sequences.
     """
     if loss_mask is None or len(loss_mask) == 0:
-        raise ForestError("loss_mask must hold one mask a sequence, got none")
+        raise ForestError("loss_mask must hold one mask per sequence, got none")
     if all(isinstance(m, torch.Tensor) for m in loss_mask):
         check_lengths("loss_mask", [len(m) if m.ndim == 1 else -1 for m in loss_mask], expected)
         # one copy from the device, not one per sequence

@@ -12,7 +12,7 @@ _BATCH_ROWS = 4096
 def read_rows(file: BinaryIO, fields: frozenset[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbered rows, from 1, of the columns named in `fields`; other columns are not read.
 
-    A list column of integers or booleans gives numpy arrays, views of the file's own, anything
+    A list column of integers or booleans gives numpy arrays, views of the file's buffers, anything
     else what pyarrow makes of it in Python.
 
     Raises:

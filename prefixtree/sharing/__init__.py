@@ -1,1 +1,1 @@
-"""What sequences share, what they fail to share, and what sharing saves."""
+"""Measures what sequences share, what they fail to share, and what sharing saves."""

@@ -1,6 +1,6 @@
-"""What two rollouts differ in where they fork: who wrote it, and the text of both.
+"""Describes how two rollouts differ where they fork: who wrote the tokens, and both texts.
 
-The text comes from a tokenizer, or from the file's own messages where the turns before the fork
+The text comes from a tokenizer, or from the messages of the file where the turns before the fork
 prove that the messages' first difference is the fork; otherwise token ids are shown.
 """
 
@@ -26,18 +26,18 @@ class Difference:
 
     Attributes:
         position: tokens before it, equal in both.
-        kind: "sampled" (the policy's own tokens from the first on), "mixed" (not the first,
-            but later ones), "given" (none of the policy's own in at least one of them),
+        kind: "sampled" (tokens of the policy from the first on), "mixed" (not the first, but
+            later ones), "given" (no token of the policy in at least one of them),
             "rewritten" (two turns of one rollout, the second of which has the first in other
             words), "re-tokenised" (the same text), "thinking" (the same text but for thinking that
             one of them lacks) or "unknown" (nothing tells).
         role: of the message it stands in, or None where that is not known.
         message: that message's number from 0, or None.
-        lengths: how many tokens each has of its own before both run on with equal ones; None
-            where they never do.
+        lengths: the number of tokens that differ in each, before both go on with equal tokens;
+            None where they never do.
         before, after: text around it; after is "" where nothing equal follows.
-        texts: what each has there.
-        is_text: whether the above are text, or token ids written out.
+        texts: the text of each at the difference.
+        is_text: whether before, after and texts are text; otherwise token ids written out.
     """
 
     position: int
@@ -67,14 +67,15 @@ def describe(
     lengths: tuple[int, int] | None,
     tokenizer: Any = None,
 ) -> Difference:
-    """What the two sequences of `pair`, equal for `position` tokens, differ in there.
+    """Describes the difference of two sequences that are equal for `position` tokens.
 
     Args:
         rollouts: the file.
         pair: two sequence indices; both have a token at `position`, and another one.
         position: tokens before the fork.
-        lengths: tokens of their own, before they run on alike; None where they do not.
-        tokenizer: decodes, where there is one.
+        lengths: the number of tokens that differ in each, before both go on with equal tokens; None
+            where they never do.
+        tokenizer: decodes tokens to text. Default: messages or token ids are shown.
     """
     located = _first_difference(rollouts, pair, position)
     role = message = None
@@ -118,7 +119,7 @@ def _kind(
     masks = [rollouts.loss_masks[i][position:] for i in pair]
     if all(mask[0] for mask in masks):
         return "sampled"
-    # where one has no token of its own, the one that follows tells
+    # where one side has no token at the difference, the token that follows tells
     ends = (1, 1) if lengths is None else [max(1, n) for n in lengths]
     return "mixed" if all(m[:n].any() for m, n in zip(masks, ends, strict=True)) else "given"
 
@@ -218,7 +219,7 @@ def _tail(text: str) -> str:
 def _pieces(
     rollouts: Rollouts, pair: tuple[int, int], position: int, lengths: tuple[int, int] | None
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """Tokens before the fork, those that each has of its own, and the equal ones after."""
+    """Tokens before the fork, the tokens that differ in each, and the equal ones after."""
     one, other = (rollouts.sequences[i] for i in pair)
     before = one[max(0, position - _CONTEXT_TOKENS) : position]
     if lengths is None:

@@ -1,4 +1,4 @@
-"""What one update of a model would cost on a file of rollouts, replicated and packed.
+"""Estimates the cost of one update of a model on a file of rollouts, replicated and packed.
 
 FLOPs of an update, forward and backward:
 
@@ -13,14 +13,14 @@ sliding window counts the pairs inside it; a token meets the experts it is route
 both, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
 same rate, which short sequences and memory-bound layers do not.
 
-Memory of an update, without optimizer states, b bytes an element:
+Memory of an update, without optimizer states, b bytes per element:
 
     fixed        2 b x parameters (weights and gradients)
     activations  tokens x (layers + 1) x A, with checkpointing tokens x (layers x b h + 2 A)
     A            2 (4 + 2 b) h + b (H + Hk) (D + Dv) + 4 b I
                  + (4 + b) (H + Hk) D where queries and keys are normalised
 
-for hidden size h, H query and Hk kv heads of D and Dv, and I intermediate features a token (of
+for hidden size h, H query and Hk kv heads of D and Dv, and I intermediate features per token (of
 the experts it meets): norms keep a float32 and two short copies, attention keeps q, k, v and its
 output, a gated MLP four times I. The one A more are the gradients of the layer that backward works
 on. All tokens at once: micro-batches divide both sides alike.
@@ -45,7 +45,7 @@ def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
 
     Args:
         path: a model folder, its config.json, or its name on the Hugging Face hub.
-        dtype: torch's name of it; the config's own, or bfloat16, where it is None.
+        dtype: torch's name of a dtype. Default: that of the config, or bfloat16.
 
     Raises:
         InputError: no config, one that no causal language model is built from, or a model with

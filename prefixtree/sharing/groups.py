@@ -1,4 +1,4 @@
-"""What the rollouts of each group share, what groups share, and what parts a group's rollouts."""
+"""Measures what the rollouts of each group share, what groups share, and where they part."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ def measure_groups(
 ) -> dict[str, Any] | None:
     """Per-group figures, ready for JSON; None where no rollout has a group.
 
-    A group's ratio is its replicated over its own distinct tokens. A rollout without a group is
-    a group of its own, and not listed. `across` are the tokens that several groups have in common:
-    what a forest a group would compute and one forest does not. `first_forks` counts the groups
-    by what parts their rollouts first: the role of the message, or else the kind of difference.
+    A group's ratio is its replicated tokens divided by its distinct tokens. A rollout without a
+    group counts as a group alone, and is not listed. `across` is the number of tokens that several
+    groups have in common: one forest per group computes them again, one forest over all does not.
+    `first_forks` counts the groups by what parts their rollouts first: the role of the message, or
+    else the kind of difference.
 
     Args:
         forest: of `rollouts.sequences`.
         rollouts: at least one with a group.
-        tokenizer: gives the text where groups part, where there is one.
+        tokenizer: decodes the text where groups part. Default: no text.
     """
     from prefixtree.sharing.near_misses import with_shared_masks
 

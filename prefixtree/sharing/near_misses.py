@@ -1,7 +1,7 @@
 """Near misses: forks whose branches then run the same tokens again.
 
 A timestamp, a per-sample id, a re-tokenised turn or stripped thinking parts sequences early, and
-whatever they have in common behind it is computed once a branch. Each branch of each fork is
+their common tokens after it are computed once per branch. Each branch of each fork is
 compared with the fork's heaviest branch and some others (see `realign`), so sequences that differ
 in many places are found at the first of them.
 
@@ -52,7 +52,7 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class NearMisses:
-    """What `find_near_misses` found.
+    """The result of `find_near_misses`.
 
     Attributes:
         shown: the largest, those that can be won first, most tokens to win first.
@@ -167,7 +167,7 @@ def find_near_misses(
 
 
 def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
-    """What `find_near_misses` found, ready for JSON; sequences by their ids and groups."""
+    """The near misses as plain data, ready for JSON; sequences by their ids and groups."""
     return {
         "forks": misses.num_forks,
         "policy_tokens_known": rollouts.loss_masks is not None,

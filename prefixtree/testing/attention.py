@@ -1,7 +1,7 @@
 """Attention over a packed forest against the replicated batch: what `prefixtree bench` runs.
 
 Both sides get the same numbers: q, k and v of the distinct tokens, copied for the replicated side,
-and one upstream gradient a token, which the packed side gets times the token's copies. So the
+and one upstream gradient per token, which the packed side gets times the token's copies. So the
 copies' gradients add up to the packed ones, which is checked before anything is timed. The
 replicated side is what a trainer runs today: FA2 over variable lengths on a GPU, elsewhere torch's
 SDPA, a sequence at a time.
@@ -32,7 +32,7 @@ from prefixtree.testing.models import choose_device
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 RESULTS = ("out", "dq", "dk", "dv")
-# ||packed - replicated|| / ||replicated||; in half precision each side rounds in its own order
+# ||packed - replicated|| / ||replicated||; in half precision each side rounds differently
 LIMITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 2e-2}
 # torch's FA2 computes offsets in int32, and faults on batches a few times as large
 PIECE = 300_000
@@ -40,7 +40,7 @@ PIECE = 300_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What is computed, and how often.
+    """The shape of the attention to compare and time.
 
     Attributes:
         device: a torch device, or "auto": cuda where there is one.

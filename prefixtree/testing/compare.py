@@ -21,7 +21,7 @@ import torch
 # logits turned into log-probabilities at a time. On a CPU 16 MiB of float32, which malloc reuses:
 # larger blocks come fresh from the kernel for every operation, measured 4x slower
 _CPU_CHUNK, _GPU_CHUNK = 2**22, 2**26
-# below this share of the whole gradient's norm, a parameter's own norm is rounding noise
+# below this share of the whole gradient's norm, a parameter's norm is rounding noise
 _NOISE = 1e-6
 
 
@@ -57,7 +57,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Run:
-    """What one side computed, on the CPU, and what it cost.
+    """The results of one side, on the CPU, and their cost.
 
     Attributes:
         logprobs, entropy: float32 [n - 1] per sequence, 0 where not scored.

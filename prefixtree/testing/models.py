@@ -17,7 +17,7 @@ _HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Setting:
-    """What to build and how to run it.
+    """The model to build and how to run it.
 
     Attributes:
         model: a folder of weights or a name on the Hugging Face hub, or a config.json for random

@@ -1,7 +1,7 @@
-"""What a run is measured against: eager attention in little memory, and sums that do not drift.
+"""The reference of a comparison: eager attention in little memory, and sums that do not drift.
 
-Nothing here is prefixtree's attention: the family's own eager function is called, on a few query
-rows at a time.
+Nothing here is prefixtree's attention: the family's eager function is called on a few query rows at
+a time.
 
 Legend: B batch, n tokens, H query heads, D head dim.
 """
@@ -81,7 +81,7 @@ AttentionMaskInterface.register(EAGER_BY_ROWS, _by_rows_mask)
 class FaithfulSums(TorchFunctionMode):
     """Inside, embeddings and layer norms on a CPU sum their weights' gradients in float32.
 
-    torch sums these in the weights' own dtype there: over some 10,000 tokens in bfloat16 the
+    torch sums these in the dtype of the weights there: over some 10,000 tokens in bfloat16 the
     gradient of an embedding is off by a tenth, that of a layer norm's bias by most of itself. The
     error grows with the tokens of one call, so a packed batch, one call, gets more of it than the
     same sequences one at a time. Everything else that sums over tokens does so in float32, as do

@@ -1,4 +1,4 @@
-"""Packed against replicated on the user's own model and rollouts: what `prefixtree verify` runs."""
+"""Compares packed with replicated on the user's model and rollouts, for `prefixtree verify`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Runs:
-    """What was run.
+    """The results of all runs.
 
     Attributes:
         packed: all sequences at once.
@@ -188,7 +188,7 @@ def _run_all(
 def _announcement(
     forest: PrefixForest, setting: Setting, model_type: str, memory: int | None
 ) -> str:
-    """What will run, and how much memory it will take above the program's own."""
+    """The line that says what will run, and how much memory it will take beyond the program's."""
     runs = ["packed", "each sequence alone as trainers run it", "each alone with eager attention"]
     if setting.dtype != "float32":
         runs[2] += f" in {setting.dtype}"

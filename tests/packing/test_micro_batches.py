@@ -324,9 +324,9 @@ def test_counts_are_integers_from_1(name, value):
     [
         ({"sequences": []}, "sequences is empty"),
         ({"sequences": [[1], []]}, r"sequences\[1\] is empty"),
-        ({"groups": [1]}, "groups must name one group a sequence: got 1 groups for 2 sequences"),
+        ({"groups": [1]}, "groups must name one group per sequence: got 1 groups for 2 sequences"),
         ({"groups": [[1], [2]]}, "groups must be hashable"),
-        ({"namespaces": [1]}, "namespaces must name one namespace a sequence"),
+        ({"namespaces": [1]}, "namespaces must name one namespace per sequence"),
     ],
 )
 def test_input_that_does_not_match(arguments, message):
@@ -336,7 +336,7 @@ def test_input_that_does_not_match(arguments, message):
 
 def test_namespaces_belong_to_sequences():
     forest = PrefixForest.from_sequences([[1, 2], [3]])
-    with pytest.raises(ValueError, match="namespaces= belong to sequences"):
+    with pytest.raises(ValueError, match="give namespaces= with sequences"):
         plan_micro_batches(forest, 10, namespaces=[1, 2])
 
 
@@ -348,7 +348,7 @@ def test_namespaces_belong_to_sequences():
         ({"constant": 3}, "constant= goes with"),
         ({"normalization": "constant", "constant": 0}, "constant must be above 0"),
         ({"rank_reduction": "max"}, "rank_reduction must be 'mean' or 'sum'"),
-        ({"loss_mask": [[1, 1]]}, "loss_mask must hold one entry a sequence: expected 2, got 1"),
+        ({"loss_mask": [[1, 1]]}, "loss_mask must hold one entry per sequence: expected 2, got 1"),
         ({"loss_mask": [[1, 1], [1, 1]]}, r"loss_mask\[1\] must have the sequence's length 1"),
         ({"loss_mask": [[1, 0], [1]]}, "no token is scored"),
     ],

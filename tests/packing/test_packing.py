@@ -209,7 +209,7 @@ def test_a_loss_mask_may_mix_lists_and_tensors() -> None:
 @pytest.mark.parametrize(
     ("masks", "message"),
     [
-        ([], "one mask a sequence, got none"),
+        ([], "one mask per sequence, got none"),
         ([[1] * 4], "expected 5, got 1"),
         ([[1] * 4, [1] * 4, [1] * 6, [1], [1] * 3], r"\[1\] must have .* length 3, got length 4"),
         ([1, [1] * 3, [1] * 6, [1], [1] * 3], r"loss_mask\[0\] .* length 4, got no 1-D array"),

@@ -133,7 +133,9 @@ def test_values_without_a_gradient(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("wanted", [[5], [-1], [0, 17]])
 def test_a_sequence_that_does_not_exist(wanted: list[int]) -> None:
     packed = example()
-    with pytest.raises(IndexError, match=f"sequence {wanted[-1]} does not exist; there are 5"):
+    with pytest.raises(
+        IndexError, match=f"sequence {wanted[-1]} does not exist; expected indices 0 to 4"
+    ):
         packed.unpack(packed.input_ids, sequences=wanted)
 
 
@@ -206,7 +208,9 @@ def test_bad_padding_says_expected_and_got() -> None:
     packed = example()
     with pytest.raises(ValueError, match="padding_side must be 'left' or 'right', got 'middle'"):
         packed.unpack_padded(packed.input_ids, padding_side="middle")
-    with pytest.raises(ValueError, match="length 5 is below the longest sequence, 6"):
+    with pytest.raises(
+        ValueError, match="length must be at least 6, that of the longest sequence, got 5"
+    ):
         packed.unpack_padded(packed.input_ids, length=5)
 
 
@@ -404,7 +408,7 @@ def test_nan_on_a_token_of_one_sequence_is_that_sequences_business() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([[1.0]], "values must hold one entry a sequence: expected 2, got 1"),
+        ([[1.0]], "values must hold one entry per sequence: expected 2, got 1"),
         ([], "expected 2, got 0"),
         ([[1.0, 2.0], [1.0]], r"values\[1\] must have the sequence's length 2, got length 1"),
         ([[1.0, 2.0], 3.0], r"values\[1\] .* length 2, got no 1-D array"),

@@ -1,4 +1,4 @@
-"""What the adapter relies on in TRL, and the refusal of a TRL where it has changed.
+"""The parts of TRL that the adapter relies on, and the refusal of a TRL where they changed.
 
 The signatures are compared whenever a trainer is made. Call sites and the entries of batches, which
 only the source shows, are compared by tests/integrations/trl/test_contract.py.
@@ -110,7 +110,7 @@ def _compare(name: str, what: str, found: Sequence[str], expected: Sequence[str]
 
 
 def advice() -> str:
-    """What to do about another TRL than the tested ones, as the end of a sentence."""
+    """How to mend an untested version of TRL, as the end of a sentence."""
     first, last = TESTED
     versions = first if first == last else f"{first} to {last}"
-    return f"the adapter is tested with TRL {versions}: install that, or use TRL's own trainer"
+    return f"the adapter is tested with TRL {versions}: install that, or use TRL's trainer"

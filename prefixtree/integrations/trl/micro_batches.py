@@ -1,5 +1,7 @@
-"""What the cut of a generation batch into micro-batches decides under TRL, said once as the trainer
-is made: how much is shared, and, with some settings, the loss itself.
+"""Warnings about TRL's micro-batches, given once when the trainer is made.
+
+The cut of a generation batch into micro-batches decides how much is shared and, with some settings,
+the loss.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from typing import Any
 
 
 def warn_of_micro_batches(args: Any) -> None:
-    """Warns the caller's caller of settings that cut groups, and of losses that depend on the cut.
+    """Warns of settings that cut groups, and of losses that depend on the cut.
+
+    The warnings point at the caller's caller.
 
     Args:
         args: the trainer's `GRPOConfig`.
@@ -21,11 +25,11 @@ def warn_of_micro_batches(args: Any) -> None:
 
 
 def cut_groups(args: Any) -> str:
-    """How often a prompt is computed where micro-batches cut groups, and the settings under which
-    they do not; "" where every group is whole.
+    """The warning for micro-batches that cut groups; "" where every group is whole.
 
-    All micro-batches of all processes are runs of `per_device_train_batch_size` neighbours among
-    the rows of a generation batch, groups are runs of `num_generations`.
+    It says how often a prompt is computed, and which settings keep groups whole. Each micro-batch
+    of each process is a run of `per_device_train_batch_size` neighbouring rows of the generation
+    batch; each group is a run of `num_generations` rows.
     """
     rows, group = args.per_device_train_batch_size, args.num_generations
     if rows % group == 0:
@@ -34,7 +38,7 @@ def cut_groups(args: Any) -> str:
     times = 1 + group / rows - group / math.lcm(rows, group)
     steps, generation = args.gradient_accumulation_steps, args.steps_per_generation
     whole = math.ceil(rows / group) * group
-    # the smallest that leaves an optimiser step as it is, if one does
+    # the smallest size that keeps the rows of an optimiser step, if there is one
     fitting = [n for n in range(whole, rows * steps + 1, group) if rows * steps % n == 0]
     whole = fitting[0] if fitting else whole
     settings = {
@@ -55,7 +59,7 @@ def cut_groups(args: Any) -> str:
 
 
 def cut_losses(args: Any) -> str:
-    """Settings whose loss depends on which rows make up a micro-batch; "" where there are none."""
+    """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
     bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
     found = [
         setting
@@ -71,6 +75,7 @@ def cut_losses(args: Any) -> str:
     return (
         f"with {', '.join(found)} TRL's loss depends on which rows make up a micro-batch, and "
         "PrefixTreeGRPOTrainer keeps rows together that GRPOTrainer's shuffle scatters: losses and "
-        "gradients differ from its own. steps_per_generation=1, one micro-batch per generation, "
-        "and without these settings every other loss_type, do not depend on it"
+        "gradients differ from those of GRPOTrainer. They do not depend on the micro-batches with "
+        "steps_per_generation=1 (one micro-batch per generation), or with another loss_type and "
+        "without these settings"
     )

@@ -1,4 +1,4 @@
-"""Settings of a TRL trainer under which a packed run is not known to equal TRL's own."""
+"""Refuses TRL settings under which a packed run is not known to equal a run of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUX_LOSS = (
 
 # (argument, values that are fine, what is wrong with the others)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("use_liger_kernel", (False, None), "its layers replace the model's own: set it to False"),
+    ("use_liger_kernel", (False, None), "its layers replace those of the model: set it to False"),
     ("neftune_noise_alpha", (None,), "a shared token would draw one noise: leave it None"),
     ("torch_compile", (False, None), "not verified under TRL: set it to False"),
     (
@@ -34,8 +34,8 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "cast_lm_head_to_fp32",
         (False, None),
-        "scores are made in the dtype of the hidden states: set it to False (they are in float32 "
-        "from the logits on)",
+        "logits are computed in the dtype of the hidden states, and everything after them in "
+        "float32: set it to False",
     ),
     ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
 )

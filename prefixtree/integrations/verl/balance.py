@@ -39,7 +39,7 @@ def leaf_order(forest: PrefixForest) -> list[int]:
 
 
 class GroupCosts:
-    """What sets of samples cost when each is packed: a token once, at its position.
+    """The cost of sets of samples when each set is packed: every token once, at its position.
 
     Args:
         sequences: token ids [n] each. workload: of a lone sequence; tokens from position d on cost

@@ -47,12 +47,12 @@ from prefixtree.integrations.verl.refusals import check_batch, check_loss, check
 from prefixtree.packing.layout import PackedForest, pack
 
 _NAME = "prefixtree"
-# an entry with a vendor precedes verl's own
+# an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
 
 
 class _PackedEngine(FSDPEngineWithLMHead):
-    """What actor, reference and critic have in common."""
+    """The common part of actor, reference and critic."""
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
@@ -244,7 +244,7 @@ class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
             values = self.module(**packed.model_inputs()).logits  # [1, T, 1]
         if values.shape != (1, packed.num_tokens, 1):
             raise UnsupportedError(
-                f"the critic returned {list(values.shape)}, expected a value a token "
-                f"{[1, packed.num_tokens, 1]}"
+                f"the critic returned {list(values.shape)}, expected one value per "
+                f"token, {[1, packed.num_tokens, 1]}; use a token classifier with one label"
             )
         return {"values": to_jagged(packed.unpack(values[0, :, 0]), micro_batch["input_ids"])}

@@ -1,6 +1,6 @@
-"""What packing saved, and the model FLOPs utilisation (MFU) that counts useful FLOPs.
+"""Metrics of packing: tokens saved, and the model FLOPs utilisation (MFU) of useful FLOPs.
 
-verl's own `mfu` counts every replicated token as if it had been computed: on packed batches it is
+verl's `mfu` counts every replicated token as if it had been computed: on packed batches it is
 what an unpacked run would have needed for this speed, and may exceed 1.
 """
 
@@ -16,7 +16,7 @@ from prefixtree.forest import PrefixForest
 
 @dataclass
 class Work:
-    """What a rank computed in one call, summed over its micro-batches.
+    """The work of one rank in one call, summed over its micro-batches.
 
     Attributes:
         replicated: tokens of all sequences. packed: distinct ones, padding left out.

@@ -1,5 +1,6 @@
-"""What the verl engines refuse, before anything is computed: settings that are not verified to give
-verl's own results on packed forests.
+"""Refuses verl settings that are not verified to give verl's results on packed forests.
+
+The engines call these checks before anything is computed.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ in a batch, and how a batch is divided into as many on every rank, is unchanged.
     trainer.v1.trainer_mode=prefixtree_sync
 
 The environment variable is needed because verl looks the trainer up before it imports external_lib.
-`+trainer.prefixtree_rollouts=FOLDER` also writes what was sampled, a file a step, for `prefixtree
-report` and `prefixtree verify`.
+`+trainer.prefixtree_rollouts=FOLDER` also writes the sampled rollouts, one file per step, for
+`prefixtree report` and `prefixtree verify`.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Lists:
 
     Attributes:
         partial_count, full_count: [1, 1, R].
-        partial_index, full_index: [1, 1, R, longest list]; ascending. What stands behind a row's
-            count is never read. Rows may overlap in memory.
+        partial_index, full_index: [1, 1, R, longest list]; ascending. Entries behind a
+            row's count are never read. Rows may overlap in memory.
     """
 
     partial_count: torch.Tensor
@@ -59,7 +59,7 @@ class Lists:
 
 @dataclass(frozen=True, eq=False)
 class ForestLists:
-    """What the kernels read of one forest on one device, besides q, k and v.
+    """The arrays that the kernels read besides q, k and v, for one forest on one device.
 
     Attributes:
         forward, backward: key tiles of each query tile; query tiles of each key tile.
@@ -67,7 +67,7 @@ class ForestLists:
             q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
         positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
         reach: int32 like `spans`, the first position from which a token's window hides it; or None.
-        longest_list_share: of all query tiles in `backward`'s lists, those in its longest.
+        longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
     """
 
     forward: Lists
@@ -78,12 +78,12 @@ class ForestLists:
     longest_list_share: float
 
 
-# lists live as long as the mask they are of
+# lists live as long as their mask
 _made: weakref.WeakKeyDictionary[HostMask, dict[Any, ForestLists]] = weakref.WeakKeyDictionary()
 
 
 def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
-    """The lists of a forest, built once a (tiles, window, device); nothing waits for the device.
+    """The lists of a forest, built once per (tiles, window, device); nothing waits for the device.
 
     Raises:
         UnsupportedError: an index array would have more than `MOST_ENTRIES` entries.

@@ -46,7 +46,7 @@ TILE_ROWS = 128
 MOST_TILES = 65535
 # numbers of out that are multiplied at once in float32
 _CHUNK = 1 << 24
-# The CuTe DSL compiles in one thread at a time; in two, as autograd has one a device, it raises or
+# The CuTe DSL compiles in one thread at a time; in two (autograd has one per device) it raises or
 # takes the process down. Which call compiles is known to flash-attn-4 alone: held in every one.
 _TURN = threading.RLock()
 
@@ -110,7 +110,7 @@ def import_problem() -> str | None:
         # its packages warn of their own deprecations: no reason to lose them where warnings raise
         with warnings.catch_warnings(action="ignore"):
             from flash_attn.cute import interface  # noqa: F401
-    except Exception as problem:  # its own packages raise what they like
+    except Exception as problem:  # packages that it imports raise errors of many types
         return f"flash-attn-4 is installed but cannot be imported ({problem!r})"
     # the CuTe DSL, each time that flash-attn-4 compiles, of arguments that it then takes
     warnings.filterwarnings("ignore", r"Argument aux_data .* cannot be converted", UserWarning)
@@ -300,7 +300,7 @@ def _batch(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Arguments:
-    """What does not change between the calls of one forest.
+    """The arguments that all calls of one forest share.
 
     Attributes:
         forward, backward: its block lists, as flash-attn-4 takes them.
@@ -312,7 +312,7 @@ class _Arguments:
     mask: dict[str, Any]
 
 
-# arguments live as long as the lists they are of, and those as long as the mask
+# arguments live as long as their lists, and lists as long as their mask
 _made: weakref.WeakKeyDictionary[ForestLists, _Arguments] = weakref.WeakKeyDictionary()
 
 

@@ -1,10 +1,10 @@
-"""What runs inside flash-attn-4's kernels: the mask of a partial tile, and the softcap.
+"""Functions that run inside flash-attn-4's kernels: a partial tile's mask and the softcap.
 
-flash-attn-4 calls a mask function element by element, so what it costs is what it loads and
-compares. Arrays come as addresses among its `aux_scalars` and not as its `aux_tensors`: for those
-it wraps every index into the sequence, two divisions an element that the padding of our arrays
-makes needless. SASS instructions that a masked step adds (sm_90, head dim 128, four query heads a
-kv head; a forward step holds 64 scores a thread, a backward step 32):
+flash-attn-4 calls a mask function element by element, so its loads and compares are its cost.
+Arrays come as addresses among its `aux_scalars` and not as its `aux_tensors`: for those it wraps
+every index into the sequence, two divisions per element, which the padding of our arrays makes
+needless. SASS instructions that a masked step adds (sm_90, head dim 128, four query heads per kv
+head; a forward step holds 64 scores per thread, a backward step 32):
 
                                             forward   backward
     k <= q < subtree_end[k], as a tensor        464        768  (spills)

@@ -32,8 +32,8 @@ class Config:
     Attributes:
         rows: rows of a query tile: query tokens x heads of a block.
         keys: keys of a key tile.
-        warps, stages: warps a program; depth of the software pipeline over tiles.
-        registers: most registers a thread, 0 for the compiler's choice.
+        warps, stages: warps per program; depth of the software pipeline over tiles.
+        registers: most registers per thread, 0 for the compiler's choice.
         cut: key tiles start at node borders where that saves work.
         apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
             sums of both for a tile of decent size.
@@ -94,7 +94,7 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 64, 4, 3, registers=168)),
         _both(Config(64, 64, 4, 3, registers=168)),
     ),
-    # Forward: one warpgroup a program, three programs a multiprocessor, which 168 registers let in
+    # Forward: one warpgroup per program, three per multiprocessor, which 168 registers let in
     # (10.5, against 14.5 with two); on long nodes two warpgroups over 128 keys (documents 10.3,
     # against 11.4). Keys: two warpgroups over 128 keys, everywhere (documents 16.8, against 19.2
     # for one over 64). Queries: a third stage (caterpillar 24: 13.7, against 16.6).
@@ -158,7 +158,7 @@ _LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 64, 8, 2)),
     ),
 }
-# What 99 KiB of shared memory a program holds (Ada, consumer Ampere and Blackwell) and, one stage
+# What 99 KiB of shared memory per program allow (Ada, consumer Ampere and Blackwell) and, one stage
 # fewer, AMD's 64 KiB. Not measured.
 _SMALL: dict[int, tuple[Pair, Pair, Pair]] = {
     64: (
@@ -200,7 +200,7 @@ def choose(
         return KernelConfigs(True, heads, *_HOPPER[key])
     if cuda and capability[0] == 9:
         return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
-    # compute capability 8.0 and 10.x have 160 KiB and more of shared memory a program
+    # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program
     large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
     return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])
 
@@ -219,13 +219,13 @@ def heads_of_tile(group: int, tma: bool) -> int:
 def piece_tiles(visible_pairs: int, tile_pairs: int, kv_heads: int, processors: int) -> int:
     """Query tiles after which a key tile's run is cut: a power of two, at least 32.
 
-    Between 1/16 and 1/32 of what a program slot works off (two slots a multiprocessor), so that the
-    last piece, started longest first, leaves little idle. So at most 64 pieces a multiprocessor
+    Between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so that the
+    last piece, started longest first, leaves little idle. So at most 64 pieces per multiprocessor
     belong to cut tiles (all kv heads together), which bounds the float32 sums: by 64 x processors x
     keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128.
 
     Args:
-        visible_pairs: (query, key) pairs that attend, a head.
+        visible_pairs: the number of visible (query, key) pairs per head.
         tile_pairs: pairs of a full tile.
         kv_heads, processors: kv heads; multiprocessors of the device.
     """

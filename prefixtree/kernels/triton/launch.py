@@ -168,13 +168,13 @@ class Problem:
         return self.choice.tma and (not self.call.mask.is_subset or self.choice.heads % 4 == 0)
 
     def row_values(self, rows: torch.Tensor, config: Config) -> Any:
-        """What `prepare_kernel` made, [2 or 3, rows], as one vector: one descriptor serves all."""
+        """The output of `prepare_kernel`, [2 or 3, rows], as one vector for one descriptor."""
         return self.vector(rows, config.rows, self.rows_tma)
 
     def gradient_operands(
         self, config: Config, dout: torch.Tensor, rows: torch.Tensor
     ) -> tuple[Any, ...]:
-        """What the kernels of dK and dV and of dQ begin with."""
+        """The first arguments of the kernels of dK and dV and of dQ."""
         return (
             self.rows(self.q, config),
             self.keys(self.k, config),
@@ -184,7 +184,7 @@ class Problem:
         )
 
     def gradient_numbers(self, dout: torch.Tensor, rows_a_block: int) -> tuple[Any, ...]:
-        """What they end with, before the compile-time arguments."""
+        """Their last arguments before the compile-time ones."""
         return (
             *self.q.stride()[:2],
             *self.key_strides(),
@@ -298,7 +298,7 @@ def _prepare(
     keys: Config,
     queries: Config,
 ) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """-> what `prepare_kernel` says of each row [2 or 3, rows] float32; rows a block of heads;
+    """-> what `prepare_kernel` says of each row [2 or 3, rows] float32; rows per block of heads;
     dsinks."""
     num_queries, num_heads = lse.shape[1], lse.shape[0]
     # a tile that starts at the last row must find dead rows behind it, not another head's
@@ -415,7 +415,7 @@ def _queries_gradient(
 
 
 def _forward_tables(tables: BlockTables) -> tuple[torch.Tensor, ...]:
-    """What the two kernels over query tiles read, in the order of their parameters."""
+    """The tables of the two kernels over query tiles, in the order of their parameters."""
     return (
         tables.q_tiles,
         tables.q_order,

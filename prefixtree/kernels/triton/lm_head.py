@@ -19,7 +19,7 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.triton.primitives import squash
 
-# columns of a step: 16 a thread
+# columns per step: 16 per thread
 BLOCK, WARPS = 4096, 8
 # slices of arrays, that begin anywhere: another chunk must not compile anything
 _OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD")
@@ -181,7 +181,7 @@ def gradient(
 
 
 def _launch(kernel: Any, rule: LogitRule, *arrays: torch.Tensor) -> None:
-    """A program a row; the kernels begin with the same four arrays."""
+    """One program per row; the kernels begin with the same four arrays."""
     logits, _, _, out, *_ = arrays
     rows, vocabulary = logits.shape
     with device_info.current(logits.device):

@@ -17,7 +17,7 @@ FOREST_ARGUMENTS = ("num_queries", "rows_a_block", "tokens_a_block", "window")
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # A masked logit: so low that exp2 of it is 0 beside any real one, and finite, so that a row whose
-# first tiles are all masked needs no case of its own: what it gathers there is multiplied by 0 at
+# first tiles are all masked needs no extra case: what it gathers there is multiplied by 0 at
 # its first visible key, and every query sees itself.
 MASKED = tl.constexpr(-1.0e30)
 
@@ -136,7 +136,7 @@ def add_product(a, b, total):
 
 @triton.jit
 def squash(scores, inner, SOFTCAP: tl.constexpr):
-    """What `outer` multiplies into base-2 logits: the scores, or tanh(scores x inner).
+    """The factor beside `outer` in base-2 logits: the scores, or tanh(scores x inner).
 
     scale x log2(e) is `outer` without a softcap c; with one, inner is scale / c and outer
     c x log2(e).

@@ -195,7 +195,7 @@ def test_families_are_refused_where_they_do_not_run_exactly(model_type):
         adapter.sequence_logprobs(build(model_type), _packed())
         return
     with pytest.raises(
-        (ValueError, pt.UnsupportedError), match=r"show its attention the positions|attention_mask"
+        (ValueError, pt.UnsupportedError), match=r"position_ids to its attention|attention_mask"
     ):
         adapter.sequence_logprobs(build(model_type), _packed())
 
@@ -355,6 +355,6 @@ def test_other_positions_raise(model_type, given):
         del inputs["position_ids"]
     with pytest.raises(
         (ValueError, pt.UnsupportedError),
-        match=r"are not the tokens' positions|show its attention the positions",
+        match=r"are not the tokens' positions|position_ids to its attention",
     ):
         build(model_type)(**inputs)

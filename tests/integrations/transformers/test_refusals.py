@@ -527,7 +527,7 @@ def test_loss_masks_of_another_shape(kind, packed):
     lengths = [len(s) for s in ragged_sequences()]
     masks = [kind([1] * n) for n in lengths]
     model = build("qwen3")
-    with pytest.raises(pt.ForestError, match="one entry a sequence: expected 12, got 11"):
+    with pytest.raises(pt.ForestError, match="one entry per sequence: expected 12, got 11"):
         sequence_logprobs(model, packed, loss_mask=masks[:-1])
     short = [*masks[:2], kind([1] * (lengths[2] - 1)), *masks[3:]]
     match = rf"loss_mask\[2\] must have the sequence's length {lengths[2]}, got length"
@@ -536,7 +536,7 @@ def test_loss_masks_of_another_shape(kind, packed):
     deep = [*masks[:3], kind([[1] * lengths[3]]), *masks[4:]]
     with pytest.raises(pt.ForestError, match=r"loss_mask\[3\].*got no 1-D array"):
         sequence_logprobs(model, packed, loss_mask=deep)
-    with pytest.raises(pt.ForestError, match="one mask a sequence, got none"):
+    with pytest.raises(pt.ForestError, match="one mask per sequence, got none"):
         sequence_logprobs(model, packed, loss_mask=[])
 
 

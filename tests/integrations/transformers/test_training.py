@@ -146,9 +146,9 @@ def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     model = build(model_type)
     with pytest.raises(ValueError, match=r"needs the forest's mask.*packed\.model_inputs\(\)"):
         model(**inputs)
-    # or the family does not even show its attention the positions
+    # or the family does not even pass the positions to its attention
     message = (
-        r"position_ids jump.*packed\.model_inputs\(\)|does not show its attention the positions"
+        r"position_ids jump.*packed\.model_inputs\(\)|does not pass position_ids to its attention"
     )
     with torch.no_grad(), pytest.raises((ValueError, pt.UnsupportedError), match=message):
         model(**inputs)

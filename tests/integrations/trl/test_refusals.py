@@ -31,12 +31,18 @@ def model_of(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"use_liger_kernel": True}, "use_liger_kernel=True: its layers replace the model's own"),
+        (
+            {"use_liger_kernel": True},
+            "use_liger_kernel=True: its layers replace those of the model",
+        ),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: a shared token would draw one"),
         ({"torch_compile": True}, "torch_compile=True: not verified under TRL"),
         ({"use_transformers_continuous_batching": True}, "it needs a paged attention"),
         ({"cache_implementation": "static"}, "'static': only the dynamic cache is verified"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: scores are made in the dtype"),
+        (
+            {"cast_lm_head_to_fp32": True},
+            "cast_lm_head_to_fp32=True: logits are computed in the dtype",
+        ),
         ({"fp16": True}, "fp16=True: not verified under TRL"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
