@@ -57,7 +57,7 @@ def flatten(
 ) -> tuple[np.ndarray, np.ndarray]:
     """All token ids one after another, and the length of each sequence int64 [S].
 
-    `label` names sequence i in a complaint; name[i] unless given.
+    `label` names sequence i in an error. Default: name[i].
     """
     label = label or (lambda i: f"{name}[{i}]")
     if isinstance(sequences, (str, bytes)) or not isinstance(sequences, Iterable):

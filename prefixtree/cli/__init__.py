@@ -1,10 +1,10 @@
 """The command line: `prefixtree report | verify | demo | bench | doctor`.
 
-This module holds the options and their help; each command's work is in its own module, imported
-when it runs, so that `--help` and `report` answer without transformers.
+This module holds the options and their help. Each command's work is in another module, imported
+when the command runs, so that `--help` and `report` answer without transformers.
 
 Exit codes: 0 ok, 1 a check is red, 2 unusable input or options, or output that cannot be written,
-130 interrupted, 141 nobody reads the output any more (as for a program that SIGPIPE ends).
+130 interrupted, 141 the reader of the output has gone (as for a program that SIGPIPE ends).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prefixtree.errors import ForestError, InputError, UnsupportedError
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command; what the user can repair is one line and exit code 2."""
+        """Runs a command; errors that the user can mend print one line and exit with 2."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
-                # what print has kept; a disk that is full must show before the verdict's exit code
+                # writes buffered output: a full disk must show before the exit code of the verdict
                 sys.stdout.flush()
         except BrokenPipeError:
             from prefixtree.cli.console import discard_output
@@ -143,7 +143,11 @@ def _report(
         ),
     ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="In the estimate of --model.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Estimate --model with activations recomputed in backward.",
+        ),
     ] = False,
     near_misses: Annotated[
         int, typer.Option(min=0, help="How many near misses to describe; 0 to skip the search.")
@@ -171,15 +175,15 @@ def _report(
         prefixtree report rollouts.jsonl --model config.json
         prefixtree report rollouts.jsonl.gz --json | jq .tokens.ratio
 
-    What --model estimates, forward and backward, is a ratio of FLOPs:
+    --model estimates the ratio of FLOPs of both sides, forward and backward:
 
-    3 x 2 x linear weights a token x tokens (replicated or distinct)
+    3 x 2 x linear weights per token x tokens (replicated or distinct)
     + 3.5 x 2 x heads x (D + Dv) x visible query-key pairs x layers
     + 3 x 2 x hidden x vocabulary x scored edges (4 x 2 x packed);
 
-    with checkpointing one forward more of the first two. Activations: tokens x
+    with checkpointing, one more forward of the first two. Activations: tokens x
     (layers + 1) x A, with checkpointing tokens x (layers x bh + 2A), where A is
-    norms 2(4 + 2b)h + attention b(H + Hk)(D + Dv) + MLP 4bI at b bytes an element.
+    norms 2(4 + 2b)h + attention b(H + Hk)(D + Dv) + MLP 4bI at b bytes per element.
     """
     from prefixtree.cli import report
     from prefixtree.cli.console import out, print_json, status, steps
@@ -222,7 +226,7 @@ def _report(
         left_out = len(rollouts.problems)
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
         return
-    unit = "a sequence per assistant turn" if per_turn else "a sequence per rollout"
+    unit = "one sequence per assistant turn" if per_turn else "one sequence per rollout"
     console = out()
     report.show(facts, console, f"{rollouts.source}, {unit}")
     if facts["groups"] is not None:
@@ -258,14 +262,14 @@ def _verify(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         typer.Option(
-            help="Of the weights. Below float32 the packed run may err twice as much as the "
-            "replicated one, both against float32."
+            help="Dtype of the weights. Below float32, the errors of the packed run may be twice "
+            "those of the replicated run, both measured against float32."
         ),
     ] = "float32",
     device: Annotated[
         str, typer.Option(help="A torch device; auto is cuda where there is one.")
     ] = "auto",
-    seed: Annotated[int, typer.Option(help="Of random weights and of the loss.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and of the loss.")] = 0,
     gradient_checkpointing: Annotated[
         bool,
         typer.Option(
@@ -277,8 +281,8 @@ def _verify(
 ) -> None:
     """Check on this machine that packing changes nothing for your model.
 
-    Runs the sequences from the same weights all packed, and each alone with eager
-    attention. Compares every log-probability, every entropy and the gradient of
+    Runs all sequences packed, and each alone with eager attention, from the same
+    weights. Compares every log-probability, every entropy and the gradient of
     every parameter. Time and peak memory are measured against each alone as
     trainers run it: FA2 on a GPU where flash-attn is installed, else torch's SDPA.
 
@@ -312,7 +316,7 @@ def _verify(
 
 @app.command("demo")
 def _demo(
-    seed: Annotated[int, typer.Option(help="Of the weights and the rollouts.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 7,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the first rollouts there, for report and verify."),
@@ -365,7 +369,7 @@ def _bench(
         str | None,
         typer.Argument(
             metavar="[FILE]",
-            help="Rollouts as for report; without one a full tree is made up.",
+            help="Rollouts as for report. Default: a made-up full tree.",
             show_default=False,
         ),
     ] = None,
@@ -378,17 +382,17 @@ def _bench(
         int | None, typer.Option(min=1, help="Take the rollouts of the first N groups.")
     ] = None,
     levels: Annotated[
-        int, typer.Option(min=1, help="Of the tree: nodes from its root to a leaf.")
+        int, typer.Option(min=1, help="Made-up tree: nodes from its root to a leaf.")
     ] = 4,
     depth: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
-    branching: Annotated[int, typer.Option(min=2, help="Of the tree.")] = 4,
-    node: Annotated[int, typer.Option(min=1, help="Of the tree: tokens a node.")] = 64,
+    branching: Annotated[int, typer.Option(min=2, help="Made-up tree: children per node.")] = 4,
+    node: Annotated[int, typer.Option(min=1, help="Made-up tree: tokens per node.")] = 64,
     heads: Annotated[
         tuple[int, int],
-        typer.Option(metavar="H HK", help="Query and kv heads; unless said 32 8, on a CPU 8 2."),
+        typer.Option(metavar="H HK", help="Query and kv heads. Default: 32 8, on a CPU 8 2."),
     ] = (0, 0),
     head_dim: Annotated[
-        int, typer.Option(help="Of queries, keys and values; unless said 128, on a CPU 64.")
+        int, typer.Option(help="Head dim of q, k and v. Default: 128, on a CPU 64.")
     ] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -397,9 +401,9 @@ def _bench(
     device: Annotated[
         str, typer.Option(help="A torch device; auto is cuda where there is one.")
     ] = "auto",
-    backend: Annotated[str, typer.Option(help="Of tree_attention.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Backend of tree_attention.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs; medians are shown.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of queries, keys, values and gradients.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of q, k, v and gradients.")] = 0,
     strict: _Strict = False,
     as_json: _AsJson = False,
 ) -> None:
@@ -424,11 +428,11 @@ def _bench(
     if depth is not None:
         complain(message("--depth", "--levels"))
         levels = depth
-    source = f"a tree of {levels} levels, {branching} children a node, {node} tokens each"
+    source = f"a tree of {levels} levels, {branching} children per node, {node} tokens each"
     left_out = 0
     if file is None:
         if per_turn or limit is not None or tasks is not None or tokenizer is not None:
-            raise InputError("--per-turn, --limit, --tasks and --tokenizer choose from a FILE")
+            raise InputError("--per-turn, --limit, --tasks and --tokenizer need a FILE")
         forest = synthetic(levels, branching, node)
     else:
         rollouts = read(file, per_turn, strict, chat_tokenizer(tokenizer))
@@ -437,7 +441,9 @@ def _bench(
         forest = PrefixForest.from_sequences(rollouts.sequences)
         source, left_out = rollouts.source, len(rollouts.problems)
     if heads != (0, 0) and (min(heads) < 1 or heads[0] % heads[1]):
-        raise InputError(f"--heads {heads[0]} {heads[1]}: query heads are a multiple of kv heads")
+        raise InputError(
+            f"--heads {heads[0]} {heads[1]}: query heads must be a multiple of kv heads"
+        )
     setting = Setting(device, dtype, *heads, head_dim, backend, repeats, seed)
     facts = bench(forest, setting, watch=steps)
     if as_json:
@@ -449,11 +455,11 @@ def _bench(
 
 @app.command("doctor")
 def _doctor(as_json: _AsJson = False) -> None:
-    """What is installed, what would run here and why: lines to paste into an issue.
+    """Show what is installed, and which backend would run here and why.
 
-    Versions, GPUs, and the backend that attention takes for the head shapes of
-    common models, as query / kv heads x head dim. Names what is missing or broken,
-    with the command that adds it.
+    Prints lines to paste into an issue: versions, GPUs, and the backend that attention
+    takes for the head shapes of common models, as query / kv heads x head dim. Names
+    what is missing or broken, with the command that adds it.
 
         prefixtree doctor
 

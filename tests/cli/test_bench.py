@@ -91,9 +91,9 @@ def test_nan_is_red(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--tasks", 1), "choose from a FILE"),
-        (("--heads", 5, 2), "--heads 5 2: query heads are a multiple"),
-        (("--heads", 0, 2), "--heads 0 2: query heads are a multiple"),
+        (("--tasks", 1), "need a FILE"),
+        (("--heads", 5, 2), "--heads 5 2: query heads must be a multiple"),
+        (("--heads", 0, 2), "--heads 0 2: query heads must be a multiple"),
         (("--device", "imaginary"), "--device imaginary"),
         (("--backend", "imaginary"), "backend 'imaginary' does not exist"),
         (("missing.jsonl",), "missing.jsonl: cannot be read"),
