@@ -200,7 +200,7 @@ def test_five_nodes_carry_tokens_sequences_and_ends() -> None:
     ]
     title = figure.axes[0].get_title()
     assert title == "5 nodes, 4 sequences: 11 distinct of 22 tokens (2.0x)"
-    assert legend_of(figure) == "\nnode: its height is its own tokens\na sequence ends here"
+    assert legend_of(figure) == "\nnode: its height is its number of tokens\na sequence ends here"
 
 
 def test_a_label_that_does_not_fit_its_leaf_stands_below_it() -> None:
