@@ -1,9 +1,12 @@
-"""The backends as objects. Each imports the code it stands for when it is first asked."""
+"""The backends as objects. Each imports its kernels when a call first needs them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
@@ -12,20 +15,44 @@ from prefixtree.kernels.protocol import AttentionCall, Backend
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-class Flash:
-    """flash-attn-4 on Hopper, float16 and bfloat16."""
+class _Kernels(Protocol):
+    """The functions that a backend's module has; they do what `Backend` says."""
 
-    name = "flash"
+    def refusal(self, call: AttentionCall) -> str | None: ...
+
+    def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self,
+        call: AttentionCall,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> _Gradients: ...
+
+
+@dataclass(frozen=True)
+class LazyBackend:
+    """A `Backend` whose functions are in a module that `load` imports and returns.
+
+    Attributes:
+        name: the backend's name.
+        load: imports the module.
+        package: a package that must be installed before `load` is called; None for none.
+    """
+
+    name: str
+    load: Callable[[], _Kernels]
+    package: str | None = None
 
     def refuses(self, call: AttentionCall) -> str | None:
-        from prefixtree.kernels.flash import launch
-
-        return launch.refusal(call)
+        if self.package is not None and not installed(self.package):
+            return f"it needs the package {self.package}"
+        return self.load().refusal(call)
 
     def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        from prefixtree.kernels.flash import launch
-
-        return launch.forward(call)
+        return self.load().forward(call)
 
     def backward(
         self,
@@ -35,99 +62,42 @@ class Flash:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> _Gradients:
-        from prefixtree.kernels.flash import launch
-
-        return launch.backward(call, dout, dlse, out, lse)
-
-
-class Triton:
-    """Our kernels in Triton, for GPUs, float16 and bfloat16."""
-
-    name = "triton"
-
-    def refuses(self, call: AttentionCall) -> str | None:
-        if not installed("triton"):
-            return "it needs the package triton"
-        from prefixtree.kernels.triton import launch
-
-        return launch.refusal(call)
-
-    def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        from prefixtree.kernels.triton import launch
-
-        return launch.forward(call)
-
-    def backward(
-        self,
-        call: AttentionCall,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> _Gradients:
-        from prefixtree.kernels.triton import launch
-
-        return launch.backward(call, dout, dlse, out, lse)
-
-
-class Sdpa:
-    """torch's operations on any device and in any dtype."""
-
-    name = "sdpa"
-
-    def refuses(self, call: AttentionCall) -> str | None:
-        return None
-
-    def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        from prefixtree.kernels import sdpa
-
-        return sdpa.forward(call)
-
-    def backward(
-        self,
-        call: AttentionCall,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> _Gradients:
-        from prefixtree.kernels import sdpa
-
-        return sdpa.backward(call, dout, dlse, out, lse)
-
-
-class Reference:
-    """Dense, T x T memory, on any device and in any dtype: the oracle."""
-
-    name = "reference"
-
-    def refuses(self, call: AttentionCall) -> str | None:
-        return None
-
-    def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        from prefixtree.kernels import reference
-
-        return reference.forward(call)
-
-    def backward(
-        self,
-        call: AttentionCall,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> _Gradients:
-        from prefixtree.kernels import reference
-
-        return reference.backward(call, dout, dlse)
+        return self.load().backward(call, dout, dlse, out, lse)
 
 
 @cache
 def installed(package: str) -> bool:
-    """Whether a package can be found; looking is slow beside a launch."""
+    """Whether a package can be found. The answer is kept: a search takes longer than a launch."""
     return find_spec(package) is not None
 
 
-FLASH, TRITON, SDPA, REFERENCE = Flash(), Triton(), Sdpa(), Reference()
+def _flash() -> _Kernels:
+    from prefixtree.kernels.flash import launch
+
+    return launch
+
+
+def _triton() -> _Kernels:
+    from prefixtree.kernels.triton import launch
+
+    return launch
+
+
+def _sdpa() -> _Kernels:
+    from prefixtree.kernels import sdpa
+
+    return sdpa
+
+
+def _reference() -> _Kernels:
+    from prefixtree.kernels import reference
+
+    return reference
+
+
+FLASH = LazyBackend("flash", _flash)
+TRITON = LazyBackend("triton", _triton, package="triton")
+SDPA = LazyBackend("sdpa", _sdpa)
+REFERENCE = LazyBackend("reference", _reference)
 # "auto" prefers the earlier ones, if they serve and were measured to be faster
 BACKENDS: tuple[Backend, ...] = (FLASH, TRITON, SDPA, REFERENCE)

@@ -12,6 +12,11 @@ from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.packing.mask import dense_mask
 
 
+def refusal(call: AttentionCall) -> None:
+    """This backend serves every call."""
+    return None
+
+
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys; both with autograd's history."""
     visible = dense_mask(call.mask, call.q.device, call.window)
@@ -21,9 +26,13 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def backward(
-    call: AttentionCall, dout: torch.Tensor, dlse: torch.Tensor | None
+    call: AttentionCall,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. The forward is computed again."""
+    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. out and lse are computed again."""
     inputs = (call.q, call.k, call.v) + (() if call.sinks is None else (call.sinks,))
     with torch.enable_grad():
         q, k, v, *sinks = leaves = [x.detach().requires_grad_() for x in inputs]
@@ -47,7 +56,9 @@ def dense_attention(
     """softmax(softcap(scale q k^T) + mask) v, every pair written out.
 
     Args:
-        q [Tq, H, D], k [T, Hk, D], v [T, Hk, Dv].
+        q: [Tq, H, D].
+        k: [T, Hk, D].
+        v: [T, Hk, Dv].
         visible: bool [Tq, T]; every query sees at least one key.
         softcap: c in c tanh(s / c), 0 for none.
         sinks: [H], one more logit per head, which takes probability and has no value (gpt-oss).

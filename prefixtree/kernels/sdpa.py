@@ -25,6 +25,11 @@ from prefixtree.packing.host_mask import HostMask
 _CHUNK = 1 << 24
 
 
+def refusal(call: AttentionCall) -> None:
+    """This backend serves every call."""
+    return None
+
+
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys (float32, or float64)."""
     out, lse = _wide_forward(_widened(call))
