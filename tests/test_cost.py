@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from prefixtree.cost import model_cost, pairs_per_run, visible_pairs
+from prefixtree.cost import model_cost, pairs_per_run, visible_keys, visible_pairs
 from prefixtree.packing.cost_model import CostModel
 from tests.support.family_configs import FAMILIES, VARIANTS
 from tests.support.models import build
@@ -90,3 +90,4 @@ def test_pairs_of_runs(window: int | None) -> None:
     ]
     assert pairs_per_run(position, length, window).tolist() == expected
     assert visible_pairs(position, length, window) == sum(expected)
+    assert visible_keys(np.arange(3), window).sum() == expected[0]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
+from prefixtree.cost import visible_keys
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
 from prefixtree.packing.transfers import lasting, move_all
@@ -83,8 +84,8 @@ class HostMask:
     def visible_pairs(self, window: int) -> int:
         """The number of visible (query, key) pairs per head; window 0 for none."""
         if window not in self._pairs:
-            visible = self.position[self.query_tokens].astype(np.int64) + 1
-            self._pairs[window] = int((np.minimum(visible, window) if window else visible).sum())
+            position = self.position[self.query_tokens].astype(np.int64)
+            self._pairs[window] = int(visible_keys(position, window or None).sum())
         return self._pairs[window]
 
     def partial_share(self, shape: TileShape, window: int) -> float:

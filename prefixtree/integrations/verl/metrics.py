@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from verl.utils.flops_counter import FlopsCounter
 
+from prefixtree.cost import visible_pairs
 from prefixtree.forest import PrefixForest
 
 
@@ -29,11 +30,11 @@ class Work:
 
     def add(self, forest: PrefixForest) -> None:
         """Counts one micro-batch."""
-        first = forest.node_position.astype(np.int64)
-        last = first + forest.node_length
-        self.replicated += int(forest.sequence_lengths.sum())
+        position, length = forest.node_position.astype(np.int64), forest.node_length
+        self.replicated += forest.num_replicated_tokens
         self.packed += forest.num_tokens
-        self.squares += int((last**2 - first**2).sum())
+        # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
+        self.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
 
 
 def work_metrics(
