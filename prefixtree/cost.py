@@ -265,7 +265,7 @@ def _value_columns(attention: Any) -> int | None:
 
 def _head_dims(attention: Any, text: Any) -> tuple[int, int]:
     """D and Dv of a layer."""
-    # the layer's own come first: a config may hold a head size per layer
+    # those of the layer come first: a config may hold one head size per layer
     dim = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None)
     dim = dim or getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return dim, getattr(attention, "v_head_dim", None) or dim

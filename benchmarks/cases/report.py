@@ -43,8 +43,8 @@ SYSTEM, TASK, STAMP, TURN, TURNS = 60, 90, 4, 50, 7
 
 def make_rows(count: int) -> list[tuple[str, list[np.ndarray]]]:
     """Groups of 8: a shared system prompt, a task, and seven turns; half of each group forks at a
-    turn, the others follow the first's turns up to a depth. Every fourth group has a timestamp of
-    its own in each of its sequences, before the task: a near miss."""
+    turn, the others follow the first's turns up to a depth. Every fourth group has another
+    timestamp in each of its sequences, before the task: a near miss."""
     rng = np.random.default_rng(0)
     system = rng.integers(0, VOCABULARY, SYSTEM)
     rows = []

@@ -160,7 +160,7 @@ def measure(
             run()
             for x, y in zip(results, want or results, strict=True):
                 torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
-            # this table's own device memory is freed with the mask, not here: it is small
+            # the device memory of this table is freed with the mask, not here: it is small
             median, _ = median_ms(run, bench.dout.device, repeats=7, warm_ups=2)
     except Exception as problem:  # what does not compile or fit is a finding
         return row | {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}, []

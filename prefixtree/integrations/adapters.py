@@ -78,7 +78,7 @@ def check_adapters(model: nn.Module) -> None:
                 training.update(module.active_adapters)
             _check_variants(module)
         elif isinstance(module, PeftModel) and not module._adapters_disabled:
-            # methods without layers of their own: virtual tokens, routers over adapters
+            # methods that add no layers: virtual tokens, routers over adapters
             active.update(module.active_adapters)
     for name, config in configs.values():
         if name in active:

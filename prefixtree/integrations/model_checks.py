@@ -1,7 +1,7 @@
 """Which module of a model is the language model, and whether all of it runs along the tree.
 
-A model type on the allow-list (`integrations.families`) is not enough: layers may keep a
-configuration of their own, and classes, patches and hooks may treat logits in ways of their own.
+A model type on the allow-list (`integrations.families`) is not enough: layers may keep another
+configuration, and classes, patches and hooks may change logits.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
 def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None]:
     """One forward over a packed forest, in which every attention layer must follow the tree.
 
-    Before it every causal attention module must be set to "prefixtree". After it as many calls
-    must have reached `tree_attention` as there are layers: modules that compute attention on their
-    own ignore the mask without an error.
+    Before the forward, every causal attention module must be set to "prefixtree". After it, as many
+    calls must have reached `tree_attention` as there are layers: modules that compute attention
+    elsewhere ignore the mask without an error.
 
     Raises:
         UnsupportedError: a layer that runs another attention.

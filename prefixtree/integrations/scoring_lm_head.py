@@ -60,8 +60,10 @@ class Handed:
     times: int = 0
 
     def keep(self, output: torch.Tensor) -> None:
-        """Takes what left the output embedding, behind the hooks of a wrapper of its own: what
-        they return is what it can follow."""
+        """Takes the output of the output embedding after the hooks of its wrapper.
+
+        A wrapper can only follow the tensors that its hooks return.
+        """
         _check_dtype(output, "a wrapper of the output embedding cast")
         self.output, self.times = output, self.times + 1
         self.version = None if output.is_inference() else output._version
@@ -177,12 +179,12 @@ def scoring_lm_head(
                     f"in one forward and returned a {type(output).__name__}; expected once, and an "
                     "output with logits (config.return_dict)"
                 )
-            # not what the family's own treatment of logits made of the scores
+            # the scores themselves: the family's forward would change them as if they were logits
             output.logits = handed.output
             return output
 
         # they are other functions in every call, which torch.compile(model) would trace anew each
-        # time; the model's own forward, called inside, is compiled
+        # time; the model's forward, called inside, is compiled
         handle = lm_head.register_forward_hook(torch.compiler.disable(keep))
         outer = torch.compiler.disable(forward, recursive=False)
         inner = torch.compiler.disable(own_score)

@@ -1,4 +1,4 @@
-"""From an lm_head's output to log-probabilities and entropies, and back, by torch's own operations.
+"""From an lm_head's output to log-probabilities and entropies, and back, by torch's operations.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
 """

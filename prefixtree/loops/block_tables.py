@@ -38,7 +38,7 @@ def paths(predictor, query_runs):
 
     Returns blocks int64 [B, 3] (packed start, row in q, length), prefix_ptr int64 [B + 1] and
     prefix_runs int64 [*, 2] (packed start, end), root first: keys all of which every query of the
-    block sees. Below them the block's own tokens are plain causal.
+    block sees. Below them the tokens of the block are plain causal.
     """
     num_tokens = len(predictor)
     chain_start = np.empty(num_tokens, np.int64)

@@ -1,10 +1,10 @@
 """AsyncGRPO's tree rows on prefixtree's attention: any device, no K/V copied along paths.
 
 TRL packs the samples of a micro-batch to a trie, cuts it into segments in depth-first order and
-gives its attention, for every segment, the packed positions of the path from its root down to its
-own last token. That is a forest in preorder, so it becomes a `TreeMask` and the rows stay where
-they are. TRL merges two tokens only if the next ones agree as well: its trie has a token more a
-branch than ours would, which is its own and is computed as it is.
+gives its attention, for every segment, the packed positions of the path from its root down to the
+segment's last token. That is a forest in preorder, so it becomes a `TreeMask` and the rows stay
+where they are. TRL merges two tokens only if the next ones agree as well. So its trie has one more
+token per branch than ours would have, and is computed as it is.
 
 Legend: T packed tokens, S segments, K entries of all paths.
 """

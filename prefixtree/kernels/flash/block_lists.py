@@ -100,7 +100,7 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     tables = mask.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
     back = mask.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
     # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
-    # numbers serves all key tiles, each from its own place on, and stays linear in T. Not so where
+    # numbers serves all key tiles, each from another place on, and stays linear in T. Not so where
     # a window takes tiles out of the middle, or tiles of q and k differ in length.
     linear = window == 0 and tiles.queries == tiles.backward_keys
     runs = [*_forward_runs(tables), *_backward_runs(back, linear)]

@@ -53,7 +53,7 @@ def _copied(call: Any) -> Any:
     """`_flash_attn_bwd` as it would be if its module had our class."""
     names = dict(call.__globals__)
     made: Any = FunctionType(call.__code__, names, call.__name__, call.__defaults__)
-    # in memory even where flash-attn-4 keeps its own on disk, where no key would hold our text
+    # in memory, even where flash-attn-4 caches on disk: its keys there would not contain our text
     made.compile_cache = JITCache()
     names |= {call.__name__: made, FlashAttentionBackwardSm90.__name__: HeadsFirstBackward}
     return made

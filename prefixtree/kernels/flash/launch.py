@@ -107,7 +107,7 @@ def installed() -> str | None:
 def import_problem() -> str | None:
     """Why flash-attn-4, though installed, cannot be imported; None where it can."""
     try:
-        # its packages warn of their own deprecations: no reason to lose them where warnings raise
+        # packages that it imports warn of deprecations, which must not fail where warnings raise
         with warnings.catch_warnings(action="ignore"):
             from flash_attn.cute import interface  # noqa: F401
     except Exception as problem:  # packages that it imports raise errors of many types
@@ -253,7 +253,7 @@ def _backward_call(heads_first: bool) -> Any:
 #
 #     out = s x    ds = softmax (dp s - (dout . out) s + dlse)    dv = softmax^T (dout s)
 #
-# which is the kernel's own backward for dout s in place of dout, given our out.
+# which is the kernel's backward for dout s in place of dout, given our out.
 
 
 def _sinks_where(

@@ -1,6 +1,6 @@
 """log p and entropy of a chunk of logits, and their gradient, in one launch each.
 
-torch's own operations (`kernels.lm_head`) make a dozen passes over float32 copies. Here the logits
+torch's operations (`kernels.lm_head`) make a dozen passes over float32 copies. Here the logits
 stay in the lm_head's dtype and are read two or three times, mostly from the cache; what is made of
 them is float32, in registers.
 
