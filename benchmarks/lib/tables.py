@@ -6,6 +6,7 @@ paragraphs and tables that show it.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,12 @@ Parts = Iterable[str | Table]
 
 
 def markdown(parts: Parts) -> str:
-    """For a page, a blank line between the parts."""
-    return "\n\n".join(part if isinstance(part, str) else _markdown(part) for part in parts)
+    """For a page, a blank line between the parts; paragraphs are wrapped at 100 columns."""
+    return "\n\n".join(_wrap(part) if isinstance(part, str) else _markdown(part) for part in parts)
+
+
+def _wrap(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _markdown(table: Table) -> str:
