@@ -97,22 +97,22 @@ _HEAD = """# Families
 Written by `make families` from the results of
 `tests/integrations/transformers/test_families.py`; do not edit.
 
-Each family is on the allow-list because a tiny model of it, configured so that all its special
-parts take part, gives on a packed forest what its own eager attention gives sequence by sequence,
-in float32: log-probabilities, entropies and the gradient of every parameter, without checkpointing
-and with both kinds. The forest has two trees, five nodes deep, and a chain; some sequences end
-inside a tree, one is repeated; temperatures and loss masks differ. Every figure must stay below
-1e-5.
+A test has proven each family on this list. It builds a tiny model whose configuration uses all
+special parts of the family. It compares the packed forest with the family's eager attention,
+sequence by sequence, in float32: log-probabilities, entropies and the gradient of every parameter.
+It runs without checkpointing, with reentrant and with non-reentrant checkpointing. The forest has a
+chain and two trees, with up to six levels. Some sequences end inside a tree, one is repeated,
+and temperatures and loss masks differ. Every figure in the table must be below 1e-5.
 
-- **log p**: the largest difference over the largest size of a log-probability; **gradient**: of all
-  parameters, the largest norm of the difference over the norm of the gradient. Both are the worst
-  of all versions and ways of checkpointing.
-- **transformers**: the versions in which the proof ran. In the other tested ones the type does not
-  exist, or is refused.
-- Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4): transformers
+- **log p** is the largest difference of a log-probability, over the largest magnitude of one.
+- **gradient** is the norm of the difference over the norm of the gradient, for the worst parameter.
+- Both figures are the worst of all versions and kinds of checkpointing.
+- **transformers** lists the versions in which the test ran. In the other tested versions the type
+  does not exist, or is refused.
+- Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4). transformers
   loses gradients there, packed or not.
-- Refused: images, the load-balancing loss of experts (`output_router_logits`), active dropout and
-  router noise, RoPE that depends on the longest sequence (`dynamic`, `longrope`).
+- Images, the load-balancing loss of experts (`output_router_logits`), active dropout, router noise,
+  and RoPE that depends on the longest sequence (`dynamic`, `longrope`) are refused.
 
 **Model types** that run ({count}, of {families} families; text parts of larger models count too):
 <!-- families -->{types}<!-- /families -->
