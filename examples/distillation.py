@@ -1,7 +1,8 @@
 """On-policy distillation on packed rollouts: KL(teacher || student) at every scored token.
 
-The distribution at a token depends on its path alone, so both models run once over the packed
-forest, and every distinct predictor gets one row of logits, however many sequences read it.
+The distribution at a token depends only on the tokens before it on its path. So both models run
+once over the packed forest. Each distinct predictor gets one row of logits, however many sequences
+share it.
 
     python examples/distillation.py
 """
@@ -28,10 +29,20 @@ def token_kl(
     loss_mask: Sequence[Any] | None = None,
     temperature: float = 1.0,
 ) -> list[torch.Tensor]:
-    """KL(teacher || student) in nats of the distribution each token was drawn from.
+    """KL(teacher || student), in nats, of the distributions that the tokens were drawn from.
 
-    One float32 [n] a sequence, 0 at its first token and where the loss mask is 0; differentiable in
-    the student. Holds the logits of all distinct predictors of both models at once.
+    Needs memory for the logits of all distinct predictors of both models at once.
+
+    Args:
+        student: a causal language model with attn_implementation="prefixtree".
+        teacher: another one with the same vocabulary; it gets no gradient.
+        packed: the packed rollouts.
+        loss_mask: [n] per sequence, 0 where a token is not scored. Default: all are scored.
+        temperature: divides the logits of both models.
+
+    Returns:
+        Float32 [n] per sequence, differentiable in the student. It is 0 at the first token of the
+        sequence, and where the loss mask is 0.
     """
     check_modules(student)
     edges = packed.edges(loss_mask)
@@ -45,7 +56,7 @@ def token_kl(
     per_sequence = packed.unpack(at_token)
     if loss_mask is None:
         return per_sequence
-    # a shared token is scored in the sequences that ask for it, and in no other
+    # a shared token counts only in the sequences whose mask selects it
     masks = [torch.as_tensor(m, device=kl.device) != 0 for m in loss_mask]
     return [kl * mask for kl, mask in zip(per_sequence, masks, strict=True)]
 
@@ -74,7 +85,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(f"step {step}: KL {loss.item():.4f} nats a token")
+        print(f"step {step}: KL {loss.item():.4f} nats per token")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """GRPO in plain torch and transformers on multi-turn rollouts that fork, each distinct token once.
 
-A tiny Qwen3 with random weights learns to fetch parcels (`prefixtree.demo.depot`, where `prefixtree
-demo` plays). Rollouts fork at their turns, so those of a task are a tree, and whatever is scored
-(old and reference log-probabilities, every inner epoch) is scored on packed forests.
-`--replicated` scores every rollout in full instead: the same training, slower. (Rounding grows with
-the updates, whatever it comes from; after some 60 iterations it changes a word that is drawn.)
+A tiny Qwen3 with random weights learns to fetch parcels (`prefixtree.demo.depot`, the game of
+`prefixtree demo`). Rollouts fork at their turns, so the rollouts of a task form a tree. Old and
+reference log-probabilities and every inner epoch are computed on packed forests.
+
+`--replicated` scores every rollout in full instead. The training is the same, but slower. (The
+differences by rounding grow with the updates. After some 60 iterations they change a drawn word.)
 
     python examples/grpo.py                              # about a minute on a CPU
     python examples/grpo.py --dr-grpo --branches 16,1,1,1,1
@@ -47,7 +48,7 @@ class Settings:
     clip: float = 0.2
     kl: float = 0.01
     learning_rate: float = 3e-3
-    max_tokens: int = 4096  # of a micro-batch, distinct ones
+    max_tokens: int = 4096  # distinct tokens per micro-batch
     seed: int = 0
     replicated: bool = False
 
@@ -57,8 +58,14 @@ class Settings:
 
 @dataclass
 class Rollout:
-    """An episode so far: its tokens, 1 in `mask` where the agent spoke, the depot's state; the last
-    `unread` tokens, a prompt or a reply, have not been fed to the model yet."""
+    """An episode so far.
+
+    Attributes:
+        state: of the depot.
+        tokens: of the whole episode.
+        mask: 1 for each token of the agent, 0 for all others.
+        unread: the number of last tokens, a prompt or a reply, that the model has not read yet.
+    """
 
     state: depot.Depot
     tokens: list[int]
@@ -85,7 +92,7 @@ def roll_out(model: Any, branches: Sequence[int]) -> list[Rollout]:
     real = torch.empty(len(rollouts), 0, dtype=torch.long)  # 0 where the cache holds padding
 
     def feed(new: list[list[int]]) -> torch.Tensor:
-        """Feeds some tokens a row, or none; the distributions of the next ones."""
+        """Feeds each row its new tokens, perhaps none; the distributions of the next tokens."""
         nonlocal real
         longest = max(map(len, new))
         ids = torch.tensor([[depot.PAD_TOKEN] * (longest - len(row)) + row for row in new])
@@ -118,7 +125,7 @@ def roll_out(model: Any, branches: Sequence[int]) -> list[Rollout]:
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, dr_grpo: bool) -> np.ndarray:
-    """What each rollout gained over the mean of its group, [rollouts]."""
+    """The advantage of each rollout over its group, [rollouts]."""
     advantages = np.zeros(len(rewards))
     for group in np.unique(groups):
         own = groups == group
@@ -141,7 +148,7 @@ def token_losses(
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
     surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
     k3 = torch.exp(ref - new) - (ref - new) - 1
-    # a factor of the loss and not of the ratio: a ratio masked to 0 or 1 would still be a loss
+    # the mask multiplies the loss, not the ratio: a ratio of 0 or 1 would still give a loss
     losses = (surrogate + settings.kl * k3) * mask
     assert not losses[mask == 0].any(), "a token that the agent did not say has a loss"
     return losses
@@ -150,11 +157,11 @@ def token_losses(
 def score(
     model: Any, batch: MicroBatch, sequences: list[Any], masks: list[Any], replicated: bool
 ) -> list[torch.Tensor]:
-    """log p of tokens 1 .. n - 1 of the micro-batch's sequences, [n - 1] each; differentiable."""
+    """log p of tokens 1 to n - 1, [n - 1] per sequence of the micro-batch; differentiable."""
     if not replicated:
         return sequence_logprobs(model, batch.packed, loss_mask=batch.take(masks)).logprobs
     alone = batch.take(sequences)
-    # padded behind what is scored, so that the causal mask is enough
+    # padding comes after the scored tokens, so that the causal mask is enough
     ids = pad_sequence(alone, batch_first=True)
     logprobs = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     picked = logprobs.gather(2, ids[:, 1:, None])[..., 0]
@@ -169,7 +176,7 @@ def update(
     settings: Settings,
 ) -> dict[str, Any]:
     """The inner epochs on one batch of rollouts."""
-    # behind the last turn there is nothing to learn
+    # nothing is scored after the last turn
     sequences = [torch.tensor(r.tokens[: -r.unread]) for r in rollouts]
     masks = [torch.tensor(r.mask[: -r.unread]) for r in rollouts]
     groups = np.array([r.state.task for r in rollouts])
@@ -191,7 +198,7 @@ def update(
 
     with torch.no_grad():
         olds, refs = score_all(policy), score_all(reference)
-    # what the loss needs beside the new log-probabilities: [5, n - 1] a sequence
+    # the loss needs these besides the new log-probabilities: [5, n - 1] per sequence
     given = [
         torch.stack([old, ref, mask[1:], torch.full_like(old, a), torch.full_like(old, w)])
         for old, ref, mask, a, w in zip(olds, refs, masks, advantages, weights, strict=True)
@@ -206,7 +213,7 @@ def update(
             drift = float(((new.detach() - old) * mask).abs().max())
             assert epoch or drift < 1e-4, f"the first ratios are 1, not off by {drift:.1e}"
             each = token_losses(new, old, ref, mask, advantage, settings)
-            # the weights know the whole batch: its loss is the sum, however it was cut
+            # the weights are those of the whole batch, so its loss is the sum over micro-batches
             loss = (weight * each).sum()
             loss.backward()
             total += float(loss.detach())
@@ -225,7 +232,7 @@ def update(
 
 
 def make_model(settings: Settings) -> Any:
-    """A Qwen3 of random weights; dropout would make old and new log-probabilities differ."""
+    """A Qwen3 with random weights, without dropout: old and new log-probabilities must agree."""
     config = Qwen3Config(
         vocab_size=len(depot.WORDS),
         hidden_size=64,
@@ -243,14 +250,14 @@ def make_model(settings: Settings) -> Any:
 
 
 def train(policy: Any, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Trains the policy; the facts of every iteration, when it is done."""
+    """Trains the policy, and yields the facts of each iteration after it."""
     reference = copy.deepcopy(policy)
     # a large epsilon: Adam would blow rounding noise in a gradient near zero up to a full step
     optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, eps=1e-4)
     for iteration in range(settings.iterations):
         torch.manual_seed(1000 * settings.seed + iteration)
         rollouts = roll_out(policy, settings.branches)
-        # of this process: on a shared machine the clock on the wall tells about the others
+        # CPU time of this process: on a shared machine the wall clock measures other processes too
         start = time.process_time()
         facts = update(policy, reference, optimizer, rollouts, settings)
         yield {**facts, "seconds": time.process_time() - start}
@@ -265,7 +272,7 @@ def draw(curves: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for (name, history), width in zip(curves.items(), (1.5, 5), strict=True):
         rewards = [facts["reward"] for facts in history]
         seconds = np.cumsum([facts["seconds"] for facts in history])
-        # one lies on the other
+        # the curves coincide, so the lower one is wider
         style = {"lw": width, "alpha": 1 / width**0.6, "zorder": -width}
         left.plot(range(1, len(rewards) + 1), rewards, label=name, **style)
         right.plot(seconds, rewards, label=f"{name}, {seconds[-1]:.0f} s")
@@ -293,7 +300,7 @@ def main(
     ways = {"packed": False, "replicated": True} if plot else {"": replicated}
     runs = [replace(settings, replicated=way) for way in ways.values()]
     curves: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    # by turns, so that both see the same machine
+    # the runs take turns, so that both meet the same load of the machine
     for step in zip(*(train(make_model(run), run) for run in runs), strict=True):
         for name, facts in zip(ways, step, strict=True):
             curves[name].append(facts)

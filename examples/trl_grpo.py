@@ -1,8 +1,8 @@
-"""GRPO with TRL on prefix forests: what the completions of a prompt share is computed once.
+"""GRPO with TRL on prefix forests: tokens that completions share are computed once.
 
-The prompts of grade-school mathematics begin with worked examples, so completions are short beside
-them, and whole micro-batches share the beginning. `--stock` trains with TRL's own trainer instead:
-the same losses, slower.
+The prompts are problems of grade-school mathematics and begin with the same worked examples. So a
+whole micro-batch shares its beginning, and completions are short compared with it. `--stock` trains
+with TRL's own trainer instead: the losses are the same, and it is slower.
 
     pip install '.[trl]'
     accelerate launch examples/trl_grpo.py --model Qwen/Qwen3-0.6B     # --vllm generates with it
@@ -33,8 +33,10 @@ TASK = "Solve the problem step by step. End with '#### ' and the number."
 
 
 def chat(examples: list[dict[str, str]], question: str) -> list[dict[str, str]]:
-    """The same worked examples before every question. Nothing that changes (a date, an id) may
-    stand above what is shared."""
+    """A prompt: the worked examples, then the question.
+
+    Nothing that changes (a date, an id) may stand before the shared examples.
+    """
     shown = [f"{example['question']}\n{example['answer']}" for example in examples]
     return [
         {"role": "system", "content": "\n\n".join([TASK, *shown])},
@@ -43,7 +45,7 @@ def chat(examples: list[dict[str, str]], question: str) -> list[dict[str, str]]:
 
 
 def prompts(problems: Dataset, num_examples: int) -> Dataset:
-    """A row a problem: prompt and solution."""
+    """One row per problem: prompt and solution."""
     examples = [problems[i] for i in range(num_examples)]
     rows = problems.select(range(num_examples, len(problems)))
     return rows.map(
@@ -58,7 +60,7 @@ def prompts(problems: Dataset, num_examples: int) -> Dataset:
 def correct(
     completions: list[list[dict[str, str]]], solution: list[str], **columns: Any
 ) -> list[float]:
-    """1 for the right number behind '####', 0.1 for a number there."""
+    """1 for the right number after '####', 0.1 for another number there, else 0."""
     rewards = []
     for completion, wanted in zip(completions, solution, strict=True):
         found = re.findall(r"#### *(-?[\d,.]*\d)", completion[-1]["content"])
@@ -68,12 +70,12 @@ def correct(
 
 
 def digits(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """For the random model, which will not solve anything: how many of its bytes are even."""
+    """The share of even bytes: a reward that the random model can learn."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def save_tiny_model(folder: Path) -> str:
-    """A random Qwen3 and a tokenizer of bytes."""
+    """Saves a Qwen3 with random weights and a tokenizer of bytes; the folder's name."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

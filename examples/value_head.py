@@ -1,9 +1,10 @@
-"""A critic and a reward model on packed rollouts: a value a token, a reward a sequence.
+"""A critic and a reward model on packed rollouts: one value per token, one reward per sequence.
 
-Any model whose output has a row a token works: call it with `packed.model_inputs()` and hand the
-rows back to the sequences with `packed.unpack`. transformers' token classification is such a head;
-`AutoModelForSequenceClassification` is not (it pools a row, and a whole forest is one row): load
-its checkpoint as a token classifier with one label and read the last token of each sequence.
+Any model works whose output has one row per token. Call it with `packed.model_inputs()`, and use
+`packed.unpack` to copy the rows back to the sequences. transformers' token classifiers are such
+models. `AutoModelForSequenceClassification` is not: it pools each row of a batch, and a whole
+forest is one row. Load its checkpoint as a token classifier with one label instead, and read the
+last token of each sequence.
 
     python examples/value_head.py
 """
@@ -20,14 +21,14 @@ from prefixtree.integrations.families import check_modules
 
 
 def token_values(model: nn.Module, packed: pt.PackedForest) -> list[torch.Tensor]:
-    """The value at every token of every sequence, [n] each; the model runs once, wrapped or not."""
-    check_modules(model)  # the head's dropout is 0.1 unless its configuration says otherwise
+    """The value at every token, float32 [n] per sequence. The model runs once."""
+    check_modules(model)  # refuses active dropout; the head's default is 0.1
     values = model(**packed.model_inputs()).logits[0, :, 0].float()  # [T]
     return packed.unpack(values)
 
 
 def rewards(model: nn.Module, packed: pt.PackedForest) -> torch.Tensor:
-    """The value at every sequence's last token, [S]; sequences may end inside the tree."""
+    """The value at the last token of every sequence, [S]. Sequences may end inside the tree."""
     return torch.stack([values[-1] for values in token_values(model, packed)])
 
 
@@ -44,7 +45,7 @@ def main() -> None:
     )
     critic = AutoModelForTokenClassification.from_config(config, attn_implementation="prefixtree")
     rollouts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 7, 8], [1, 2, 3, 4]]
-    returns = [1.0, 0.0, 0.5, 0.0]  # they differ where the sequences share tokens: so do the losses
+    returns = [1.0, 0.0, 0.5, 0.0]  # sequences that share tokens may have different returns
     packed = pt.pack(pt.PrefixForest.from_sequences(rollouts))
     optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
     for step in range(5):

@@ -4,9 +4,9 @@
 #   pip install '.[verl]' vllm     # in a checkout of prefixtree; verl 0.9.1
 #   examples/verl_grpo.sh [any verl setting=value ...]
 #
-# The settings marked (*) are all that packing needs; without them this is plain verl. GSM8K's
-# prompts are short (1.1 to 1.4 replicated tokens a distinct one): the gain grows with the length of
-# what rollouts share, so use it for agents. docs/verl.md says what to expect and how to check.
+# Packing needs only the settings marked (*); without them this is plain verl. The prompts of GSM8K
+# are short: there are 1.1 to 1.4 replicated tokens per distinct one. Agents, whose rollouts share
+# long prefixes, gain more. docs/verl.md says what to expect and how to check.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-4B}
@@ -47,7 +47,7 @@ EOF
 fi
 
 packing=(
-  # (*) the engines are registered in every worker, and the attention that switches them on
+  # (*) the first registers the engines in every worker, the second switches packing on
   actor_rollout_ref.model.external_lib=prefixtree.integrations.verl
   +actor_rollout_ref.model.override_config.attn_implementation=prefixtree
   # (*) verl's "sync" trainer, but the rollouts of a prompt stay on one GPU. It must be registered
@@ -57,7 +57,8 @@ packing=(
   # a budget of distinct tokens: the longest sequence must fit
   actor_rollout_ref.actor.use_dynamic_bsz=True
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
-  # packed forests are not split over GPUs, and these two are refused
+  # packed forests are not split over GPUs, fused kernels are refused, and Liger Kernel's layers are
+  # verified for some families only
   actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1
   actor_rollout_ref.model.use_fused_kernels=False
   actor_rollout_ref.model.use_liger=False
@@ -107,7 +108,7 @@ run=(
   trainer.total_epochs=3
   trainer.save_freq=50
   trainer.test_freq=10
-  # what was sampled, a file a step: `prefixtree report rollouts/step1.jsonl`
+  # writes the rollouts, one file per step: `prefixtree report rollouts/step1.jsonl`
   +trainer.prefixtree_rollouts=rollouts
 )
 
