@@ -36,8 +36,8 @@ def tables(data: dict[str, Any]) -> Parts:
         f"of {data['replicated_tokens']:,} tokens, forward and backward: "
         f"**{data['packed_s']:.2f} s packed, {data['replicated_s']:.1f} s** for every sequence "
         f"alone through torch's SDPA, **{data['speed_up']:.1f}x**. Fewer attention FLOPs alone "
-        f"give {data['attention_flop_ratio']:.1f}x; the replicated side also adds up the gradients of "
-        "the copies. The largest relative difference of results is "
+        f"give {data['attention_flop_ratio']:.1f}x; the replicated side also adds up the gradients "
+        "of the copies. The largest relative difference of results is "
         f"{max(data['relative_difference'].values()):.1e}."
     )
 
