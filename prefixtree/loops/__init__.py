@@ -18,12 +18,23 @@ if TYPE_CHECKING:
         block_tables,
         planning,
         realign,
+        segments,
         sequence_copies,
+        state_schedule,
         tile_costs,
         trie,
     )
 
-__all__ = ["block_tables", "planning", "realign", "sequence_copies", "tile_costs", "trie"]
+__all__ = [
+    "block_tables",
+    "planning",
+    "realign",
+    "segments",
+    "sequence_copies",
+    "state_schedule",
+    "tile_costs",
+    "trie",
+]
 
 
 def __getattr__(name: str) -> Any:

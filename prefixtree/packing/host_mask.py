@@ -17,6 +17,7 @@ from prefixtree import loops
 from prefixtree.cost import visible_keys
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
+from prefixtree.packing.segments import Segments, SegmentTables, find_segments
 from prefixtree.packing.transfers import lasting, move_all
 
 
@@ -40,6 +41,7 @@ class HostMask:
         self._pairs: dict[int, int] = {}
         self._shares: dict[Any, float] = {}
         self._arrays: dict[torch.device, dict[str, torch.Tensor]] = {}
+        self._segment_tables: dict[torch.device, SegmentTables] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +66,17 @@ class HostMask:
     def paths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks of queries along one path, and the key runs above each: see the loop `paths`."""
         return loops.block_tables.paths(self.predictor, self.query_runs)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """What a recurrence along the tree runs over, on the host."""
+        return find_segments(self.predictor)
+
+    def segment_tables(self, device: torch.device) -> SegmentTables:
+        """The segments on a device, moved once."""
+        if device not in self._segment_tables:
+            self._segment_tables[device] = SegmentTables(self.segments, device)
+        return self._segment_tables[device]
 
     def on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """subtree_end, position_ids and query_tokens (int32) on a device."""

@@ -1,0 +1,215 @@
+"""Segments of a packed forest: what a recurrence along the tree runs over.
+
+Legend: T packed tokens, N segments, L levels, B segments with children, C tokens of a chunk, W taps
+of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from prefixtree import loops
+from prefixtree.packing.state_schedule import StateSchedule, schedule_states
+from prefixtree.packing.transfers import lasting, move_all
+
+# tokens of a run, which one program of a convolution's kernel walks
+RUN = 128
+# int32, np.ndarray or torch.Tensor
+_Array = TypeVar("_Array")
+
+
+class Chunks(NamedTuple, Generic[_Array]):
+    """A segment's tokens in chunks of C, the last of a segment shorter. numpy or torch, int32.
+
+    Attributes:
+        cu_chunks: [N + 1], the number of chunks before each segment.
+        chunk_indices: [NC, 2], (segment, chunk in the segment) of every chunk, in packed order.
+    """
+
+    cu_chunks: _Array
+    chunk_indices: _Array
+
+
+class Taps(NamedTuple, Generic[_Array]):
+    """What a causal convolution along paths reads, and what its gradient reads. numpy or torch,
+    int32.
+
+    The gradient of x[s] sums over the tokens t with ancestors[j, t] == s. At distance j that is
+    t = s + j, if ancestors[j, s + j] == s, and those that the entries start[s] .. start[s + 1]
+    list: tokens which reach s over a branch with other tokens between. At most W (W - 1) / 2
+    entries per segment.
+
+    Attributes:
+        ancestors: [W, T], the token 0, 1, .. W - 1 before each on its path; -1 where there is none.
+        start: [T + 1] into the entries of each token.
+        token: [M], the entry's t; ascending within a token's entries.
+        tap: [M], its distance j, 1 .. W - 1.
+        branch_tokens: the tokens that have entries, ascending.
+        run_start: [R + 1], the first tokens of runs in which each token's predecessor is the token
+            before it, at most `RUN` tokens each; run_start[R] = T.
+    """
+
+    ancestors: _Array
+    start: _Array
+    token: _Array
+    tap: _Array
+    branch_tokens: _Array
+    run_start: _Array
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Segments:
+    """Maximal runs of packed tokens, each the only child of the one before it.
+
+    A sequence that ends inside a run does not end the run. Segments are numbered in packed order,
+    so a parent comes before its children. Arrays are numpy int32 but `has_children`.
+
+    Attributes:
+        start: [N + 1], the first packed token of each; start[N] = T. A `cu_seqlens`.
+        parent: [N], the segment above, whose last token is the predecessor of the first; -1 at
+            roots.
+        level: [N], the number of segments above.
+        has_children: bool [N], whether a segment's final state is read by others.
+        order: [N], segments by (level, number). Those of one parent are neighbours in it.
+        level_start: [L + 1] into `order`.
+        children_start: [N + 1] into `children`.
+        children: the child segments of each, ascending.
+        state_row: [N], a row of its own in an array of B final states for each segment with
+            children, numbered along `order`; -1 for the others.
+        predictor: [T], the token before each on its path, -1 at roots.
+    """
+
+    start: np.ndarray
+    parent: np.ndarray
+    level: np.ndarray
+    has_children: np.ndarray
+    order: np.ndarray
+    level_start: np.ndarray
+    children_start: np.ndarray
+    children: np.ndarray
+    state_row: np.ndarray
+    predictor: np.ndarray
+    _chunks: dict[int, Chunks[np.ndarray]] = field(default_factory=dict, init=False)
+    _taps: dict[int, Taps[np.ndarray]] = field(default_factory=dict, init=False)
+
+    @property
+    def num_segments(self) -> int:
+        """N."""
+        return len(self.parent)
+
+    @property
+    def num_levels(self) -> int:
+        """L; 0 without tokens."""
+        return len(self.level_start) - 1
+
+    @property
+    def num_states(self) -> int:
+        """B, the number of segments with children."""
+        return int(self.has_children.sum())
+
+    def __repr__(self) -> str:
+        return (
+            f"Segments({self.num_segments} of {len(self.predictor)} tokens, {self.num_levels} "
+            f"levels, {self.num_states} with children)"
+        )
+
+    def chunks(self, size: int) -> Chunks[np.ndarray]:
+        """The chunk tables for chunks of `size` tokens, as numpy arrays; built once and kept."""
+        if size not in self._chunks:
+            self._chunks[size] = Chunks(*loops.segments.chunks(self.start, size))
+        return self._chunks[size]
+
+    def taps(self, width: int) -> Taps[np.ndarray]:
+        """The tables of a convolution with `width` taps, as numpy arrays; built once and kept."""
+        if width not in self._taps:
+            ancestors, start, token, tap = loops.segments.taps(self.predictor, width)
+            branch_tokens = np.flatnonzero(np.diff(start)).astype(np.int32)
+            run_start = loops.segments.runs(self.predictor, RUN)
+            self._taps[width] = Taps(ancestors, start, token, tap, branch_tokens, run_start)
+        return self._taps[width]
+
+    def ancestors(self, width: int) -> np.ndarray:
+        """int32 [width, T]: the token 0, 1, .. width - 1 before each on its path, -1 for none."""
+        return self.taps(width).ancestors
+
+
+def find_segments(predictor: np.ndarray) -> Segments:
+    """The segments of a packed forest, from `HostMask.predictor` (int32 [T], -1 at roots)."""
+    start, parent, level, has_children = loops.segments.find(predictor)
+    num_levels = int(level.max(initial=-1)) + 1
+    order, level_start = loops.segments.sorted_by(level, num_levels)
+    children, children_start = loops.segments.sorted_by(parent, len(parent))
+    has_children = has_children.astype(bool)
+    state_row = np.full(len(parent), -1, np.int32)
+    inner = order[has_children[order]]
+    state_row[inner] = np.arange(len(inner), dtype=np.int32)
+    return Segments(
+        start=start,
+        parent=parent,
+        level=level,
+        has_children=has_children,
+        order=order,
+        level_start=level_start,
+        children_start=children_start,
+        children=children,
+        state_row=state_row,
+        predictor=predictor,
+    )
+
+
+class SegmentTables:
+    """`Segments` as int32 tensors on a device, moved in one copy: `HostMask.segment_tables`.
+
+    Attributes:
+        host: the Segments, whose numbers a launch reads without waiting for the device.
+        start, parent, level, has_children, order, level_start, children_start, children,
+            state_row: as in `Segments`, all int32.
+    """
+
+    @lasting
+    def __init__(self, host: Segments, device: torch.device) -> None:
+        self.host = host
+        self.device = device
+        names = (
+            *("start", "parent", "level", "has_children", "order", "level_start"),
+            *("children_start", "children", "state_row"),
+        )
+        arrays = [getattr(host, name).astype(np.int32) for name in names]
+        views = move_all([torch.from_numpy(array) for array in arrays], device)
+        self.start, self.parent, self.level, self.has_children, self.order = views[:5]
+        self.level_start, self.children_start, self.children, self.state_row = views[5:]
+        self._chunks: dict[int, Chunks[torch.Tensor]] = {}
+        self._taps: dict[int, Taps[torch.Tensor]] = {}
+        self._schedules: dict[int, StateSchedule] = {}
+
+    def chunks(self, size: int) -> Chunks[torch.Tensor]:
+        """`Segments.chunks` on the device; moved once and kept."""
+        if size not in self._chunks:
+            self._chunks[size] = Chunks(*self._moved(self.host.chunks(size)))
+        return self._chunks[size]
+
+    def taps(self, width: int) -> Taps[torch.Tensor]:
+        """`Segments.taps` on the device; moved once and kept."""
+        if width not in self._taps:
+            self._taps[width] = Taps(*self._moved(self.host.taps(width)))
+        return self._taps[width]
+
+    def schedule(self, chunk_size: int) -> StateSchedule:
+        """The order of launches that carry states from chunk to chunk; built once and kept."""
+        if chunk_size not in self._schedules:
+            host = self.host
+            self._schedules[chunk_size] = schedule_states(
+                *(host.start, host.parent, host.state_row),
+                *host.chunks(chunk_size),
+                self.device,
+            )
+        return self._schedules[chunk_size]
+
+    @lasting
+    def _moved(self, arrays: Iterable[np.ndarray]) -> list[torch.Tensor]:
+        return move_all([torch.from_numpy(array) for array in arrays], self.device)
