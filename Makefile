@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl test-flash families lint types images docs clean
+.PHONY: demo test test-transformers test-trl test-verl test-flash test-fla families lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -85,6 +85,21 @@ test-flash: .venvs/fa4-$(FLASH)/.ready
 	  "nvidia-cutlass-dsl[cu13]==4.8.1" einops apache-tvm-ffi torch-c-dlpack-ext nvidia-cuda-nvdisasm
 	@.venvs/fa4-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  quack-kernels==0.6.5 "flash-attn-4==$*"
+	@touch $@
+
+# the backend "fla" through the kernels of fla-core, in Triton's interpreter
+FLA ?= 0.6.0
+test-fla: .venvs/fla-$(FLA)/.ready
+	$(TEST_ENV) .venvs/fla-$(FLA)/bin/python -m pytest -n auto --dist worksteal tests/kernels/recurrence/fla $(ARGS)
+
+# torch from $(VENV), which comes first
+.venvs/fla-%/.ready: $(READY)
+	@echo "setting up .venvs/fla-$*"
+	@$(PYTHON) -m venv .venvs/fla-$*
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/fla-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/fla-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  einops "fla-core==$*"
 	@touch $@
 
 lint: $(READY)

@@ -10,8 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# what has an environment of its own: make test-trl, make test-verl, make test-flash
-collect_ignore = ["integrations/trl", "integrations/verl", "kernels/flash/fa4"]
+# what has an environment of its own: make test-trl, make test-verl, make test-flash, make test-fla
+collect_ignore = [
+    "integrations/trl",
+    "integrations/verl",
+    "kernels/flash/fa4",
+    "kernels/recurrence/fla",
+]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined
 if not torch.cuda.is_available():

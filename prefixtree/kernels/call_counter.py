@@ -1,7 +1,8 @@
-"""Counts the calls of `tree_attention` over one mask, compiled ones included.
+"""Counts the calls of `tree_attention` and of recurrent operators over one mask, compiled ones
+included.
 
-A model that runs another attention in some of its layers ignores the mask there without an error;
-the number of calls is the one thing that shows it.
+A model that runs something else in some of its layers ignores the mask there without an error; the
+number of calls is the one thing that shows it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from prefixtree.packing.host_mask import HostMask
 class _Watch(threading.local):
     mask: HostMask | None = None
     calls: int = 0
+    recurrent: int = 0
 
 
 # a forward runs in one thread, and other threads may run other models meanwhile
@@ -23,18 +25,24 @@ _watch = _Watch()
 
 
 @contextmanager
-def counted_calls(mask: HostMask) -> Iterator[Callable[[], int]]:
+def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
     """Gives a function that returns the number of forward calls over `mask` so far, in the thread
-    that entered."""
-    before = _watch.mask, _watch.calls
-    _watch.mask, _watch.calls = mask, 0
+    that entered: of `tree_attention`, and of recurrent operators."""
+    before = _watch.mask, _watch.calls, _watch.recurrent
+    _watch.mask, _watch.calls, _watch.recurrent = mask, 0, 0
     try:
-        yield lambda: _watch.calls
+        yield lambda: (_watch.calls, _watch.recurrent)
     finally:
-        _watch.mask, _watch.calls = before
+        _watch.mask, _watch.calls, _watch.recurrent = before
 
 
 def note_call(mask: HostMask) -> None:
     """Called by `tree_attention` where it computes, once per forward call."""
     if _watch.mask is mask:
         _watch.calls += 1
+
+
+def note_recurrence(mask: HostMask) -> None:
+    """Called by recurrent operators likewise."""
+    if _watch.mask is mask:
+        _watch.recurrent += 1

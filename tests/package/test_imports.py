@@ -67,7 +67,7 @@ def imports(file: Path, types: bool = False) -> Iterator[tuple[str, bool]]:
 
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
-MASK_ROOMS = ("transfers", "block_tables", "host_mask", "mask")
+MASK_ROOMS = ("transfers", "block_tables", "state_schedule", "segments", "host_mask", "mask")
 LOOPS = "prefixtree.loops"
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
@@ -115,6 +115,34 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     room = parts[2] if parts[:2] == ["prefixtree", "kernels"] and len(parts) == 3 else None
     return room if room in WAY else None
+
+
+# The same for recurrent layers, in a room of their own. "a backend" is what is named nowhere here.
+RECURRENCE = "prefixtree.kernels.recurrence"
+RECURRENCE_PARTS = {
+    "chunked": ("conv", "chunk_rules"),
+    "triton": ("conv_triton", "conv_kernels"),
+    "fla": ("fla_rules", "states", "state_kernels"),
+}
+RECURRENCE_WAY = ("", "api", "operator", "backends", "a backend", "protocol")
+
+
+def recurrence_room_of(module: str) -> str | None:
+    """Where on the way to a recurrent layer's kernel a module stands."""
+    if module == RECURRENCE:
+        return ""
+    if not module.startswith(f"{RECURRENCE}."):
+        return None
+    room = module.split(".")[3]
+    return room if room in RECURRENCE_WAY else "a backend"
+
+
+def recurrence_backend_of(module: str) -> str | None:
+    """The backend a module belongs to."""
+    if recurrence_room_of(module) != "a backend":
+        return None
+    room = module.split(".")[3]
+    return next((name for name, parts in RECURRENCE_PARTS.items() if room in parts), room)
 
 
 # ---- cost of an import --------------------------------------------------------------------------
@@ -230,6 +258,8 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
     assert backend_of("prefixtree.kernels.triton.forward") == "triton"
     assert room_of("prefixtree.kernels.triton.forward") == "a backend"
+    assert recurrence_room_of("prefixtree.kernels.recurrence.conv") == "a backend"
+    assert {recurrence_room_of(m) for m in MODULES} == {*RECURRENCE_WAY, None}
     assert {room_of(m) for m in MODULES} == {*WAY, None}
     assert {"prefixtree", "prefixtree.forest", "prefixtree.packing.mask"} <= set(MODULES)
 
@@ -322,6 +352,28 @@ def test_the_way_to_a_kernel_points_one_way(module: str) -> None:
             # so that `import prefixtree` loads the code of no backend
             late = theirs == "a backend" and room < WAY.index(theirs)
             assert not (late and at_import), f"{module} imports {target} as it is imported"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if recurrence_room_of(m) is not None])
+def test_the_way_to_a_recurrent_layer_points_one_way(module: str) -> None:
+    room = RECURRENCE_WAY.index(str(recurrence_room_of(module)))
+    for target, at_import in imports(MODULES[module]):
+        assert room_of(target) is None, f"{module} imports {target}, which is attention's"
+        if (theirs := recurrence_room_of(target)) is not None:
+            assert RECURRENCE_WAY.index(theirs) >= room, f"{module} imports {target}"
+            late = theirs == "a backend" and room < RECURRENCE_WAY.index(theirs)
+            assert not (late and at_import), f"{module} imports {target} as it is imported"
+        ours, others = recurrence_backend_of(module), recurrence_backend_of(target)
+        if ours is not None and others is not None:
+            assert ours == others, f"backend {module} imports backend {target}"
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if recurrence_room_of(m) is None])
+def test_attention_knows_no_recurrent_layer(module: str) -> None:
+    if not module.startswith("prefixtree.kernels"):
+        return
+    for target, _ in imports(MODULES[module], types=True):
+        assert recurrence_room_of(target) is None, f"{module} imports {target}"
 
 
 @pytest.mark.parametrize("module", list(MODULES))

@@ -1,0 +1,5 @@
+"""Layers that carry a state, along the tree: convolution, delta rule, Mamba-2."""
+
+from prefixtree.kernels.recurrence.api import tree_conv, tree_delta_rule, tree_ssd
+
+__all__ = ["tree_conv", "tree_delta_rule", "tree_ssd"]

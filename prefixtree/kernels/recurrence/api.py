@@ -1,0 +1,262 @@
+"""`tree_conv`, `tree_delta_rule`, `tree_ssd`: they check their arguments and call the operators.
+
+Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
+heads, G groups, P head dim, N state dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.recurrence import operator
+from prefixtree.kernels.recurrence.backends import check_name
+from prefixtree.packing.mask import TreeMask, check_mask
+
+_ACTIVATIONS = {None: False, "silu": True, "swish": True}
+
+
+def tree_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mask: TreeMask,
+    activation: str | None = None,
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Depthwise causal convolution of every packed token over its path: itself and W - 1 ancestors.
+
+    Before a root stand zeros. Computed in float32 (float64 for float64 x), differentiable once.
+
+    Args:
+        x: [T, D], floating point.
+        weight: [D, W]; tap W - 1 is the token's own, tap 0 the farthest ancestor's.
+        bias: [D], or None.
+        mask: the packed forest's TreeMask, on the device of x.
+        activation: None, "silu" or "swish", which are the same.
+        backend: "chunked" (torch's operations, any device), "reference", or "auto". Default:
+            "auto".
+
+    Returns:
+        [T, D] in x's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, each with what was expected.
+        UnsupportedError: a mask for some of the queries, an unknown activation or backend, a
+            backend that cannot serve the call.
+    """
+    backend = _check_common("tree_conv", mask, backend, x=x, weight=weight, bias=bias)
+    _check_shape("x", x, (mask.num_tokens, None), "[tokens, channels]")
+    channels = x.shape[1]
+    _check_shape("weight", weight, (channels, None), "[channels, taps]")
+    if weight.shape[1] < 1:
+        raise ValueError("weight must have at least one tap, got [channels, taps] with none")
+    if bias is not None:
+        _check_shape("bias", bias, (channels,), "[channels]")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(
+            f"tree_conv applies None, 'silu' or 'swish', got activation={activation!r}; ask for "
+            "None and apply it to the result"
+        )
+    out, _ = operator.TREE_CONV.forward(
+        x, weight, bias, mask.handle, _ACTIVATIONS[activation], backend
+    )
+    return out
+
+
+def tree_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """The gated delta rule along every path of the forest.
+
+    The state of a token is made of its predecessor's, S' = exp(g) S (zeros before a root):
+    S = S' + key (beta (value - key S')), and out = scale query S. States and sums are float32
+    (float64 for float64 inputs); the gradient of a branch's state is the sum over its children, in
+    a fixed order. Differentiable once.
+
+    Args:
+        query, key: [T, Hk, K].
+        value: [T, Hv, V], Hv a multiple of Hk: value head h reads key head h // (Hv / Hk).
+        g: [T, Hv] floating point, log of the decay, at most 0 (gated delta rule); or [T, Hv, K],
+            one per channel of the key (Kimi delta attention).
+        beta: [T, Hv] floating point.
+        mask: the packed forest's TreeMask, on the device of the others.
+        scale: factor on the query. Default: K ** -0.5.
+        qk_l2norm: divide query and key by sqrt(sum of squares + 1e-6) first.
+        backend: "chunked" (torch's operations, any device), "reference" (token by token), or
+            "auto". Default: "auto".
+
+    Returns:
+        [T, Hv, V] in value's dtype.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together, each with what was expected.
+        UnsupportedError: a mask for some of the queries, an unknown backend, or one that cannot
+            serve the call.
+    """
+    backend = _check_common(
+        "tree_delta_rule", mask, backend, query=query, key=key, value=value, g=g, beta=beta
+    )
+    tokens = mask.num_tokens
+    _check_shape("key", key, (tokens, None, None), "[tokens, key heads, head dim]")
+    _check_shape("query", query, tuple(key.shape), "[tokens, key heads, head dim], as key's")
+    _check_shape("value", value, (tokens, None, None), "[tokens, value heads, head dim]")
+    _check_one_dtype(query=query, key=key, value=value)
+    (_, key_heads, dim), heads = key.shape, value.shape[1]
+    if key_heads == 0 or heads % key_heads != 0:
+        raise ValueError(
+            "the value heads must be a multiple of the heads that query and key share, got "
+            f"{heads} heads of value and {key_heads} of key"
+        )
+    per_channel = g.ndim == 3
+    _check_shape(
+        "g",
+        g,
+        (tokens, heads, dim) if per_channel else (tokens, heads),
+        "[tokens, value heads] or, one per channel of the key, [tokens, value heads, head dim]",
+    )
+    _check_shape("beta", beta, (tokens, heads), "[tokens, value heads]")
+    scale = dim**-0.5 if scale is None else float(scale)
+    out, _ = operator.TREE_DELTA_RULE.forward(
+        query, key, value, g, beta, mask.handle, scale, qk_l2norm, backend
+    )
+    return out
+
+
+def tree_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    mask: TreeMask,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Mamba-2's recurrence (SSD) along every path of the forest.
+
+    With dt as below, the state of a token is made of its predecessor's S (zeros before a root):
+    S = exp(dt A) S + B (dt x), and out = C S + D x. States and sums are float32 (float64 for
+    float64 x); the gradient of a branch's state is the sum over its children, in a fixed order.
+    Differentiable once.
+
+    Args:
+        x: [T, H, P].
+        dt: [T, H] floating point: clamp(softplus(dt + dt_bias), *dt_limit), made in float32.
+        A: [H], below 0.
+        B, C: [T, G, N], H a multiple of G: head h reads group h // (H / G).
+        mask: the packed forest's TreeMask, on the device of the others.
+        D: [H] or [H, P], a factor of x that is added; or None.
+        dt_bias: [H], or None.
+        dt_softplus: apply softplus to dt.
+        dt_limit: (least, greatest) dt.
+        backend: as for `tree_delta_rule`.
+
+    Returns:
+        [T, H, P] in x's dtype.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as for `tree_delta_rule`.
+    """
+    backend = _check_common(
+        "tree_ssd", mask, backend, x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias
+    )
+    tokens = mask.num_tokens
+    _check_shape("x", x, (tokens, None, None), "[tokens, heads, head dim]")
+    heads = x.shape[1]
+    _check_shape("dt", dt, (tokens, heads), "[tokens, heads]")
+    _check_shape("A", A, (heads,), "[heads]")
+    _check_shape("B", B, (tokens, None, None), "[tokens, groups, state dim]")
+    _check_shape("C", C, tuple(B.shape), "[tokens, groups, state dim], as B's")
+    _check_one_dtype(x=x, B=B, C=C)
+    groups = B.shape[1]
+    if groups == 0 or heads % groups != 0:
+        raise ValueError(
+            "the heads must be a multiple of the groups that B and C share, got "
+            f"{heads} heads of x and {groups} groups of B"
+        )
+    if D is not None:
+        _check_shape("D", D, (heads, x.shape[2]) if D.ndim == 2 else (heads,), "[heads]")
+    if dt_bias is not None:
+        _check_shape("dt_bias", dt_bias, (heads,), "[heads]")
+    low, high = dt_limit
+    if not low <= high:
+        raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    step = dt.to(wide)
+    if dt_bias is not None:
+        step = step + dt_bias.to(wide)
+    if dt_softplus:
+        step = F.softplus(step)
+    # softplus is above 0 already
+    if low > (0 if dt_softplus else -math.inf) or high < math.inf:
+        step = step.clamp(low, high)
+    out, _ = operator.TREE_SSD.forward(x, step, A, B, C, mask.handle, backend)
+    if D is None:
+        return out
+    return (out.to(wide) + x.to(wide) * (D if D.ndim == 2 else D[:, None]).to(wide)).to(x.dtype)
+
+
+def _check_common(
+    name: str, mask: TreeMask, backend: str | None, **tensors: torch.Tensor | None
+) -> str:
+    """What all three ask of the mask, the backend, devices and dtypes; -> the backend's name."""
+    check_mask(mask)
+    if mask.query_tokens is not None:
+        raise UnsupportedError(
+            f"{name} needs every packed token, got a mask that is for_queries ({mask.num_queries} "
+            f"of {mask.num_tokens} tokens); give it the whole mask and select rows of the result"
+        )
+    for key, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{key} must be a tensor, got {type(x).__name__}")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{key} must be floating point, got {x.dtype}")
+        if x.device != mask.device:
+            raise ValueError(
+                f"{key} is on {x.device}, the mask on {mask.device}; use packed.to({x.device})"
+            )
+    backend = "auto" if backend is None else backend
+    check_name(backend)
+    return backend
+
+
+def _check_shape(name: str, x: torch.Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+    """Raises unless x has this shape; None fits any size."""
+    if x.ndim == len(shape) and all(
+        n is None or n == m for n, m in zip(shape, x.shape, strict=True)
+    ):
+        return
+    wanted = ", ".join("any" if n is None else str(n) for n in shape)
+    batch = x.ndim == len(shape) + 1
+    raise ValueError(
+        f"{name} must be {meaning}: [{wanted}], got {list(x.shape)}"
+        + ("; a batch is one packed forest: drop the batch dimension" if batch else "")
+    )
+
+
+def _check_one_dtype(**tensors: torch.Tensor) -> None:
+    if len({x.dtype for x in tensors.values()}) > 1:
+        raise ValueError(
+            f"{', '.join(tensors)} must share one dtype, got "
+            f"{', '.join(str(x.dtype) for x in tensors.values())}"
+        )

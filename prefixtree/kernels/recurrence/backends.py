@@ -1,0 +1,176 @@
+"""The backends as objects, and which of them runs a call. Each imports its code when first asked.
+
+Order of preference of "auto": a GPU's kernels, else torch's operations in chunks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.recurrence.protocol import Backend, Call, ConvCall
+
+
+class Triton:
+    """Our Triton kernels: the convolution. Compute capability 8.0 or later."""
+
+    name = "triton"
+
+    def refuses(self, call: Call) -> str | None:
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        from prefixtree.kernels.recurrence import conv_triton
+
+        return conv_triton.refusal(call)
+
+    def saves(self, call: Call) -> list[torch.Tensor]:
+        return []
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from prefixtree.kernels.recurrence import conv_triton
+
+        assert isinstance(call, ConvCall)
+        return conv_triton.forward(call), []
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        from prefixtree.kernels.recurrence import conv_triton
+
+        assert isinstance(call, ConvCall)
+        return conv_triton.backward(call, dout)
+
+
+class Fla:
+    """fla-core's kernels inside chunks, ours between them: delta rules and Mamba-2."""
+
+    name = "fla"
+
+    def refuses(self, call: Call) -> str | None:
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        from prefixtree.kernels.recurrence import fla
+
+        return fla.refusal(call)
+
+    def saves(self, call: Call) -> list[torch.Tensor]:
+        from prefixtree.kernels.recurrence import fla
+
+        return fla.saves(call)
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from prefixtree.kernels.recurrence import fla
+
+        return fla.forward(call)
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        from prefixtree.kernels.recurrence import fla
+
+        return fla.backward(call, dout, saved)
+
+
+class Chunked:
+    """torch's operations on any device, in chunks, level by level."""
+
+    name = "chunked"
+
+    def refuses(self, call: Call) -> str | None:
+        return None
+
+    def saves(self, call: Call) -> list[torch.Tensor]:
+        return []
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from prefixtree.kernels.recurrence import chunked
+
+        return chunked.forward(call), []
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        from prefixtree.kernels.recurrence import chunked
+
+        return chunked.backward(call, dout)
+
+
+class Reference:
+    """Token by token along paths, on any device and in any dtype: the oracle."""
+
+    name = "reference"
+
+    def refuses(self, call: Call) -> str | None:
+        return None
+
+    def saves(self, call: Call) -> list[torch.Tensor]:
+        return []
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        from prefixtree.kernels.recurrence import reference
+
+        return reference.forward(call), []
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        from prefixtree.kernels.recurrence import reference
+
+        return reference.backward(call, dout)
+
+
+CHUNKED, REFERENCE = Chunked(), Reference()
+# those for GPUs alone, which "auto" prefers there
+ON_GPU: tuple[Backend, ...] = (Triton(), Fla())
+BACKENDS: tuple[Backend, ...] = (*ON_GPU, CHUNKED, REFERENCE)
+_NAMED = {backend.name: backend for backend in BACKENDS}
+NAMES = ("auto", *_NAMED)
+
+
+def check_name(name: str) -> None:
+    """Raises UnsupportedError if no backend has this name."""
+    if name not in NAMES:
+        raise UnsupportedError(
+            f"backend {name!r} does not exist for recurrent layers in this version; use one of "
+            f"{', '.join(NAMES)}"
+        )
+
+
+def choose(name: str, call: Call) -> Backend:
+    """The backend for a call; the same for a backward as for its forward.
+
+    Looks at devices, dtypes and shapes alone, so that compiled code chooses what will run.
+
+    Raises:
+        UnsupportedError: `name` does not exist or cannot serve the call, with the reason.
+    """
+    if name != "auto":
+        check_name(name)
+        if (reason := _NAMED[name].refuses(call)) is not None:
+            raise UnsupportedError(f"backend {name!r}: {reason}; use backend='chunked'")
+        return _NAMED[name]
+    if call[0].is_cuda:
+        for backend in ON_GPU:
+            if backend.refuses(call) is None:
+                return backend
+    return CHUNKED
+
+
+def warn_if_slow(call: Call, backend: Backend) -> None:
+    """Says once per reason that a GPU runs torch's operations where kernels would serve it."""
+    if backend is CHUNKED and call[0].is_cuda:
+        reasons = [f"backend {b.name!r}: {b.refuses(call)}" for b in ON_GPU]
+        _warn("; ".join(reasons) or "this version has no kernels for it")
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        "recurrent layers run through torch's operations on this GPU, which is slow; install the "
+        f"package fla-core for Triton kernels ({reason})",
+        stacklevel=2,
+    )

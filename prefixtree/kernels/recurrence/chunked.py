@@ -1,0 +1,269 @@
+"""The recurrent layers by torch's operations on any device: chunks of tokens, level by level.
+
+Chunks of one length run together, so nothing is padded. A piece of a level's segments runs at a
+time: its states are gathered for it alone, and only the states that segments with children end in
+are kept from a level to the next. The backward makes these again, and those before every chunk of
+its piece; a chunk's gradients come from autograd. Where one segment alone has too many of those,
+the heads are taken in parts.
+
+Legend: T packed tokens, B segments with children, n segments of a piece, H heads, K and V head
+dims (N and P of Mamba-2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree.kernels.recurrence import chunk_rules, conv
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.packing.host_mask import HostMask
+from prefixtree.packing.segments import Segments
+from prefixtree.packing.transfers import move
+
+# tokens of a chunk; gates per channel take a product per pair of tokens and channel
+_CHUNK = 64
+_CHUNK_PER_CHANNEL = 16
+# the states before every chunk of a piece, and all products of the pairs of its chunks' tokens,
+# have at most so many numbers, unless the piece is one segment and one key head
+_PIECE_NUMBERS = 1 << 25
+
+
+class _Scan(NamedTuple):
+    """A recurrence over all tokens.
+
+    Attributes:
+        rule: the algebra of a chunk.
+        inputs: [T, ...] each, what the rule takes of its tokens.
+        state_shape: (H, K, V).
+        mask: the mask's host side.
+        chunk: tokens of a chunk at most.
+        pairs: numbers that a head holds per pair of a chunk's tokens.
+    """
+
+    rule: chunk_rules.Rule
+    inputs: tuple[torch.Tensor, ...]
+    state_shape: tuple[int, int, int]
+    mask: HostMask
+    chunk: int
+    pairs: int
+
+    @property
+    def chunks_of_piece(self) -> int:
+        """How many chunks the segments of a piece have at most, if they are more than one."""
+        heads, k, v = self.state_shape
+        numbers = heads * max(k * v, self.chunk**2 * self.pairs)
+        return max(1, _PIECE_NUMBERS // max(1, numbers))
+
+    def head_parts(self) -> int:
+        """In how many equal parts the heads are taken, so that the longest segment is a piece."""
+        found = self.mask.segments
+        longest = -(-int(np.diff(found.start).max(initial=0)) // self.chunk)
+        # all inputs have heads in their second dimension, the key heads are the fewest
+        key_heads = min(x.shape[1] for x in self.inputs)
+        for parts in range(1, key_heads):
+            if key_heads % parts == 0 and self.part(0, parts).chunks_of_piece >= longest:
+                return parts
+        return max(1, key_heads)
+
+    def part(self, number: int, parts: int) -> _Scan:
+        """The scan of some of the heads."""
+        heads, k, v = self.state_shape
+        inputs = tuple(_part(x, number, parts) for x in self.inputs)
+        return self._replace(inputs=inputs, state_shape=(heads // parts, k, v))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What states and sums are in."""
+        return torch.promote_types(self.inputs[0].dtype, torch.float32)
+
+
+def forward(call: Call) -> torch.Tensor:
+    """-> out, contiguous, in the dtype of x or value."""
+    if isinstance(call, ConvCall):
+        return conv.forward(call)
+    scan = _scan(call)
+    like = call.value if isinstance(call, DeltaCall) else call.x
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    parts = scan.head_parts()
+    for number in range(parts):
+        _run(scan.part(number, parts), _part(out, number, parts))
+    return out
+
+
+def backward(call: Call, dout: torch.Tensor) -> list[torch.Tensor]:
+    """-> a gradient for each tensor of the call, contiguous."""
+    if isinstance(call, ConvCall):
+        return conv.backward(call, dout)
+    scan = _scan(call)
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in scan.inputs]
+    parts = scan.head_parts()
+    for number in range(parts):
+        of_part = [_part(x, number, parts) for x in (dout, *gradients)]
+        _run_back(scan.part(number, parts), *of_part)
+    if isinstance(call, DeltaCall):
+        return gradients
+    dx, ddt, dlog_decay, dB, dC = gradients
+    wide = scan.dtype
+    ddt = ddt.to(wide) + dlog_decay * call.A.to(wide)
+    dA = (dlog_decay * call.dt.to(wide)).sum(0)
+    return [dx, ddt.to(call.dt.dtype), dA.to(call.A.dtype), dB, dC]
+
+
+def _scan(call: DeltaCall | SsdCall) -> _Scan:
+    assert call.mask is not None
+    if isinstance(call, DeltaCall):
+        shape = (call.value.shape[1], call.key.shape[2], call.value.shape[2])
+        rule = chunk_rules.delta_rule(call.scale, call.qk_l2norm)
+        if call.g.ndim == 3:
+            return _Scan(rule, call[:5], shape, call.mask, _CHUNK_PER_CHANNEL, shape[1])
+        return _Scan(rule, call[:5], shape, call.mask, _CHUNK, 1)
+    shape = (call.x.shape[1], call.B.shape[2], call.x.shape[2])
+    wide = torch.promote_types(call.x.dtype, torch.float32)
+    log_decay = call.dt.to(wide) * call.A.to(wide)
+    inputs = (call.x, call.dt, log_decay, call.B, call.C)
+    return _Scan(chunk_rules.ssd, inputs, shape, call.mask, _CHUNK, 1)
+
+
+def _part(x: torch.Tensor, number: int, parts: int) -> torch.Tensor:
+    """One of equal parts of the heads, the second dimension."""
+    heads = x.shape[1] // parts
+    return x[:, number * heads : (number + 1) * heads]
+
+
+class _Piece(NamedTuple):
+    """Segments of one level, neighbours in its order.
+
+    Attributes:
+        segments: [n] their numbers.
+        steps: (rows [m], tokens [m, c]) of the chunks that run together, in the order of time:
+            rows are places in `segments`, none twice in a step.
+    """
+
+    segments: np.ndarray
+    steps: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _pieces(scan: _Scan, inner: bool, backwards: bool = False) -> Iterator[_Piece]:
+    """All segments (with `inner` those with children alone), parents before their children; the
+    other way round with `backwards`."""
+    found = scan.mask.segments
+    limit = scan.chunks_of_piece
+    device = scan.inputs[0].device
+    for level in range(found.num_levels)[:: -1 if backwards else 1]:
+        segments = found.order[found.level_start[level] : found.level_start[level + 1]]
+        if inner:
+            segments = segments[found.has_children[segments]]
+        lengths = found.start[segments + 1] - found.start[segments]
+        chunks = -(-lengths // scan.chunk)
+        cuts = [0]
+        total = 0
+        for i, count in enumerate(chunks.tolist()):
+            if total + count > limit and i > cuts[-1]:
+                cuts.append(i)
+                total = 0
+            total += count
+        parts = list(zip(cuts, [*cuts[1:], len(segments)], strict=True)) if len(segments) else []
+        for first, last in parts[:: -1 if backwards else 1]:
+            of_piece = segments[first:last]
+            yield _Piece(of_piece, _steps(found, of_piece, scan.chunk, device))
+
+
+def _steps(
+    found: Segments, segments: np.ndarray, chunk: int, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    starts = found.start[segments].astype(np.int64)
+    lengths = found.start[segments + 1] - starts
+    steps = []
+    for at in range(0, int(lengths.max(initial=0)), chunk):
+        here = np.minimum(lengths - at, chunk)
+        for count in np.unique(here[here > 0])[::-1].tolist():
+            rows = np.flatnonzero(here == count)
+            tokens = (starts[rows] + at)[:, None] + np.arange(count)
+            steps.append(
+                (move(torch.from_numpy(rows), device), move(torch.from_numpy(tokens), device))
+            )
+    return steps
+
+
+def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
+    """[n, H, K, V]: the states that the piece's segments start from."""
+    found = scan.mask.segments
+    parents = found.parent[piece.segments]
+    if len(parents) == 0 or parents[0] < 0:
+        # roots are the whole first level
+        return states.new_zeros((len(parents), *scan.state_shape))
+    return states.index_select(0, _rows(found.state_row[parents], states.device))
+
+
+def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor:
+    return move(torch.from_numpy(rows.astype(np.int64)), device)
+
+
+@torch.no_grad()
+def _run(scan: _Scan, out: torch.Tensor | None) -> torch.Tensor:
+    """Writes out [T, H, V], if there is one; -> states [B, H, K, V] behind segments with children.
+
+    Without out, segments without children are left out.
+    """
+    found = scan.mask.segments
+    states = scan.inputs[0].new_empty((found.num_states, *scan.state_shape), dtype=scan.dtype)
+    for piece in _pieces(scan, inner=out is None):
+        state = _before(scan, piece, states)
+        for rows, tokens in piece.steps:
+            part, state[rows] = scan.rule(state[rows], *(x[tokens] for x in scan.inputs))
+            if out is not None:
+                out[tokens] = part.to(out.dtype)
+        inner = np.flatnonzero(found.has_children[piece.segments])
+        into = _rows(found.state_row[piece.segments[inner]], states.device)
+        states[into] = state[_rows(inner, states.device)]
+    return states
+
+
+@torch.no_grad()
+def _run_back(scan: _Scan, dout: torch.Tensor, *grads: torch.Tensor) -> None:
+    """Writes the gradients of the inputs."""
+    found = scan.mask.segments
+    states = _run(scan, None)
+    dstates = torch.zeros_like(states)
+    for piece in _pieces(scan, inner=False, backwards=True):
+        state = _before(scan, piece, states)
+        before = []
+        for rows, tokens in piece.steps:
+            before.append(state[rows])
+            _, state[rows] = scan.rule(before[-1], *(x[tokens] for x in scan.inputs))
+        dstate = torch.zeros_like(state)
+        inner = np.flatnonzero(found.has_children[piece.segments])
+        behind = _rows(found.state_row[piece.segments[inner]], states.device)
+        dstate[_rows(inner, states.device)] = dstates[behind]
+        for rows, tokens in reversed(piece.steps):
+            leaves = [before.pop(), *(x[tokens] for x in scan.inputs)]
+            with torch.enable_grad():
+                leaves = [x.requires_grad_() for x in leaves]
+                part, end = scan.rule(*leaves)
+            given = (dout[tokens].to(part.dtype), dstate[rows])
+            dbefore, *of_inputs = torch.autograd.grad((part, end), leaves, given)
+            dstate[rows] = dbefore
+            for grad, of_tokens in zip(grads, of_inputs, strict=True):
+                grad[tokens] = of_tokens
+        _add_to_parents(found, piece.segments, dstate, dstates)
+
+
+def _add_to_parents(
+    found: Segments, segments: np.ndarray, dstate: torch.Tensor, dstates: torch.Tensor
+) -> None:
+    """Adds [n, H, K, V] into [B, H, K, V]: the children of a parent one after another, no atomics,
+    so that the sum is the same every time."""
+    parents = found.parent[segments]
+    if len(parents) == 0 or parents[0] < 0:
+        return
+    firsts = np.flatnonzero(np.diff(parents, prepend=-1))
+    counts = np.diff(np.append(firsts, len(parents)))
+    into = _rows(found.state_row[parents[firsts]], dstates.device)
+    total = torch.segment_reduce(
+        dstate, "sum", lengths=_rows(counts, dstates.device), axis=0, unsafe=True, initial=0
+    )
+    dstates[into] = dstates[into] + total

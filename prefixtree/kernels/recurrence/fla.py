@@ -1,0 +1,158 @@
+"""The backend "fla": which calls it serves, and what it makes of them for `fla_rules`.
+
+Legend: T packed tokens, Hk key heads, Hv value heads, K and V head dims, H heads, P head dim.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from prefixtree.kernels import device_info
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
+from prefixtree.packing.state_schedule import StateSchedule
+
+# releases whose inner functions are those that `fla_rules` calls
+VERSIONS = ("0.6.0",)
+
+
+def refusal(call: Call) -> str | None:
+    """Why this backend cannot serve a call; None where it can."""
+    if isinstance(call, ConvCall):
+        return "it has no convolution; use backend='triton'"
+    x = call[0]
+    if not (x.is_cuda or INTERPRETED):
+        return f"it runs on GPUs, and the inputs are on {x.device}"
+    dtypes = (torch.float16, torch.bfloat16)
+    if x.dtype not in dtypes and not (INTERPRETED and x.dtype == torch.float32):
+        return f"it computes in float16 and bfloat16, and the inputs are {x.dtype}"
+    if x.shape[0] == 0:
+        return "there are no tokens"
+    key = call.B if isinstance(call, SsdCall) else call.key
+    value = call.x if isinstance(call, SsdCall) else call.value
+    if max(key.shape[2], value.shape[2]) > 256 or min(key.shape[2], value.shape[2]) < 16:
+        return f"head dims must be 16 to 256, and are {key.shape[2]} and {value.shape[2]}"
+    if x.is_cuda and device_info.capability(x.device) < (8, 0):
+        return "it needs compute capability 8.0 (Ampere) or later"
+    if (reason := _package_refusal()) is not None:
+        return reason
+    if not (isinstance(call, DeltaCall) and call.g.ndim == 3):
+        return _gate_refusal()
+    return None
+
+
+@cache
+def _package_refusal() -> str | None:
+    try:
+        found = version("fla-core")
+    except PackageNotFoundError:
+        return f"it needs the package fla-core ({' or '.join(VERSIONS)}), which is not installed"
+    if found not in VERSIONS:
+        return f"it works with fla-core {' or '.join(VERSIONS)}, and {found} is installed"
+    return None
+
+
+@cache
+def _gate_refusal() -> str | None:
+    """fla refuses its gated backward on Hopper with the releases of Triton that miscompile it."""
+    from fla.ops.common.backends import CommonTileLangBackend
+    from fla.ops.common.chunk_o import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
+
+    if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
+        return None
+    if CommonTileLangBackend.can_use():
+        return None
+    return (
+        f"Triton {version('triton')} miscompiles fla's gated backward on Hopper (fla's issue 640); "
+        "install tilelang, with nvcc on the PATH, or Triton 3.7.1 or later"
+    )
+
+
+def saves(call: Call) -> list[torch.Tensor]:
+    """Tensors like those `forward` saves: gates summed along chunks; triangles of each chunk."""
+    if isinstance(call, SsdCall):
+        return [call.dt.new_empty(call.dt.shape, dtype=torch.float32)]
+    assert isinstance(call, DeltaCall)
+    heads, value = call.value.shape[1], call.value
+    saved = [call.g.new_empty(call.g.shape, dtype=torch.float32)]
+    triangles = 2 if call.g.ndim == 3 else 1
+    return saved + [value.new_empty(value.shape[0], heads, CHUNK) for _ in range(triangles)]
+
+
+def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> out [T, Hv, V] or [T, H, P], and what the backward reads besides the call."""
+    from prefixtree.kernels.recurrence import fla_rules as rules
+
+    schedule = _schedule(call)
+    with torch.cuda.device_of(call[0]):
+        if isinstance(call, SsdCall):
+            value, g = _ssd_inputs(call)
+            C, B = call.C.contiguous(), call.B.contiguous()
+            out, kept = rules.linear_attention_forward(C, B, value, g, schedule, 1.0)
+            return out, list(kept)
+        assert isinstance(call, DeltaCall)
+        query, key = _normed(call)[:2]
+        value, g, beta = call.value.contiguous(), call.g.contiguous(), call.beta.contiguous()
+        rule = rules.channel_delta_rule_forward if g.ndim == 3 else rules.delta_rule_forward
+        out, kept = rule(query, key, value, g, beta, schedule, call.scale)
+        return out, list(kept)
+
+
+def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+    """-> a gradient for each tensor of the call, in their order and dtypes."""
+    from prefixtree.kernels.recurrence import fla_rules as rules
+
+    schedule, dout = _schedule(call), dout.contiguous()
+    with torch.cuda.device_of(call[0]):
+        if isinstance(call, SsdCall):
+            value, _ = _ssd_inputs(call)
+            C, B = call.C.contiguous(), call.B.contiguous()
+            dC, dB, dvalue, dg = rules.linear_attention_backward(
+                C, B, value, tuple(saved), dout, schedule, 1.0
+            )
+            dt, dvalue = call.dt.float(), dvalue.float()
+            dx = dvalue * dt[..., None]
+            ddt = (dvalue * call.x).sum(-1) + dg * call.A.float()
+            grads = [dx, ddt, (dg * dt).sum(0), dB, dC]
+        else:
+            assert isinstance(call, DeltaCall)
+            query, key, *norms = _normed(call)
+            value, beta = call.value.contiguous(), call.beta.contiguous()
+            channels = call.g.ndim == 3
+            rule = rules.channel_delta_rule_backward if channels else rules.delta_rule_backward
+            grads = list(rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale))
+            if norms:
+                from fla.modules.norm.l2norm import l2norm_bwd
+
+                grads[0] = l2norm_bwd(query, norms[0], grads[0])
+                grads[1] = l2norm_bwd(key, norms[1], grads[1])
+    tensors = [x for x in call if isinstance(x, torch.Tensor)]
+    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
+
+
+def _schedule(call: Call) -> StateSchedule:
+    assert call.mask is not None
+    return call.mask.segment_tables(call[0].device).schedule(CHUNK)
+
+
+def _normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
+    """query and key; if they are to be normed, those normed, and the factors they were normed by.
+
+    The backward norms them again: two passes over them are cheaper than keeping both.
+    """
+    query, key = call.query.contiguous(), call.key.contiguous()
+    if not call.qk_l2norm:
+        return query, key
+    from fla.modules.norm.l2norm import l2norm_fwd
+
+    (query, of_query), (key, of_key) = l2norm_fwd(query), l2norm_fwd(key)
+    return query, key, of_query, of_key
+
+
+def _ssd_inputs(call: SsdCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mamba-2 as gated linear attention: the value dt x, and the log of the decay dt A."""
+    value = (call.x * call.dt[..., None]).to(call.x.dtype)
+    return value.contiguous(), call.dt.float() * call.A.float()

@@ -1,0 +1,175 @@
+"""The registered torch operators of the recurrent layers: kernels, fakes and autograd.
+
+As in `kernels.operator`: the mask goes in as its handle, so that one graph serves every forest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from prefixtree.kernels.call_counter import note_recurrence
+from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.packing.host_mask import host_of
+
+_namespace: Any = torch.ops.prefixtree
+if (_earlier := getattr(_namespace, "_recurrence_library", None)) is not None:
+    # imported a second time (importlib.reload): torch takes no name twice
+    _earlier._destroy()
+# kept where a second import finds it
+_library = _namespace._recurrence_library = torch.library.Library("prefixtree", "FRAGMENT")
+
+
+class _Operator(NamedTuple):
+    """A forward and its backward.
+
+    Attributes:
+        forward: (tensors.., handle, options.., backend) -> out, saved.
+        backward: (dout, saved, tensors.., handle, options.., backend) -> gradients of the tensors
+            that there are.
+        num_tensors: the tensors at the start of a call.
+    """
+
+    forward: Any
+    backward: Any
+    num_tensors: int
+
+
+def _register(name: str, call_type: Callable[..., Call], tensors: str, options: str) -> _Operator:
+    """Registers `name` and `name`_backward, whose arguments are the fields of `call_type`."""
+    num_tensors = tensors.count("Tensor")
+
+    def as_call(arguments: tuple[Any, ...], mask: Any) -> Call:
+        # tensors, handle, options, backend
+        return call_type(*arguments[:num_tensors], mask, *arguments[num_tensors + 1 : -1])
+
+    def forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        mask = host_of(arguments[num_tensors])
+        note_recurrence(mask)
+        call = as_call(arguments, mask)
+        backend = choose(arguments[-1], call)
+        if arguments[-1] == "auto":
+            warn_if_slow(call, backend)
+        with _as_given(arguments[0]):
+            return backend.forward(call)
+
+    @torch._disable_dynamo
+    def backward(
+        dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
+    ) -> list[torch.Tensor]:
+        call = as_call(arguments, host_of(arguments[num_tensors]))
+        with _as_given(dout):
+            return choose(arguments[-1], call).backward(call, dout, saved)
+
+    def fake_forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        call = as_call(arguments, None)
+        like = call.value if isinstance(call, DeltaCall) else call.x
+        return like.new_empty(like.shape), choose(arguments[-1], call).saves(call)
+
+    def fake_backward(
+        dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
+    ) -> list[torch.Tensor]:
+        return [x.new_empty(x.shape) for x in arguments[:num_tensors] if x is not None]
+
+    arguments = f"{tensors}, Tensor handle, {options}str backend"
+    schemas = (
+        (name, f"({arguments}) -> (Tensor, Tensor[])", forward, fake_forward),
+        (
+            f"{name}_backward",
+            f"(Tensor dout, Tensor[] saved, {arguments}) -> Tensor[]",
+            backward,
+            fake_backward,
+        ),
+    )
+    for full_name, schema, kernel, fake in schemas:
+        _library.define(full_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(full_name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"prefixtree::{full_name}", fake, lib=_library)
+    found = _Operator(
+        getattr(_namespace, name).default,
+        getattr(_namespace, f"{name}_backward").default,
+        num_tensors,
+    )
+
+    @torch._disable_dynamo
+    def differentiable(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        tensors = arguments[:num_tensors]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            out, *saved = _Recurrence.apply(found, *arguments)
+            return out, saved
+        with torch._C._AutoDispatchBelowAutograd():
+            return found.forward(*arguments)
+
+    _library.impl(name, differentiable, "Autograd")
+    return found
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operator: _Operator, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, saved = operator.forward(*arguments)
+        handle_and_tensors = arguments[: operator.num_tensors + 1]
+        ctx.save_for_backward(*handle_and_tensors, *saved)
+        ctx.operator, ctx.options = operator, arguments[operator.num_tensors + 1 :]
+        ctx.mark_non_differentiable(*saved)
+        # no zeros in the place of the gradients of what is saved
+        ctx.set_materialize_grads(False)
+        return (out, *saved)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+        count = ctx.operator.num_tensors
+        # read once: checkpointing hands each of them out once
+        kept = ctx.saved_tensors
+        arguments, saved = kept[: count + 1], list(kept[count + 1 :])
+        nothing = (None,) * (2 + len(ctx.options))
+        if dout is None:
+            return (None, *(None for _ in arguments[:count]), *nothing[1:])
+        # with create_graph, what follows must not be taken for a constant
+        if torch.is_grad_enabled():
+            gradients = _Once.apply(
+                ctx.operator, len(saved), dout, *saved, *arguments, *ctx.options
+            )
+        else:
+            gradients = ctx.operator.backward(dout, saved, *arguments, *ctx.options)
+        left = iter(gradients)
+        of_tensors = (None if x is None else next(left) for x in arguments[:count])
+        return (None, *of_tensors, *nothing[1:])
+
+
+class _Once(torch.autograd.Function):
+    """The backward of a call whose second derivative may be asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: _Operator, num_saved: int, dout: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple(operator.backward(dout, list(rest[:num_saved]), *rest[num_saved:]))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("recurrent layers are differentiable once, not twice")
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _as_given(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast would reach into an operator and turn its float32 products into half precision."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+TREE_CONV = _register("tree_conv", ConvCall, "Tensor x, Tensor weight, Tensor? bias", "bool silu, ")
+TREE_DELTA_RULE = _register(
+    "tree_delta_rule",
+    DeltaCall,
+    "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta",
+    "float scale, bool qk_l2norm, ",
+)
+TREE_SSD = _register("tree_ssd", SsdCall, "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C", "")

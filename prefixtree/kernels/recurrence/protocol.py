@@ -1,0 +1,109 @@
+"""What passes between the operators and a backend: the three calls, and what a `Backend` is.
+
+Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
+heads, G groups, P head dim, N state dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from prefixtree.packing.host_mask import HostMask
+
+
+class ConvCall(NamedTuple):
+    """The inputs of one call of `tree_conv`, all of which fit together.
+
+    Attributes:
+        x: [T, D].
+        weight: [D, W]; the last tap is the token's own.
+        bias: [D], or None.
+        mask: the mask's host side; `mask.segment_tables(device)` holds what kernels read. None
+            where only shapes are asked for.
+        silu: whether silu is applied to the sum.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    mask: HostMask | None
+    silu: bool
+
+
+class DeltaCall(NamedTuple):
+    """The inputs of one call of `tree_delta_rule`, all of which fit together.
+
+    Attributes:
+        query, key: [T, Hk, K]; value head h reads key head h // (Hv / Hk).
+        value: [T, Hv, V], in the dtype of query and key.
+        g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
+        beta: [T, Hv]; a dtype of its own.
+        mask: as in `ConvCall`.
+        scale: factor on the query.
+        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    mask: HostMask | None
+    scale: float
+    qk_l2norm: bool
+
+
+class SsdCall(NamedTuple):
+    """The inputs of one call of `tree_ssd`, behind the treatment of dt and before D.
+
+    Attributes:
+        x: [T, H, P].
+        dt: [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied.
+        A: [H]; exp(dt A) is the decay.
+        B, C: [T, G, N], in the dtype of x; head h reads group h // (H / G).
+        mask: as in `ConvCall`.
+    """
+
+    x: torch.Tensor
+    dt: torch.Tensor
+    A: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    mask: HostMask | None
+
+
+Call = ConvCall | DeltaCall | SsdCall
+
+
+class Backend(Protocol):
+    """One implementation of the three operators. Stateless; `backends.BACKENDS` holds them all."""
+
+    @property
+    def name(self) -> str:
+        """What `tree_delta_rule(backend=...)` calls it."""
+        ...
+
+    def refuses(self, call: Call) -> str | None:
+        """Why this backend cannot serve a call, in words that follow its name; None if it can.
+
+        Compiled code asks it with a mask of None: it may look at shapes, dtypes and devices only.
+        """
+        ...
+
+    def saves(self, call: Call) -> list[torch.Tensor]:
+        """New tensors like those that `forward` saves, uninitialised; the mask is None."""
+        ...
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """-> out, contiguous, in the dtype of x or value; and what the backward wants besides the
+        call. No tensor of the call itself."""
+        ...
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """-> a gradient for each tensor of the call, in their order and dtypes, contiguous; a bias
+        of None has none."""
+        ...

@@ -1,0 +1,162 @@
+"""Launches of the kernels that carry states over a forest.
+
+Legend: T packed tokens, NC chunks, H key heads, HV value heads, K and V head dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from prefixtree.kernels.recurrence.state_kernels import states_backward, states_forward
+from prefixtree.packing.state_schedule import StateSchedule
+
+CHUNK = 64
+INTERPRETED = not isinstance(states_forward, triton.JITFunction)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Value columns of a program, its warps, and the stages its loads are pipelined over."""
+
+    columns: int
+    warps: int
+    stages: int
+
+
+# Of 16 measured on an H200, 32 heads of 128 x 128 (docs/notebook.md)
+FORWARD = Config(columns=64, warps=4, stages=2)
+BACKWARD = Config(columns=64, warps=8, stages=3)
+
+
+def carry_states(
+    schedule: StateSchedule,
+    k: torch.Tensor,
+    u: torch.Tensor,
+    w: torch.Tensor | None = None,
+    *,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    config: Config = FORWARD,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states every chunk starts from. A backward calls it again: nothing of it is kept.
+
+    Args:
+        schedule: on the device of k.
+        k: [T, H, K]; u: [T, HV, V]; w: [T, HV, K], without it nothing is taken off u.
+        g: fp32 [T, HV] or gk: fp32 [T, HV, K]: log2 of the decay, summed along each chunk.
+
+    Returns:
+        h [NC, HV, K, V] and v_new [T, HV, V] (u itself without w).
+    """
+    heads, key_dim = k.shape[1:]
+    value_heads, value_dim = u.shape[1:]
+    chunks = schedule.num_chunks
+    h = k.new_empty(chunks, value_heads, key_dim, value_dim)
+    v_new = u if w is None else torch.empty_like(u)
+    states = k.new_empty(schedule.num_states, value_heads, key_dim, value_dim, dtype=torch.float32)
+    lanes = value_heads * triton.cdiv(value_dim, config.columns)
+    states_forward[(schedule.num_segments * lanes,)](
+        k,
+        w,
+        u,
+        v_new,
+        g,
+        gk,
+        h,
+        states,
+        _flags(schedule.num_states * lanes, k.device),
+        schedule.start,
+        schedule.first_chunk,
+        schedule.forward_order,
+        schedule.state_of,
+        schedule.parent_state,
+        H=heads,
+        HV=value_heads,
+        K=key_dim,
+        V=value_dim,
+        BT=CHUNK,
+        BK=_padded(key_dim),
+        BV=config.columns,
+        USE_G=g is not None,
+        USE_GK=gk is not None,
+        USE_W=w is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return h, v_new
+
+
+def carry_gradients(
+    schedule: StateSchedule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    *,
+    w: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    scale: float,
+    config: Config = BACKWARD,
+) -> torch.Tensor:
+    """Gradients of the states at every chunk's end: dh [NC, HV, K, V].
+
+    Args:
+        schedule: on the device of q.
+        q, k: [T, H, K]; do: [T, HV, V]; w, g, gk as in `carry_states`.
+        dv: [T, HV, V] with w: the gradient of v_new inside each chunk; grows in place by what
+            reaches v_new through the states.
+    """
+    heads, key_dim = k.shape[1:]
+    value_heads, value_dim = do.shape[1:]
+    dh = q.new_empty(schedule.num_chunks, value_heads, key_dim, value_dim)
+    lanes = value_heads * triton.cdiv(value_dim, config.columns)
+    sums = q.new_empty(schedule.num_slots, value_heads, key_dim, value_dim, dtype=torch.float32)
+    states_backward[(schedule.num_segments * lanes,)](
+        q,
+        k,
+        w,
+        do,
+        dv,
+        g,
+        gk,
+        dh,
+        sums,
+        _flags(schedule.num_slots * lanes, q.device),
+        schedule.start,
+        schedule.first_chunk,
+        schedule.backward_order,
+        schedule.state_of,
+        schedule.parent_state,
+        schedule.slot_of,
+        schedule.rank_of,
+        schedule.slot_start,
+        schedule.slot_count,
+        scale,
+        H=heads,
+        HV=value_heads,
+        K=key_dim,
+        V=value_dim,
+        BT=CHUNK,
+        BK=_padded(key_dim),
+        BV=config.columns,
+        USE_G=g is not None,
+        USE_GK=gk is not None,
+        USE_W=w is not None,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return dh
+
+
+def _flags(count: int, device: torch.device) -> torch.Tensor:
+    """The counter that deals out work, and a flag per (state or slot, head, block of columns)."""
+    return torch.zeros(1 + count, dtype=torch.int32, device=device)
+
+
+def _padded(dim: int) -> int:
+    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
+    return max(16, triton.next_power_of_2(dim))
