@@ -29,6 +29,7 @@
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
 #   head         1     the language model's head
+#   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
 #   pack_gqa     5     flash's forward with the heads of a group in a tile, and apart
 #   shapes       13    triton and flash with the heads of models: shapes_a, shapes_b and shapes_c in turn
@@ -46,13 +47,14 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
+# UPDATE_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
 out=${OUT:-$files/out}
 shared=${SHARED:-../shared}
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
+fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
@@ -81,10 +83,12 @@ unpack() {
   [[ -f $2/.unpacked ]]
 }
 
-# our own code and, where it is packed, flash-attn-4: behind ours, its archive has packages of its own
+# our own code and, where they are packed, flash-attn-4 and fla-core: behind ours, their archives have packages of their own
 ours() {
   export PYTHONPATH=$PWD$outer
   ! unpack "$files/fa4.tar.xz" "$fa4" || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages
+  ! unpack "$files/fla.tar.xz" "$fla" ||
+    export PYTHONPATH=$PYTHONPATH:$fla CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} PATH=$PATH:/usr/local/cuda/bin
   ! unpack "$files/packages.tar.xz" "$packages" || PYTHONPATH=$PYTHONPATH:$packages
   python3 -c 'from importlib.metadata import version as v
 print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||
@@ -266,6 +270,17 @@ memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
 head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
+# with fla's kernels; then those of flash-qla, which take 20 s each to compile
+recurrence() {
+  FLA_FLASH_QLA=0 benchmark recurrence 400 "${read_rollouts[@]}" --rules delta mamba-2 convolution ${RECURRENCE_ARGS:-}
+}
+
+recurrence_qla() {
+  ours recurrence_qla || return
+  limited recurrence_qla 400 python3 -m benchmarks recurrence --rules delta "${read_rollouts[@]}" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/recurrence_qla.json" ${RECURRENCE_ARGS:-}
+}
+
 update() { benchmark update 420 "${read_rollouts[@]}" ${UPDATE_ARGS:-}; }
 
 # a process a GPU, which meet on this machine whatever its name resolves to
@@ -292,7 +307,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -70,7 +70,10 @@ def about(options: argparse.Namespace) -> Row:
 def packages() -> Row:
     """Versions of what the sides are made of."""
     out: Row = {}
-    for name in ("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"):
+    for name in (
+        *("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"),
+        *("fla-core", "flash-qla", "tilelang"),
+    ):
         try:
             out[name] = version(name)
         except PackageNotFoundError:
