@@ -1,6 +1,7 @@
 """Tree-structured shared-prefix attention for training LLM agents.
 
-transformers is imported by the first use of `sequence_logprobs` or `SequenceScores`, not before.
+transformers is imported by the first use of `sequence_logprobs`, `SequenceScores` or `prepare`, not
+before.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from prefixtree.packing.micro_batches import (
 )
 
 if TYPE_CHECKING:
-    from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
+    from prefixtree.integrations.transformers import SequenceScores, prepare, sequence_logprobs
 
 __version__ = "0.2.0"
 __all__ = [
@@ -43,13 +44,14 @@ __all__ = [
     "explain",
     "pack",
     "plan_micro_batches",
+    "prepare",
     "sequence_logprobs",
     "tree_attention",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("SequenceScores", "sequence_logprobs"):
+    if name in ("SequenceScores", "prepare", "sequence_logprobs"):
         from prefixtree.integrations import transformers as adapter
 
         return getattr(adapter, name)

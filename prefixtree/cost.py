@@ -7,7 +7,11 @@ The planner's `CostModel`, `report --model` and the memory line of `verify` read
 A token meets every weight of a linear layer once: 2 FLOPs per weight in a forward. It meets k / E
 of the weights of E routed experts, k per token. An embedding is looked up and costs none. A visible
 query-key pair costs 2 x (query heads) x (D + Dv) FLOPs in a forward. Layers without softmax
-attention have no pairs; the updates of their states are left out.
+attention have no pairs. A token passes through their states, per head of K x V (delta rule) or of
+P x N (Mamba-2), in chunks of C tokens, whose products within a chunk count whole:
+
+    delta rule   3 K V + C (2 K + V)      state read for its error and for the output, and updated
+    Mamba-2      2 P N + C (P + N)        state updated and read
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ MLP_END = ("down_proj", "output_linear", "dense_4h_to_h", "mlp.c_proj", "fc2", "
 _ATTENTION_END = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 # layers whose attention has visible pairs
 SOFTMAX = ("full_attention", "sliding_attention")
+# tokens of a chunk of the recurrent kernels
+CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class LayerCost:
         weights: linear weights a token meets, over the experts it is routed to.
         per_pair: query heads x (D + Dv); 0 for a layer without softmax attention.
         window: the sliding window, None for none; it counts the token itself.
+        state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
     """
 
     kind: str
     weights: int
     per_pair: int
     window: int | None
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,11 @@ class ModelCost:
     def token_weights(self) -> int:
         """Linear weights that every token meets, outside embedding and lm_head."""
         return self.outside_weights + sum(layer.weights for layer in self.layers)
+
+    @property
+    def token_states(self) -> int:
+        """Multiply-adds that every token has with the states of all layers."""
+        return sum(layer.state for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -198,7 +211,9 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         elif kind in SOFTMAX:
             per_pair = heads * sum(dims[-1])
         its_window = window if kind == "sliding_attention" else None
-        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window))
+        costs.append(
+            LayerCost(kind, sum(met.values()), per_pair, its_window, state_cost(layer, CHUNK))
+        )
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(model.get_decoder(), 0).values())
     if element_bytes is None:
@@ -247,6 +262,26 @@ def _layers(model: Any, text: Any) -> Any:
         if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {text.num_hidden_layers} layers")
+
+
+def state_cost(layer: Any, chunk: int) -> int:
+    """Multiply-adds a token has with the states of a layer, in chunks of `chunk` tokens."""
+    from torch import nn
+
+    total = 0
+    for mixer in layer.modules():
+        if not any(isinstance(child, nn.Conv1d) for child in mixer.children()):
+            continue
+        heads = _first(mixer, "num_v_heads", "num_heads")
+        key, value = (
+            _first(mixer, "head_k_dim", "head_dim"),
+            _first(mixer, "head_v_dim", "head_dim"),
+        )
+        if (size := getattr(mixer, "ssm_state_size", None)) is not None:
+            total += heads * (2 * value * size + chunk * (value + size))
+        elif heads is not None and key is not None:
+            total += heads * (3 * key * value + chunk * (2 * key + value))
+    return total
 
 
 def _attention(layer: Any) -> Any:

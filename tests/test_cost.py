@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,31 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from prefixtree.cost import model_cost, pairs_per_run, visible_keys, visible_pairs
+from prefixtree.cost import model_cost, pairs_per_run, state_cost, visible_keys, visible_pairs
 from prefixtree.packing.cost_model import CostModel
 from tests.support.family_configs import FAMILIES, VARIANTS
-from tests.support.models import build
+from tests.support.hybrid_configs import HYBRIDS
+from tests.support.models import build, recurrent
 
 TOKENS = 20
 # AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide
 NOT_OF_WEIGHTS = {"gemma3n_text": 0.05}
+
+
+def _flops_of_states(model: Any) -> int:
+    """What torch's own recurrences compute: of whole chunks, with Mamba-2's states of chunks
+    summed pair by pair, and of convolutions beyond the last token."""
+    config = model.config.get_text_config()
+    chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 64
+    chunks = -(-TOKENS // chunk)
+    # what is inside is counted once per layer
+    total = 2 * chunks * chunk * state_cost(model, chunk)
+    for module in recurrent(model):
+        convolution = next(c for c in module.children() if isinstance(c, torch.nn.Conv1d))
+        total += 2 * (convolution.kernel_size[0] - 1) * convolution.weight.numel()
+        if (size := getattr(module, "ssm_state_size", None)) is not None:
+            total += 2 * (chunks + 1) ** 2 * module.num_heads * module.head_dim * size
+    return total
 
 
 def counted_flops(model: Any) -> int:
@@ -34,19 +52,22 @@ def counted_flops(model: Any) -> int:
 def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     model = build(family, "eager")
     cost = model_cost(model.config)
-    assert cost.parameters == sum(p.numel() for p in model.parameters())
+    whole = model_cost(model)
+    assert whole.parameters == sum(p.numel() for p in model.parameters())
     # eager attention computes every pair, visible or not
     linear = 2 * TOKENS * (cost.token_weights + cost.lm_head_weights)
     attention = 2 * TOKENS**2 * sum(layer.per_pair for layer in cost.layers)
+    linear += _flops_of_states(model)
     expected = counted_flops(model)
     print(f"{family}: {cost.parameters} parameters, derived / counted {linear + attention}")
     limit = NOT_OF_WEIGHTS.get(family.partition("/")[0], 1e-3)
     assert linear + attention == pytest.approx(expected, rel=limit)
-    # of the model itself, with weights, the same
-    assert model_cost(model) == cost
+    # of the model itself, with weights, the same; some configs build a language model alone
+    assert whole == replace(cost, parameters=whole.parameters)
     # and the planner's coefficients are made of it
     planned = CostModel.from_config(model.config, scored_share=0.0)
-    assert planned.linear == 6 * cost.token_weights
+    assert planned.linear == 6 * (cost.token_weights + cost.token_states)
+    assert (cost.token_states > 0) == (family in HYBRIDS and "lfm2" not in family)
     assert planned.attention + planned.windowed == 7 * sum(x.per_pair for x in cost.layers)
 
 

@@ -9,12 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
+from packaging import version
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+
+# transformers' names of layers that only attend, that attend, and that carry a state
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"}
+_RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# whose recurrent layers call functions of their module, with the keywords that a forward is given
+# a kernel of all of a layer, left out along the tree
+FUSED = "mamba2_split_conv1d_scan_combined"
+OLDEST_WITH_STATES = "5.17"
+# asked for once: layers check it in compiled code
+_TRANSFORMERS = metadata.version("transformers")
+_IS_TOO_OLD = version.parse(_TRANSFORMERS) < version.parse(OLDEST_WITH_STATES)
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,10 @@ class Family:
         position_rows: rows of position_ids that the text model takes: those of the text, which
             its attention gets, and those of a multi-dimensional RoPE.
         ignores_window: its layers attend to everything whatever sliding_window says.
+        hides_positions: its layers are not shown position_ids, whatever they do with them.
+        layer_types: what config.layer_types may name.
+        rules: functions that its recurrent layers call, which `integrations.hybrids` replaces by
+            those along the tree; none where no layer carries a state.
         is_tested: False for what a user let through.
     """
 
@@ -37,13 +55,37 @@ class Family:
     divisor: str | None = None
     position_rows: int = 1
     ignores_window: bool = False
+    hides_positions: bool = False
+    layer_types: frozenset[str] = ATTENTION_TYPES
+    rules: tuple[str, ...] = ()
     is_tested: bool = True
 
+    @property
+    def recurrent_types(self) -> frozenset[str]:
+        """Layer types that carry a state."""
+        return self.layer_types & _RECURRENT_TYPES
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those of `rules` that a recurrent layer calls once per packed forward."""
+        return tuple(rule for rule in self.rules if rule != FUSED)
+
+
+def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+
+
+_CONV = ("causal_conv1d_fn",)
+_DELTA_RULE = (*_CONV, "torch_chunk_gated_delta_rule")
+_KIMI = (*_CONV, "chunk_kimi_delta_attention")
+_SSD = (*_CONV, "mamba2_chunk_scan", FUSED)
 
 _FAMILIES: dict[str, Family] = {
     "afmoe": Family(),
     "apertus": Family(),
     "arcee": Family(),
+    "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
+    "bamba": _hybrid(_SSD, "linear_attention"),
     "cohere": Family(scale="logit_scale"),
     "cohere2": Family(scale="logit_scale"),
     "cohere2_moe": Family(scale="logit_scale"),
@@ -55,6 +97,7 @@ _FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family(),
     "exaone4": Family(),
     "exaone_moe": Family(),
+    "falcon_h1": _hybrid(_SSD, "hybrid"),
     "flex_olmo": Family(),
     "gemma": Family(),
     "gemma2": Family(softcap="final_logit_softcapping"),
@@ -70,6 +113,9 @@ _FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(),
     "granite": Family(divisor="logits_scaling"),
     "granitemoe": Family(divisor="logits_scaling"),
+    "granitemoehybrid": _hybrid(
+        _SSD, "linear_attention", divisor="logits_scaling", hides_positions=True
+    ),
     "granitemoeshared": Family(divisor="logits_scaling"),
     "helium": Family(),
     "hunyuan_v1_dense": Family(),
@@ -77,7 +123,10 @@ _FAMILIES: dict[str, Family] = {
     "hy_v3": Family(),
     "internlm3": Family(),
     "jais2": Family(),
+    "kimi_linear": _hybrid(_KIMI, "linear_attention"),
     "laguna": Family(),
+    "lfm2": _hybrid(_CONV, "conv"),
+    "lfm2_moe": _hybrid(_CONV, "conv"),
     "llama": Family(),
     "minimax_m2": Family(),
     "ministral": Family(),
@@ -85,9 +134,11 @@ _FAMILIES: dict[str, Family] = {
     "mistral": Family(),
     "mixtral": Family(),
     "nanochat": Family(softcap="final_logit_softcapping"),
+    "nemotron_h": _hybrid(_SSD, "linear_attention", "mlp", "moe"),
     "olmo": Family(),
     "olmo2": Family(),
     "olmo3": Family(),
+    "olmo_hybrid": _hybrid(_DELTA_RULE, "linear_attention"),
     "olmoe": Family(ignores_window=True),
     "opt": Family(),
     "phi": Family(),
@@ -97,7 +148,12 @@ _FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": Family(position_rows=4),
     "qwen2_moe": Family(),
     "qwen3": Family(),
+    "qwen3_5": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
     "qwen3_moe": Family(),
+    "qwen3_next": _hybrid(_DELTA_RULE, "linear_attention"),
     "qwen3_vl": Family(position_rows=4),
     "qwen3_vl_text": Family(position_rows=4),
     "seed_oss": Family(),
@@ -106,6 +162,20 @@ _FAMILIES: dict[str, Family] = {
     "starcoder2": Family(),
     "vaultgemma": Family(softcap="final_logit_softcapping"),
     "youtu": Family(),
+    "zamba2": _hybrid(_SSD, "linear_attention", "hybrid"),
+}
+
+_MAMBA_1 = (
+    "its Mamba-1 layers keep one decay per channel and state, which no tree operator computes"
+)
+# types that cannot run, with what stands in the way
+UNSERVED = {
+    "falcon_mamba": _MAMBA_1,
+    "jamba": _MAMBA_1,
+    "mamba": _MAMBA_1,
+    "zamba": _MAMBA_1,
+    "minimax": "its lightning attention keeps its state inside the layer's own loop",
+    "recurrent_gemma": "its RG-LRU keeps its state inside the layer's own loop",
 }
 
 # whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
@@ -136,13 +206,14 @@ LIGER_LAYERS = (
     "smollm3",
 )
 
+# of another way of packing, as layers and the functions that they call know them
+PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 ROUTER_LOGITS = (
     "output_router_logits asks for the load-balancing loss, which would count a shared token once "
     "where the replicated batch counts every copy: set config.output_router_logits to False and "
     "pass no output_router_logits"
 )
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
 
 # names under which configurations keep a dropout or a jitter of the forward
@@ -208,6 +279,8 @@ def allow_model_type(
 def family_of(config: Any) -> Family:
     """The family of a configuration; `UnsupportedError` for one that is not on the list."""
     model_type = getattr(config, "model_type", None)
+    if model_type not in _FAMILIES and model_type in UNSERVED:
+        raise UnsupportedError(f"model type {model_type!r} is not served: {UNSERVED[model_type]}")
     if model_type not in _FAMILIES:
         raise UnsupportedError(
             f"model type {model_type!r} is not verified to run exactly on packed forests; verified "
@@ -220,15 +293,18 @@ def family_of(config: Any) -> Family:
 def check_config(config: Any, training: bool) -> None:
     """Refuses what would make a packed run differ from the replicated one, by configuration."""
     family = family_of(config)
+    if family.rules:
+        _check_version(config)
     if family.ignores_window and getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError(
             f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "
             "other attentions, so that results would differ; set it to None"
         )
-    for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+    for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types):
         raise UnsupportedError(
-            f"layers of type {layer_type!r} mix tokens by packed order, not along the tree; only "
-            f"{', '.join(sorted(_LAYER_TYPES))} run exactly"
+            f"layers of type {layer_type!r} are not verified in {config.model_type}: they may mix "
+            "tokens by packed order, not along the tree; only "
+            f"{', '.join(sorted(family.layer_types))} run exactly"
         )
     if getattr(config, "use_bidirectional_attention", None) or not getattr(
         config, "is_causal", True
@@ -249,6 +325,15 @@ def check_config(config: Any, training: bool) -> None:
                     f"config.{name} is {value}: a shared token would draw one noise where the "
                     "replicated batch draws several; set it to 0 (or call model.eval())"
                 )
+
+
+def _check_version(config: Any) -> None:
+    if _IS_TOO_OLD:
+        raise UnsupportedError(
+            f"{config.model_type} has recurrent layers, which take the tree from transformers "
+            f"{OLDEST_WITH_STATES} on; {_TRANSFORMERS} is installed: pip install "
+            f'"transformers>={OLDEST_WITH_STATES}"'
+        )
 
 
 def check_tokens(config: Any, tokens: np.ndarray) -> None:

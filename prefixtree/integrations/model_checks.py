@@ -19,6 +19,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import (
+    ATTENDING_TYPES,
     check_checkpointing,
     check_config,
     check_modules,
@@ -110,7 +111,8 @@ def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None
     mask = packed.mask
     with counted_calls(mask.host) as calls:
         yield
-        count = calls()
+        count, recurrent = calls()
+    _check_states(transformer, recurrent)
     # compiled code does not count the calls of the dense backend, which is for checks
     if count == expected or (mask.backend == "reference" and count == 0):
         return
@@ -120,6 +122,22 @@ def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None
         "module or a patched forward), whose results are those of another batch. Make them call "
         'transformers\' attention interface with attn_implementation="prefixtree"'
     )
+
+
+def _check_states(transformer: Any, calls: int) -> None:
+    """Every recurrent layer must have called its functions along the tree."""
+    config = transformer.config.get_text_config()
+    family = family_of(config)
+    layers = sum(
+        kind in family.recurrent_types for kind in getattr(config, "layer_types", None) or ()
+    )
+    if calls < layers * (expected := len(family.operators)):
+        raise UnsupportedError(
+            f"{calls} recurrent calls followed the tree in a forward of "
+            f"{type(transformer).__name__}, which has {layers} recurrent layers of {expected} "
+            "each: the others mixed tokens by packed order. They were replaced, or this version of "
+            "transformers does not hand them the tree mask"
+        )
 
 
 def transformer_of(model: nn.Module) -> Any:
@@ -140,8 +158,12 @@ def _outermost(model: nn.Module) -> Any:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
-def _attention_layers(transformer: Any) -> int:
-    """The number of layers that attend, each of which must be set to "prefixtree"."""
+def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
+    """Name and module of every causal attention, a shared one once per place it stands in.
+
+    Raises:
+        UnsupportedError: one that is not set to "prefixtree".
+    """
     # a module that stands in two layers runs twice
     modules = [
         (name, module)
@@ -149,24 +171,33 @@ def _attention_layers(transformer: Any) -> int:
         if getattr(module, "is_causal", False) is True and hasattr(module, "config")
     ]
     others = {n: i for n, m in modules if (i := m.config._attn_implementation) != _NAME}
-    if others:
-        name, implementation = next(iter(others.items()))
-        fix = 'call model.set_attn_implementation("prefixtree")'
-        text = transformer.config.get_text_config()
-        if text._attn_implementation == _NAME:
-            fix = (
-                "its configuration is a copy, which model.set_attn_implementation does not reach: "
-                'load the model with attn_implementation="prefixtree" before layers are copied, or '
-                "set .config of these modules to the model's config"
-            )
-        raise UnsupportedError(
-            f"{len(others)} of {len(modules)} attention modules run another attention, which "
-            f"ignores the tree ({name}: attn_implementation={implementation!r}); {fix}"
+    if not others:
+        return modules
+    name, implementation = next(iter(others.items()))
+    fix = 'call model.set_attn_implementation("prefixtree")'
+    text = transformer.config.get_text_config()
+    if text._attn_implementation == _NAME:
+        fix = (
+            "its configuration is a copy, which model.set_attn_implementation does not reach: "
+            'load the model with attn_implementation="prefixtree" before layers are copied, or '
+            "set .config of these modules to the model's config"
         )
+    raise UnsupportedError(
+        f"{len(others)} of {len(modules)} attention modules run another attention, which "
+        f"ignores the tree ({name}: attn_implementation={implementation!r}); {fix}"
+    )
+
+
+def _attention_layers(transformer: Any) -> int:
+    """The number of layers that attend, each of which must be set to "prefixtree"."""
+    modules = attention_modules(transformer)
     config = transformer.config.get_text_config()
-    if not modules or not family_of(config).is_tested:
+    if not modules or not (family := family_of(config)).is_tested:
         return len(modules)
-    return max(len(modules), config.num_hidden_layers)
+    attending = config.num_hidden_layers
+    if family.rules:
+        attending = sum(kind in ATTENDING_TYPES for kind in config.layer_types)
+    return max(len(modules), attending)
 
 
 # ---- what becomes of logits ------------------------------------------------------------------

@@ -24,8 +24,10 @@ from transformers.masking_utils import (
 )
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import check_config
+from prefixtree.integrations.families import ATTENDING_TYPES, check_config
 
+# the keyword of positions in models whose layers hand on all keywords but position_ids
+SHOWN_POSITIONS = "shown_position_ids"
 _FIX = (
     "call the model with **packed.model_inputs(), or pass tree_mask=packed.mask; for ordinary "
     'batches use model.set_attn_implementation("sdpa")'
@@ -66,7 +68,7 @@ def plain_attention(
             f"{_LOST_CACHE}"
         )
     if shows_positions(module) and (length > 1 or attention_mask is None):
-        _check_positions_do_not_jump(kwargs.get("position_ids"), attention_mask, length)
+        _check_positions_do_not_jump(shown_positions(kwargs), attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or length != keys):
         # fewer queries than keys: the last ones, of a model that drops rows where layers share keys
@@ -98,12 +100,26 @@ def plain_attention(
 
 
 def shows_positions(module: nn.Module) -> bool:
-    """Whether this layer checks the positions: the first layer does, once per forward.
+    """Whether this layer checks the positions: the first layer that attends does, once per forward.
 
     No layer does in compiled code: values cannot be read there, and reading a layer's number would
     give one graph per layer.
     """
-    return not torch.compiler.is_compiling() and getattr(module, "layer_idx", None) == 0
+    if torch.compiler.is_compiling():
+        return False
+    index: Any = getattr(module, "layer_idx", None)
+    if index is None or index <= 0:
+        # one that several layers share has no number of its own
+        return index is not None
+    kinds = getattr(module.config, "layer_types", None) or ()
+    # of hybrids the first layers may carry a state and see no positions
+    return len(kinds) > index and not any(k in ATTENDING_TYPES for k in kinds[:index])
+
+
+def shown_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """position_ids among the keywords of an attention function; None where it is not shown them."""
+    found = kwargs.get("position_ids")
+    return kwargs.get(SHOWN_POSITIONS) if found is None else found
 
 
 def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from prefixtree.integrations.families import family_of
+from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
 from prefixtree.packing.gather import GatherIndex, gather
@@ -89,6 +90,7 @@ def sequence_logprobs(
         )
     causal_lm = find_causal_lm(model)
     check_model(model, causal_lm, packed)
+    prepare_states(causal_lm)
     units = _make_units(packed, temperature, loss_mask)
     rule = logit_rule(causal_lm)
     inputs = packed.model_inputs()

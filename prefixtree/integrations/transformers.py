@@ -19,14 +19,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import (
+    PACKING_KEYWORDS,
     ROUTER_LOGITS,
     allow_model_type,
     check_config,
     supported_model_types,
 )
+from prefixtree.integrations.hybrids import check_prepared, prepare
 from prefixtree.integrations.plain_batches import (
     plain_attention,
     plain_mask,
+    shown_positions,
     shows_positions,
 )
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
@@ -37,12 +40,12 @@ from prefixtree.packing.no_labels import LABELS, NoLabels
 __all__ = [
     "SequenceScores",
     "allow_model_type",
+    "prepare",
     "sequence_logprobs",
     "supported_model_types",
 ]
 
 _NAME = "prefixtree"
-_PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def prefixtree_attention(
@@ -123,8 +126,8 @@ def prefixtree_attention(
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {query.shape[0]}")
     if kwargs.get("use_cache"):
         raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
-    if any(kwargs.get(name) is not None for name in _PACKING_KEYWORDS):
-        raise ValueError(f"tree_mask cannot be combined with {', '.join(_PACKING_KEYWORDS)}")
+    if any(kwargs.get(name) is not None for name in PACKING_KEYWORDS):
+        raise ValueError(f"tree_mask cannot be combined with {', '.join(PACKING_KEYWORDS)}")
     if dropout > 0:
         raise UnsupportedError(
             f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
@@ -134,8 +137,9 @@ def prefixtree_attention(
     if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
         raise UnsupportedError(LABELS)
     check_config(module.config, module.training)
+    check_prepared(module)
     if shows_positions(module):
-        _check_position_ids(kwargs.get("position_ids"), tree_mask)
+        _check_position_ids(shown_positions(kwargs), tree_mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -55,7 +55,7 @@ class CostModel:
     ) -> CostModel:
         """The coefficients of a Hugging Face model, from its config alone:
 
-            linear     3 x 2 x (weights a token meets in linear layers)
+            linear     3 x 2 x (weights a token meets in linear layers, and its cost in states)
                        + 4 x 2 x (weights of the lm_head) x scored_share
             attention  3.5 x 2 x (query heads) x (D + Dv), summed over layers
 
@@ -99,7 +99,8 @@ class CostModel:
         if len(windows) == 1:
             (windows,), (windowed,) = windows, windowed
         return cls(
-            linear=passes * 2 * cost.token_weights + 4 * 2 * cost.lm_head_weights * scored_share,
+            linear=passes * 2 * (cost.token_weights + cost.token_states)
+            + 4 * 2 * cost.lm_head_weights * scored_share,
             attention=full,
             windowed=windowed,
             window=windows,

@@ -14,6 +14,7 @@ from prefixtree.cost import ModelCost
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
+from prefixtree.integrations.families import family_of
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.rollouts import Rollouts
@@ -31,6 +32,9 @@ from prefixtree.testing.models import Setting, build, build_as_trained, check_vo
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 
 FLOAT32_LIMIT = 1e-4
+# of families whose layers carry a state: transformers' recurrences multiply exponentials of long
+# sums; a tiny Qwen3.5 was off from float64 by 7.5e-5 in its decays' gradient, packed by 5e-6
+FLOAT32_LIMIT_OF_STATES = 1e-3
 _ENTROPY_SHARE = 0.1
 _GIB = 2**30
 
@@ -61,10 +65,11 @@ def verify(
     """Runs the rollouts' sequences packed and replicated, and compares; ready for JSON.
 
     The reference is replicated, in float32, with eager attention. In float32 the packed run must
-    agree with it to `FLOAT32_LIMIT`. In a shorter dtype a replicated eager run in that dtype shows
-    what rounding does, and the packed error may be at most twice that run's plus the dtype's
-    epsilon. The time that packing saves is measured against what trainers run: a replicated run
-    with FA2 or sdpa. On a CPU, in all runs, weights' gradients are summed in float32.
+    agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. In a shorter dtype a replicated
+    eager run in that dtype shows what rounding does, and the packed error may be at most twice that
+    run's plus the dtype's epsilon. The time that packing saves is measured against what trainers
+    run: a replicated run with FA2 or sdpa. On a CPU, in all runs, weights' gradients are summed in
+    float32.
 
     Args:
         rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
@@ -97,7 +102,10 @@ def verify(
             f"--gradient-checkpointing ({str(problem).splitlines()[0]})"
         ) from None
     packed, trained, replicated, exact = runs.packed, runs.trained, runs.replicated, runs.exact
-    checks = compare(packed, replicated, exact, torch.finfo(getattr(torch, setting.dtype)).eps)
+    has_states = bool(family_of(config.get_text_config()).rules)
+    float32_limit = FLOAT32_LIMIT_OF_STATES if has_states else FLOAT32_LIMIT
+    epsilon = torch.finfo(getattr(torch, setting.dtype)).eps
+    checks = compare(packed, replicated, exact, epsilon, float32_limit)
     passed = all(check.passed for check in checks)
     return {
         "passed": passed,
@@ -253,11 +261,13 @@ def random_objective(
     return Objective(scored, [w[0] for w in weights], [w[1] * _ENTROPY_SHARE for w in weights])
 
 
-def compare(packed: Run, replicated: Run, exact: Run, epsilon: float) -> list[Check]:
+def compare(
+    packed: Run, replicated: Run, exact: Run, epsilon: float, float32_limit: float
+) -> list[Check]:
     """The verdict; `exact` is `replicated` itself where that ran in float32."""
 
     def limit(replicated_error: float) -> float:
-        return FLOAT32_LIMIT if exact is replicated else 2 * replicated_error + epsilon
+        return float32_limit if exact is replicated else 2 * replicated_error + epsilon
 
     checks = []
     for name in ("logprobs", "entropy"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.hybrid_configs import HYBRIDS
+
 VOCABULARY = 97
 HIDDEN = 32
 
@@ -317,6 +319,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "youtu": {**_MLA, "attention_bias": True},
 }
+FAMILIES |= HYBRIDS
 
 # further proofs of a family, named FAMILY/WHAT
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -348,7 +351,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 # model types of parts, which need no separate proof: their wholes are proven
-PARTS = {"qwen2_5_vl_text": "qwen2_5_vl", "qwen3_vl_text": "qwen3_vl"}
+PARTS = {
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_text": "qwen3_vl",
+}
 
 # Older transformers give these families no positions, or an attention mask: they are refused there.
 REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}

@@ -40,6 +40,7 @@ from tests.support.family_configs import (
 from tests.support.family_configs import (
     HIDDEN as HIDDEN,
 )
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)
@@ -54,6 +55,8 @@ def cases(names: Iterable[str]) -> list[Any]:
 def _skips(name: str) -> list[Any]:
     model_type = name.partition("/")[0]
     needs = BROKEN_BELOW.get(name) or REFUSED_BELOW.get(model_type)
+    if model_type in HYBRIDS:
+        needs = SINCE.get(model_type, OLDEST_WITH_STATES)
     if model_type not in CONFIG_MAPPING:
         reason = f"transformers {TRANSFORMERS} has no {model_type}"
     elif needs is not None and version.parse(needs) > TRANSFORMERS:
@@ -91,6 +94,9 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.15
             parameter.copy_(noise + ("norm" in name and name.endswith("weight")))
+            if name.endswith("A_log"):
+                # states that keep between half and nearly all of themselves per token
+                parameter.sub_(1.5 + 8 * noise.abs())
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             # takes part in the choice of experts alone; small, or some are never chosen
             if name.endswith(("e_score_correction_bias", "expert_bias")):
@@ -123,6 +129,17 @@ def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def attentions(model: nn.Module) -> list[nn.Module]:
     """The self-attention of every layer of the text model."""
     return [m for m in model.modules() if hasattr(m, "is_causal") and m.is_causal]
+
+
+def recurrent(model: nn.Module) -> list[nn.Module]:
+    """The layers that carry a state: all of them convolve first."""
+    return [m for m in model.modules() if any(isinstance(c, nn.Conv1d) for c in m.children())]
+
+
+def tolerance(model_type: str) -> float:
+    """Of `assert_same`. States are read through norms and exponentials of sums, which blow rounding
+    up in eager runs as well; that they are exact is proven in float64 (test_hybrids.py)."""
+    return 5e-5 if model_type in HYBRIDS else 1e-5
 
 
 def enable_checkpointing(model: Any, use_reentrant: bool) -> None:
@@ -346,9 +363,9 @@ def same_bits(a: Run, b: Run) -> bool:
 
 @contextmanager
 def counted(modules: Sequence[nn.Module]) -> Iterator[Callable[[], int]]:
-    """Counts the forwards of modules, those of a recomputation included."""
+    """Counts the forwards of modules, those of a recomputation included, which may stop inside."""
     calls: list[None] = []
-    handles = [m.register_forward_hook(lambda *_: calls.append(None)) for m in modules]
+    handles = [m.register_forward_pre_hook(lambda *_: calls.append(None)) for m in modules]
     try:
         yield lambda: len(calls)
     finally:

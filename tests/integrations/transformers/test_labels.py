@@ -21,7 +21,7 @@ _MESSAGE = (
 
 def _inputs(model_type: str = "qwen3") -> dict[str, Any]:
     inputs = ragged_packed().model_inputs()
-    if model_type.startswith(("qwen2_5_vl", "qwen3_vl")):
+    if model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
         inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
     return inputs
 
@@ -32,7 +32,7 @@ def test_every_family(model_type):
     needs = LABELS_UNSEEN_BELOW.get(model_type)
     if needs is not None and version.parse(needs) > TRANSFORMERS:
         pytest.skip(f"{model_type} shows labels from transformers {needs} on: {TRANSFORMERS}")
-    model, inputs = build(model_type), _inputs(model_type)
+    model, inputs = pt.prepare(build(model_type)), _inputs(model_type)
     assert "loss" not in model(**inputs)
     with pytest.raises(pt.UnsupportedError, match=_MESSAGE):
         model(**inputs, labels=inputs["input_ids"])

@@ -65,7 +65,7 @@ def _same_generation(got: Any, expected: Any) -> None:
 def test_generate(model_type, padded):
     """Windows are shorter than the prompts, and softcaps and sinks take part."""
     options = {"attention_mask": _PADDING} if padded else {}
-    model = build(model_type).eval()
+    model = pt.prepare(build(model_type)).eval()
     got = _generate(model, **options)
     model.set_attn_implementation("eager")
     expected = _generate(model, **options)
@@ -81,7 +81,7 @@ def test_generate(model_type, padded):
 def test_other_ways_to_generate(model_type, options):
     if len(options) == 2:
         options = {**options, "attention_mask": _PADDING}
-    model = build(model_type).eval()
+    model = pt.prepare(build(model_type)).eval()
     got = _generate(model, **options)
     model.set_attn_implementation("sdpa")
     _same_generation(got, _generate(model, **options))
