@@ -1,4 +1,4 @@
-"""How much faster is a policy update of a Qwen3-8B-shaped model, and what bounds it?
+"""How much faster is a policy update of a Qwen-shaped model, and what bounds it?
 
     python -m benchmarks model --layers 12 --rollouts FILE --out model.json --plot model.png
     python -m benchmarks model --device cpu --scale 0.02 --layers 2 --repeats 1    # every code path
@@ -20,6 +20,7 @@ tokens, nothing recomputed; `own_mfu` counts the tokens that a side computes. Ou
 row; where the replicated sides are out of memory, the case runs again with the next smaller of
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
 --layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would.
+--shape names the model; of hybrids (Qwen3.5, Qwen3-Next) the sides are own and packed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 from benchmarks.lib.layers import (
     CHECKPOINTED,
     FORWARD,
+    SHAPES,
     UPDATE,
     Batch,
     Flops,
@@ -81,7 +83,7 @@ DRIFT = 0.2
 def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list[Batch]]:
     """Micro-batches of so many responses; the same sequences on both sides."""
     lengths = response_lengths(RESPONSES, options.scale)
-    vocabulary = config(1, options.is_tiny).vocab_size
+    vocabulary = config(1, options.is_tiny, shape=options.shape).vocab_size
     whole = prompt_batch(max(1, round(PROMPT * options.scale)), lengths, vocabulary)
     batches = [
         Batch.of(whole.sequences[at : at + micro_batch], whole.masks[at : at + micro_batch])
@@ -92,13 +94,17 @@ def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list
 
 def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
     """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
-    sequences, masks = turn_samples(options, config(1, options.is_tiny).vocab_size)
+    sequences, masks = turn_samples(
+        options, config(1, options.is_tiny, shape=options.shape).vocab_size
+    )
     budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET
 
     def some(indices: Sequence[int]) -> Batch:
         return Batch.of([sequences[i] for i in indices], [masks[i] for i in indices])
 
-    model = CostModel.from_config(config(1, options.is_tiny), gradient_checkpointing=True)
+    model = CostModel.from_config(
+        config(1, options.is_tiny, shape=options.shape), gradient_checkpointing=True
+    )
     plan = plan_micro_batches(sequences, budget, cost_model=model)
     packed = [some(b.sequence_indices) for b in plan[0] if not b.is_empty]
     replicated = pieces([len(s) for s in sequences], budget)
@@ -107,7 +113,7 @@ def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
 
 def apart(options: argparse.Namespace) -> dict[str, list[Batch]]:
     """Prompts of 2K with one response each: nothing to share, where packing must cost nothing."""
-    shape = config(1, options.is_tiny)
+    shape = config(1, options.is_tiny, shape=options.shape)
     rng = np.random.default_rng(0)
     # no two begin alike
     first = rng.permutation(shape.vocab_size)
@@ -264,7 +270,7 @@ def run_layers(
                 if checks[side]["red"]:
                     return {"red": checks[side]["red"]}
                 if model is None:
-                    shape = config(layers, options.is_tiny)
+                    shape = config(layers, options.is_tiny, shape=options.shape)
                     model = checkpointed(model_of(shape, options.device, options.dtype))
                     faster_layers(model, options.layers_by)
                 return run_side(side, model, case, known, options)
@@ -388,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8, 32])
     what.add_argument("--rollouts", type=Path, help="for the airline case")
     what.add_argument("--tasks", type=int, default=2, help="of the airline case")
+    what.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="hybrids: packed and own")
     what.add_argument("--peak", type=float, default=989.0, help="TFLOP/s that MFU is of")
     what.add_argument(
         "--layers-by",
@@ -403,13 +410,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.cases.remove("airline")
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
-    # peers come in place of the attention function, which compiled code has seen already
-    peers = set(PEERS) - {"own"} if options.layers_by == "compile" else ()
+    # peers come in place of the attention function: compiled code has seen it already, and layers
+    # that carry a state have none
+    is_given = options.layers_by == "compile" or options.shape != SHAPES[0]
+    peers = set(PEERS) - {"own"} if is_given else ()
     skip_missing(options, peers)
     if options.profile is not None:
         options.profile.write_text("")
     checks = check_sides(options.sides, options, options.layers_by)
-    report = Report(options, checks=checks, peak_tflops=options.peak, layers_by=options.layers_by)
+    facts = {"peak_tflops": options.peak, "layers_by": options.layers_by, "shape": options.shape}
+    report = Report(options, checks=checks, **facts)
     cases = dict(cases_of(options))
     for layers in options.layers:
         again = run_layers(layers, cases, report, checks)

@@ -17,6 +17,8 @@ from rich.text import Text
 
 Row = dict[str, Any]
 GIB = 2**30
+# checks that a verdict names
+MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def gib(count: float | None, form: str = ".1f") -> str:
 def verdict(row: Row) -> str:
     """Why a row has no times, or an empty string."""
     if row.get("red"):
-        return f"red: {', '.join(row['red'])}"
+        more = len(row["red"]) - MOST_NAMED
+        return f"red: {', '.join(row['red'][:MOST_NAMED])}" + (f" and {more} more" * (more > 0))
     if "failed" in row:
         return f"failed: {row['failed'][:200]}"
     return "out of memory" if "out_of_memory" in row else ""
