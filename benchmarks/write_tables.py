@@ -28,6 +28,8 @@ TABLES = {
     "layer": ("layer.tables", "h200/layer.json"),
     "model": ("model.tables", "h200/model.json", "h200/model_*_layers.json"),
     "layers_by": ("model.layers_by", "h200/layers_by.json"),
+    "recurrence": ("recurrence.tables", "h200/recurrence.json", "h200/recurrence_*.json"),
+    "hybrids": ("model.hybrids", "h200/model_qwen*.json"),
     "head": ("head.tables", "h200/head.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "compiled": ("compiled.tables", "cpu/compiled.json"),

@@ -335,6 +335,37 @@ def tables(*runs: Row) -> Parts:
     yield Table(columns, cases_by_side(*runs))
 
 
+def hybrids(*runs: Row) -> Parts:
+    """A line per case of models whose layers carry a state, through the same kernels."""
+
+    def seconds(side: str) -> Callable[[dict[str, Row]], str]:
+        return lambda line: number(line[side], "seconds", ".2f")
+
+    def memory(side: str) -> Callable[[dict[str, Row]], str]:
+        return lambda line: gib(line[side].get("peak_bytes"), ".0f")
+
+    for run in runs:
+        yield f"{run['shape']}: {machine(run['environment'], 'transformers', 'fla-core')}"
+        yield Table(
+            [
+                Column("case", lambda line: line["packed"]["case"]),
+                Column("layers", lambda line: str(line["packed"]["layers"])),
+                Column("replicated, s", seconds("own")),
+                Column("packed, s", seconds("packed")),
+                Column(
+                    "speed-up",
+                    lambda line: times_cell(line["packed"].get("speedup", {}).get("own")),
+                ),
+                Column("FLOP ratio", lambda line: times_cell(line["packed"].get("flop_ratio"))),
+                Column("of the bound", lambda line: number(line["packed"], "of_bound", ".2f")),
+                Column("MFU", lambda line: f"{line['packed']['mfu']:.1%}"),
+                Column("GiB: replicated", memory("own")),
+                Column("packed", memory("packed")),
+            ],
+            cases_by_side(run),
+        )
+
+
 def cases_by_side(*runs: Row) -> list[dict[str, Row]]:
     """Rows by side, a dict per case and number of layers."""
     rows = (row for run in runs for row in run["rows"])

@@ -265,9 +265,16 @@ def cut(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def tables(*runs: Row) -> Parts:
-    """Errors by rule; then a line per rule and workload. Runs: fla's kernels, then flash-qla's."""
+    """Errors by rule; then a line per rule and workload. Of a rule that several runs have, the
+    last one's."""
     yield machine(runs[0]["environment"], "triton", "fla-core", "flash-qla")
-    checks = [row for run in runs for row in run["rows"] if row["side"] == "check"]
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for run in runs:
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in run["rows"]:
+            found.setdefault((row["rule"], row["kernels"]), []).append(row)
+        rows |= found
+    checks = [row for some in rows.values() for row in some if row["side"] == "check"]
     yield Table(
         [
             Column("rule", lambda row: row["rule"]),
@@ -278,11 +285,9 @@ def tables(*runs: Row) -> Parts:
         ],
         checks,
     )
-    lines = []
-    for run in runs:
-        timed = [row for row in run["rows"] if row["side"] != "check"]
-        keyed = by_key(timed, lambda row: (row["rule"], row["workload"], row["kernels"]), "side")
-        lines += [{"key": key, **sides} for key, sides in keyed.items()]
+    timed = [row for some in rows.values() for row in some if row["side"] != "check"]
+    keyed = by_key(timed, lambda row: (row["rule"], row["workload"], row["kernels"]), "side")
+    lines = [{"key": key, **sides} for key, sides in keyed.items()]
     yield Table(
         [
             Column("rule", lambda line: line["key"][0]),
@@ -296,7 +301,7 @@ def tables(*runs: Row) -> Parts:
             Column("tree", partial(cell, side="tree")),
             Column("over the floor", lambda line: over(line, "tree", "dense")),
             Column("speed-up", lambda line: over(line, "replicated", "tree")),
-            Column("GiB floor", lambda line: memory(line, "dense")),
+            Column("GiB: floor", lambda line: memory(line, "dense")),
             Column("tree", lambda line: memory(line, "tree")),
         ],
         lines,
