@@ -68,7 +68,9 @@ def test_what_is_to_be_installed_exists(file: Path) -> None:
 
 def test_packages_that_messages_name_are_in_their_extras() -> None:
     from prefixtree.kernels.flash.launch import VERSION
+    from prefixtree.kernels.recurrence.fla import VERSIONS
 
     names = {extra: {Requirement(r).name for r in given} for extra, given in EXTRAS.items()}
     assert "matplotlib" in names["plot"] and "pyarrow" in names["parquet"]
     assert EXTRAS["fa4"] == [f"flash-attn-4=={VERSION}"]
+    assert EXTRAS["fla"] == [f"fla-core=={VERSIONS[-1]}"]

@@ -49,7 +49,8 @@ def _package_refusal() -> str | None:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
-        return f"it needs the package fla-core ({' or '.join(VERSIONS)}), which is not installed"
+        needed = " or ".join(VERSIONS)
+        return f"fla-core ({needed}) is not installed: pip install 'prefixtree-attention[fla]'"
     if found not in VERSIONS:
         return f"it works with fla-core {' or '.join(VERSIONS)}, and {found} is installed"
     return None
