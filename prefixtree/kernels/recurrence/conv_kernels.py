@@ -252,8 +252,8 @@ def conv_backward_branches(
     COLUMNS: tl.constexpr,
 ):
     """dx of the tokens that segments below read, in place of what `conv_backward` wrote."""
-    own = tl.load(branch_tokens + tl.program_id(1))
-    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    own = tl.load(branch_tokens + tl.program_id(0))
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_d = channel < D
     row = tl.arange(0, ROWS)
 

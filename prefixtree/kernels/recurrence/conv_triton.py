@@ -95,7 +95,8 @@ def backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
             num_warps=BACKWARD.warps,
         )
         if len(taps.branch_tokens):
-            conv_backward_branches[(triton.cdiv(channels, _COLUMNS), len(taps.branch_tokens))](
+            # a grid's second dimension ends at 65,535
+            conv_backward_branches[(len(taps.branch_tokens), triton.cdiv(channels, _COLUMNS))](
                 *(x, weight, bias, dout, dx),
                 *(taps.ancestors, taps.branch_tokens, taps.start, taps.token, taps.tap),
                 *x.shape,
