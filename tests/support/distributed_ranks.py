@@ -18,6 +18,7 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
     build,
@@ -25,6 +26,8 @@ from tests.support.models import (
     make_objective,
     ragged_sequences,
     randomise,
+    recurrent,
+    text_parameters,
 )
 from tests.support.spawn import WORLD_SIZE
 
@@ -58,13 +61,19 @@ class Case:
     lora: bool = False
     # for DistributedDataParallel
     options: tuple[tuple[str, bool], ...] = ()
-    # FSDP2: the head in a separate group; bfloat16 parameters
+    # FSDP2: the head, or every recurrent layer, in a separate group; bfloat16 parameters
     head_alone: bool = False
+    mixers_alone: bool = False
     half: bool = False
+    # `prepare` is called "before" or "after" the model is wrapped, or not at all
+    prepared: str = ""
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
         model = build(self.model_type, implementation)
+        trained = text_parameters(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
         if not self.lora:
             return model
         import peft
@@ -88,6 +97,15 @@ CASES: dict[str, Case] = {
     "fsdp2, lora": Case("fsdp2", lora=True),
     "fsdp2, experts": Case("fsdp2", "qwen3_moe"),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
+    "fsdp2, hybrid, bfloat16": Case("fsdp2", "qwen3_5", half=True),
+    "ddp, hybrid, prepared before": Case("ddp", "nemotron_h", prepared="before"),
+    "ddp, hybrid, prepared after": Case("ddp", "qwen3_5", True, prepared="after"),
+    "fsdp2, hybrid, prepared before": Case("fsdp2", "qwen3_5", True, prepared="before"),
+    "fsdp2, hybrid, prepared after": Case("fsdp2", "nemotron_h", True, prepared="after"),
+    "fsdp2, mixers alone, prepared before": Case(
+        "fsdp2", "nemotron_h", mixers_alone=True, prepared="before"
+    ),
+    "fsdp2, mixers alone, not prepared": Case("fsdp2", "qwen3_5", mixers_alone=True),
 }
 
 RUNS = [
@@ -96,12 +114,16 @@ RUNS = [
     for step in STEPS
     # a limit of torch: the first iteration of a static graph must be reduced
     if (case, step) != ("ddp, static graph", "accumulation")
+    # slower ones: this step has parts of all
+    and (step == "accumulation" or CASES[case].model_type not in HYBRIDS)
 ]
 
 
 def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
     """The wrapped model, and a context in which gradients are (not) reduced."""
     model = case.model()
+    if case.prepared == "before":
+        pt.prepare(model)
     if case.checkpointing:
         enable_checkpointing(model, use_reentrant=False)
     if case.wrapper == "ddp":
@@ -116,7 +138,9 @@ def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
             torch.bfloat16, torch.float32, output_dtype=torch.float32
         )
     inner = model.get_base_model() if case.lora else model
-    for layer in inner.model.layers:
+    for mixer in recurrent(inner) if case.mixers_alone else ():
+        fully_shard(mixer, **options)
+    for layer in inner.get_decoder().layers:
         fully_shard(layer, **options)
     if case.head_alone:
         fully_shard(inner.lm_head, **options)
@@ -132,6 +156,8 @@ def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
 def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
     """Gradients after the step, their clipped norm, the parameters after an update, scores."""
     model, reduced = _wrap(case)
+    if case.prepared == "after":
+        pt.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # static graphs only reduce as they should from the second iteration on, and a rank's second
     # step must not depend on what the others did in the first

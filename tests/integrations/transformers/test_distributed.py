@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case
-from tests.support.models import Run, run_replicated
+from tests.support.models import Run, run_replicated, tolerance
 from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 
 pytestmark = [
@@ -77,12 +77,15 @@ def test_two_ranks(results, case, step):
     torch.testing.assert_close(torch.cat(logprobs), reference, atol=2e-5, rtol=1e-5)
 
     floor = 1e-3 * sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
+    worst = 0.0
     for each in found:
         got = {name.removeprefix("module."): g for name, g in each["gradients"].items()}
         assert got.keys() == expected.keys()
         for name, gradient in expected.items():
             error = float((got[name] - gradient).norm()) / max(float(gradient.norm()), floor)
-            assert error <= 1e-5, (name, error)
+            worst = max(worst, error)
+            assert error <= tolerance(CASES[case].model_type), (name, error)
+    print(f"{case}, {step}: gradients {worst:.1e}")
 
     model = CASES[case].model("eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -99,20 +102,23 @@ def test_two_ranks(results, case, step):
         assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_bfloat16_parameters(results, step):
+@pytest.mark.parametrize(("case", "step"), [run for run in RUNS if CASES[run[0]].half])
+def test_bfloat16_parameters(results, case, step):
     """FSDP2's mixed precision: no further from float32 than twice the replicated run that has its
     weights in bfloat16, and a little for the sum over ranks."""
-    found = _of(results, "fsdp2, bfloat16", step)
-    _, expected = _replicated("qwen3", False, step)
-    model = Case("", "qwen3").model("eager").bfloat16()
+    found = _of(results, case, step)
+    model_type = CASES[case].model_type
+    _, expected = _replicated(model_type, False, step)
+    model = Case("", model_type).model("eager").bfloat16()
     runs = [run_replicated(model, o) for micro in STEPS[step] for o in micro if o is not None]
     half = {
         name: sum(run.gradients[name].float() for run in runs) / WORLD_SIZE for name in expected
     }
     allowed = 2 * _distance(half, expected) + 1e-3
     for each in found:
-        assert 0 < _distance(each["gradients"], expected) <= allowed
+        distance = _distance(each["gradients"], expected)
+        print(f"{case}, {step}: {distance:.1e}, at most {allowed:.1e}")
+        assert 0 < distance <= allowed
 
 
 def test_the_ranks_agree(results):
