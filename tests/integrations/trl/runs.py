@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -23,6 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
+from tests.support.family_configs import TINY
+from tests.support.hybrid_configs import HYBRIDS
 
 VOCABULARY = 260
 # what a run took, and what the adapter adds
@@ -76,6 +80,14 @@ def tiny_mixture() -> Qwen3MoeConfig:
         num_experts=4,
         num_experts_per_tok=2,
     )
+
+
+def tiny_hybrid(family: str) -> PreTrainedConfig:
+    """Of a family with recurrent layers, "qwen3_5_text" or "nemotron_h"."""
+    config = HYBRIDS[family.removesuffix("_text")]
+    config = {**TINY, **config.get("text_config", config), "vocab_size": VOCABULARY}
+    lists = {name: list(value) for name, value in config.items() if isinstance(value, tuple)}
+    return AutoConfig.for_model(family, **{**config, **lists}, initializer_range=0.2)
 
 
 def save_model(folder: Path, config: Any = None) -> Path:

@@ -20,7 +20,14 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_at
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import tree_rows, use_tree_attention
-from tests.integrations.trl.runs import parameters, reward, save_model, tiny_config, tiny_mixture
+from tests.integrations.trl.runs import (
+    parameters,
+    reward,
+    save_model,
+    tiny_config,
+    tiny_hybrid,
+    tiny_mixture,
+)
 
 STEPS = 3
 
@@ -220,3 +227,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
         use_tree_attention(make(mixture))
     use_tree_attention(make(mixture, router_aux_loss_coef=0.0))
+    hybrid = save_model(tmp_path / "hybrid", tiny_hybrid("qwen3_5_text"))
+    # TRL's keywords do not reach recurrent layers, and TRL says so
+    with pytest.raises(ValueError, match="recurrent or convolutional layer would scan across"):
+        make(hybrid)

@@ -21,6 +21,7 @@ from tests.integrations.trl.runs import (
     reward,
     rollouts,
     save_model,
+    tiny_hybrid,
     tiny_mixture,
     train,
     worst_metric,
@@ -138,6 +139,18 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     theirs = train(SameOrder, folder, **arguments)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_recurrent_layers(family: str, tmp_path: Path) -> None:
+    """A hybrid model, prepared by its first forward; it generates before and after."""
+    folder = save_model(tmp_path, tiny_hybrid(family))
+    ours = train(PrefixTreeGRPOTrainer, folder, **SGD, max_steps=4)
+    theirs = train(SameOrder, folder, **SGD, max_steps=4)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    ratio = [log["prefixtree/replication_ratio"] for log in ours.state.log_history if "loss" in log]
+    assert min(ratio) > 1.8
 
 
 @pytest.mark.parametrize(
