@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl test-flash test-fla families lint types images docs clean
+.PHONY: demo test test-transformers test-trl test-verl test-verl-hybrids test-flash test-fla families lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -57,6 +57,12 @@ test-trl: .venvs/trl-$(TRL)/.ready
 VERL ?= 0.9.1
 test-verl: .venvs/verl-$(VERL)/.ready
 	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/verl $(ARGS)
+
+# the adapter with hybrid models: verl asks for a transformers that does not hand recurrent layers the
+# tree, so that of $(VENV) stands before it
+test-verl-hybrids: .venvs/verl-$(VERL)/.ready
+	$(TEST_ENV) PYTHONPATH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	  .venvs/verl-$(VERL)/bin/python -m pytest tests/integrations/verl/test_hybrids.py $(ARGS)
 
 # torch from $(VENV), which comes first, so that verl brings none; then what verl imports but does not
 # require. The project's folder too: Ray's workers start elsewhere

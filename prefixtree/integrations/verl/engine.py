@@ -32,9 +32,9 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.adapters import check_adapters
-from prefixtree.integrations.families import check_checkpointing, check_modules
+from prefixtree.integrations.families import check_checkpointing
 from prefixtree.integrations.model_checks import every_layer_attends
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.transformers import prepare, sequence_logprobs
 from prefixtree.integrations.verl.batches import (
     scored_tokens,
     sequences_of,
@@ -236,7 +236,7 @@ class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
 
     def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
         """values, jagged [B, n]."""
-        check_modules(self.module)
+        prepare(self.module)
         check_adapters(self.module)
         if self.module.training:
             check_checkpointing(self.module, self.model_config.hf_config)

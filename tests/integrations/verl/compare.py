@@ -23,8 +23,8 @@ def difference(a: Any, b: Any) -> float:
 def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
     """Asserts that everything agrees, and returns the greatest differences.
 
-    Log-probabilities, entropies and values to 1e-5; metrics of every update (relative to their
-    size) and parameters after the last one to the settings' tolerance.
+    Log-probabilities, entropies and values, metrics of every update (relative to their size) and
+    parameters after the last one, each to the settings' tolerance.
     """
     assert isinstance(stock, dict), stock
     assert isinstance(packed, dict), packed
@@ -32,7 +32,7 @@ def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
     assert stock["infer"].keys() == packed["infer"].keys()
     for name, values in stock["infer"].items():
         worst[name] = difference(values, packed["infer"][name])
-        assert worst[name] < 1e-5, name
+        assert worst[name] < settings.score_tolerance, name
     compared = set()
     for name, values in stock["metrics"].items():
         key = name.split(": ")[1]

@@ -61,14 +61,15 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.runs import CASES, run
+    from tests.integrations.verl.runs import CASES, HYBRID_CASES, run
 
     register_engines()
+    cases = CASES | HYBRID_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         for vendor in ("stock", "prefixtree"):
             try:
-                results[name, vendor] = run(vendor, folder, CASES[name], rank, world)
+                results[name, vendor] = run(vendor, folder, cases[name], rank, world)
             except Exception:
                 results[name, vendor] = traceback.format_exc()
     # in one go: others wait for the name

@@ -5,42 +5,20 @@ One rank in this process, two ranks in processes of their own (FSDP2 and gloo).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.integrations.verl.compare import check_same
-from tests.integrations.verl.runs import CASES, run
-
-ROOT = Path(__file__).parents[3]
+from tests.integrations.verl.runs import CASES, run, run_ranks
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     """What two ranks computed, all cases with both engines."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.integrations.verl.rank"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(models), *CASES],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    logs = [process.communicate(timeout=500)[0] for process in processes]
-    for process, log in zip(processes, logs, strict=True):
-        assert process.returncode == 0, log[-4000:]
-    return [torch.load(models / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_ranks(models, list(CASES))
 
 
 @pytest.mark.parametrize("name", CASES)

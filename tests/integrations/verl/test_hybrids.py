@@ -1,0 +1,68 @@
+"""Models with recurrent layers: the updates of verl's own engines, one rank and two.
+
+verl 0.9.1 asks for a transformers below 5.11, which does not hand recurrent layers the tree. Most
+of these tests need the newer one of the main environment in its place (`make test-verl-hybrids`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from packaging import version
+
+from prefixtree.errors import UnsupportedError
+from tests.integrations.verl.compare import check_same
+from tests.integrations.verl.runs import (
+    HYBRID_CASES,
+    make_worker,
+    run,
+    run_ranks,
+    save_model,
+)
+from tests.support.hybrid_configs import OLDEST_WITH_STATES
+
+SERVED = version.parse(transformers.__version__) >= version.parse(OLDEST_WITH_STATES)
+needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrids")
+    for settings in HYBRID_CASES.values():
+        save_model(settings.model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(hybrids: Path) -> list[dict[Any, Any]]:
+    return run_ranks(hybrids, list(HYBRID_CASES))
+
+
+@needs_states
+@pytest.mark.parametrize("name", HYBRID_CASES)
+def test_one_rank(name: str, hybrids: Path) -> None:
+    stock = run("stock", hybrids, HYBRID_CASES[name])
+    packed = run("prefixtree", hybrids, HYBRID_CASES[name])
+    differences = check_same(stock, packed, HYBRID_CASES[name])
+    print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
+
+
+@needs_states
+@pytest.mark.parametrize("name", HYBRID_CASES)
+def test_two_ranks(name: str, two_ranks: list[dict[Any, Any]]) -> None:
+    for results in two_ranks:
+        differences = check_same(
+            results[name, "stock"], results[name, "prefixtree"], HYBRID_CASES[name]
+        )
+        print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
+
+
+@pytest.mark.skipif(SERVED, reason="this transformers hands recurrent layers the tree")
+def test_the_transformers_that_verl_asks_for_is_refused(tmp_path: Path) -> None:
+    settings = HYBRID_CASES["grpo, qwen3_5_text"]
+    save_model(settings.model, tmp_path)
+    with pytest.raises(UnsupportedError, match=r'pip install "transformers>=5.17"'):
+        make_worker("prefixtree", tmp_path / settings.model, settings)
