@@ -20,6 +20,7 @@ import torch
 
 import prefixtree
 from prefixtree import PrefixForest, TreeMask
+from prefixtree.kernels.recurrence import explain_recurrence
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,20 @@ WANTED = (
         "==4.0.0b36",
         "pip install 'prefixtree-attention[fa4]'",
         "Hopper, backend 'flash'",
+    ),
+    Wanted(
+        "fla-core",
+        "fla",
+        "==0.6.0",
+        "pip install fla-core==0.6.0",
+        "GPUs, recurrent layers, backend 'fla'",
+    ),
+    Wanted(
+        "tilelang",
+        "tilelang",
+        "",
+        "pip install tilelang",
+        "Hopper with Triton before 3.7.1, backend 'fla'",
     ),
     Wanted(
         "flash-attn",
@@ -107,6 +122,13 @@ WANTED = (
 
 # (query heads, kv heads, head dim): Llama 3 and Qwen3; Qwen2.5 0.5B; gpt-oss; Phi-3; Qwen3.5
 HEADS = ((32, 8, 128), (14, 2, 64), (64, 8, 64), (32, 32, 96), (24, 4, 256))
+# Qwen3.5 and Qwen3-Next, Kimi Linear, Nemotron-H: operator, options, and what they are called
+RECURRENCES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("tree_conv", {}, "tree_conv"),
+    ("tree_delta_rule", {}, "tree_delta_rule"),
+    ("tree_delta_rule", {"gate_per_channel": True}, "tree_delta_rule per channel"),
+    ("tree_ssd", {}, "tree_ssd"),
+)
 # a prompt and its responses: parents and tokens of the nodes
 _FOREST = ([-1, *[0] * 8], [2048, *[512] * 8])
 
@@ -141,7 +163,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Backend:
-    """The answer of `explain` for some head shapes ("32/8 x 128"), or the error that it raised."""
+    """The answer of `explain` for some head shapes ("32/8 x 128") or of `explain_recurrence` for
+    some operators, or the error that it raised."""
 
     heads: tuple[str, ...]
     says: str
@@ -160,6 +183,7 @@ class Health:
         gpu_problem: why there are none, though torch was built for them.
         packages: all of `WANTED`, in its order.
         backends: what would run in half precision on the first GPU, or in float32 on the CPU.
+        recurrences: the same for recurrent layers.
     """
 
     prefixtree: str
@@ -171,6 +195,7 @@ class Health:
     gpu_problem: str | None
     packages: tuple[Package, ...]
     backends: tuple[Backend, ...]
+    recurrences: tuple[Backend, ...]
 
     @property
     def broken(self) -> list[str]:
@@ -180,9 +205,11 @@ class Health:
             for package in self.packages
             if not package.wanted.used_for and not package.is_usable
         ]
+        sides = (("tree_attention at ", self.backends), ("", self.recurrences))
         return named + [
-            f"tree_attention at {', '.join(backend.heads)}: {backend.says}"
-            for backend in self.backends
+            f"{what}{', '.join(backend.heads)}: {backend.says}"
+            for what, backends in sides
+            for backend in backends
             if backend.is_problem
         ]
 
@@ -196,6 +223,7 @@ def examine() -> Health:
     # first, so that a package that changes what is loaded later is seen by the others
     packages = tuple(look_up(wanted) for wanted in WANTED)
     gpus, gpu_problem = _gpus()
+    device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     return Health(
         prefixtree=prefixtree.__version__,
         folder=str(Path(prefixtree.__file__).parent),
@@ -205,7 +233,8 @@ def examine() -> Health:
         gpus=gpus,
         gpu_problem=gpu_problem,
         packages=packages,
-        backends=backends(torch.device("cuda", 0) if gpus else torch.device("cpu")),
+        backends=backends(device),
+        recurrences=recurrences(device),
     )
 
 
@@ -233,15 +262,32 @@ def backends(device: torch.device) -> tuple[Backend, ...]:
     return tuple(Backend(tuple(names), *says) for says, names in said.items())
 
 
+def recurrences(device: torch.device) -> tuple[Backend, ...]:
+    """The answers of `explain_recurrence` on the device; equal sentences once."""
+    said: dict[tuple[str, bool], list[str]] = {}
+    for operator, options, name in RECURRENCES:
+        try:
+            sentence = explain_recurrence(_mask(device), operator, **options)
+            says = sentence.removeprefix(f"{operator} "), False
+        except Exception as problem:
+            says = f"it raises {_in_a_line(problem)}", True
+        said.setdefault(says, []).append(name)
+    return tuple(Backend(tuple(names), *says) for says, names in said.items())
+
+
 def _explain(heads: int, kv_heads: int, dim: int, device: torch.device) -> str:
-    forest = PrefixForest.from_parents(*_FOREST)
-    mask = TreeMask(np.repeat(forest.node_subtree_end, forest.node_length)).to(device)
+    mask = _mask(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     # one number, seen as all of them
     row = torch.empty(1, 1, 1, dtype=dtype, device=device)
-    q = row.expand(forest.num_tokens, heads, dim)
-    k = row.expand(forest.num_tokens, kv_heads, dim)
+    q = row.expand(mask.num_tokens, heads, dim)
+    k = row.expand(mask.num_tokens, kv_heads, dim)
     return prefixtree.explain(mask, q, k, k)
+
+
+def _mask(device: torch.device) -> TreeMask:
+    forest = PrefixForest.from_parents(*_FOREST)
+    return TreeMask(np.repeat(forest.node_subtree_end, forest.node_length)).to(device)
 
 
 def _import_problem(module: str) -> str | None:

@@ -10,7 +10,7 @@ _GIB = 2**30
 
 
 def show(health: Health, console: Console) -> None:
-    """Prints about twenty plain lines, to be pasted."""
+    """Prints about 25 plain lines, to be pasted."""
 
     def line(name: str, text: str) -> None:
         console.print(f"{name:<13} {text}", markup=False, soft_wrap=True)
@@ -26,6 +26,8 @@ def show(health: Health, console: Console) -> None:
         line("GPU", f"none: {health.gpu_problem}" if health.gpu_problem else "none")
     for backend in health.backends:
         line("backend", f"{', '.join(backend.heads)}: {backend.says}")
+    for backend in health.recurrences:
+        line("recurrence", f"{', '.join(backend.heads)}: {backend.says}")
     for problem in health.broken:
         line("BROKEN", problem)
     if not health.broken:

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 import prefixtree
 from prefixtree import doctor
+from prefixtree.kernels.recurrence import fla
 from tests.support.cli_runs import run, run_json
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def versions(monkeypatch):
         return found
 
     # nothing heavy is imported by surprise, and nothing that this environment lacks
-    others.update({"trl": None, "verl": None, "flash-attn": None, "flash-attn-4": None})
+    others.update(dict.fromkeys(("trl", "verl", "flash-attn", "flash-attn-4", "fla-core")))
     monkeypatch.setattr(metadata, "version", version)
     return others
 
@@ -53,7 +54,7 @@ def test_doctor_shows_what_is_here():
     assert lines["torch"].startswith(f"{torch.__version__}, built for ")
     for name in ("numpy", "numba", "transformers"):
         assert lines[name] == metadata.version(name)
-    assert len(result.stdout.splitlines()) < 25
+    assert len(result.stdout.splitlines()) < 27
     assert "tree_attention would run '" in lines["backend"]
     facts = run_json("doctor")
     assert facts["broken"] == [] and facts["prefixtree"] == prefixtree.__version__
@@ -64,6 +65,35 @@ def test_without_a_gpu_one_line_tells_the_backend_of_every_head_shape():
     assert len(found.heads) == len(doctor.HEADS) and "24/4 x 256" in found.heads
     assert not found.is_problem
     assert found.says.startswith("tree_attention would run 'sdpa': q is on cpu")
+
+
+def test_without_a_gpu_one_line_tells_the_backend_of_all_recurrent_layers():
+    (found,) = doctor.recurrences(torch.device("cpu"))
+    assert len(found.heads) == len(doctor.RECURRENCES) and "tree_ssd" in found.heads
+    assert not found.is_problem
+    assert found.says.startswith("would run 'chunked': the mask is on cpu")
+    lines = lines_of(run("doctor"))
+    assert lines["recurrence"] == f"{', '.join(found.heads)}: {found.says}"
+
+
+def test_recurrent_layers_that_raise_are_shown_and_exit_1(versions, monkeypatch):
+    def raises(*_, **__):
+        raise ImportError("fla: undefined symbol\nmore")
+
+    monkeypatch.setattr(doctor, "explain_recurrence", raises)
+    broken = "tree_conv, tree_delta_rule, tree_delta_rule per channel, tree_ssd: it raises "
+    facts = run_json("doctor", exit_code=1)
+    assert facts["broken"] == [f"{broken}ImportError: fla: undefined symbol"]
+
+
+def test_fla_core_of_the_wrong_version_is_named(versions):
+    expected = "GPUs, recurrent layers, backend 'fla'): pip install fla-core==0.6.0"
+    assert lines_of(run("doctor"))["fla-core"] == f"not installed (for {expected}"
+    versions["fla-core"] = "0.5.0"
+    expected = "0.5.0, expected ==0.6.0: pip install 'fla-core==0.6.0'"
+    assert lines_of(run("doctor"))["fla-core"] == expected
+    # what the backend itself asks for
+    assert SpecifierSet(LOOKED_UP["fla-core"].versions) == SpecifierSet(f"=={fla.VERSIONS[-1]}")
 
 
 def test_what_is_missing_comes_with_the_command_that_adds_it(versions):

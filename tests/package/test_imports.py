@@ -124,7 +124,7 @@ RECURRENCE_PARTS = {
     "triton": ("conv_triton", "conv_kernels"),
     "fla": ("fla_rules", "states", "state_kernels"),
 }
-RECURRENCE_WAY = ("", "api", "operator", "backends", "a backend", "protocol")
+RECURRENCE_WAY = ("", "api", "operator", "explanation", "backends", "a backend", "protocol")
 
 
 def recurrence_room_of(module: str) -> str | None:

@@ -1,5 +1,6 @@
 """Layers that carry a state, along the tree: convolution, delta rule, Mamba-2."""
 
 from prefixtree.kernels.recurrence.api import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.recurrence.explanation import explain_recurrence
 
-__all__ = ["tree_conv", "tree_delta_rule", "tree_ssd"]
+__all__ = ["explain_recurrence", "tree_conv", "tree_delta_rule", "tree_ssd"]

@@ -38,8 +38,8 @@ def tree_conv(
         bias: [D], or None.
         mask: the packed forest's TreeMask, on the device of x.
         activation: None, "silu" or "swish", which are the same.
-        backend: "chunked" (torch's operations, any device), "reference", or "auto". Default:
-            "auto".
+        backend: "triton" (GPUs), "chunked" (torch's operations, any device), "reference" (token
+            by token), or "auto". Default: "auto". `explain_recurrence` says what it takes.
 
     Returns:
         [T, D] in x's dtype.
@@ -96,8 +96,9 @@ def tree_delta_rule(
         mask: the packed forest's TreeMask, on the device of the others.
         scale: factor on the query. Default: K ** -0.5.
         qk_l2norm: divide query and key by sqrt(sum of squares + 1e-6) first.
-        backend: "chunked" (torch's operations, any device), "reference" (token by token), or
-            "auto". Default: "auto".
+        backend: "fla" (GPUs, with the package fla-core), "chunked" (torch's operations, any
+            device), "reference" (token by token), or "auto". Default: "auto".
+            `explain_recurrence` says what it takes.
 
     Returns:
         [T, Hv, V] in value's dtype.

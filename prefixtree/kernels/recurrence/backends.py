@@ -160,17 +160,24 @@ def choose(name: str, call: Call) -> Backend:
     return CHUNKED
 
 
+def why_slow(call: Call) -> str:
+    """Why no kernel of a GPU serves a call that "auto" gives to torch's operations."""
+    # the convolution is not fla's, and nothing else is triton's
+    other = "fla" if isinstance(call, ConvCall) else "triton"
+    asked = [backend for backend in ON_GPU if backend.name != other]
+    reasons = [f"backend {backend.name!r}: {backend.refuses(call)}" for backend in asked]
+    return "; ".join(reasons) or "this version has no kernels for it"
+
+
 def warn_if_slow(call: Call, backend: Backend) -> None:
     """Says once per reason that a GPU runs torch's operations where kernels would serve it."""
     if backend is CHUNKED and call[0].is_cuda:
-        reasons = [f"backend {b.name!r}: {b.refuses(call)}" for b in ON_GPU]
-        _warn("; ".join(reasons) or "this version has no kernels for it")
+        _warn(why_slow(call))
 
 
 @cache
 def _warn(reason: str) -> None:
     warnings.warn(
-        "recurrent layers run through torch's operations on this GPU, which is slow; install the "
-        f"package fla-core for Triton kernels ({reason})",
+        f"recurrent layers run through torch's operations on this GPU, which is slow: {reason}",
         stacklevel=2,
     )
