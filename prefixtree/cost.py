@@ -27,6 +27,8 @@ MLP_END = ("down_proj", "output_linear", "dense_4h_to_h", "mlp.c_proj", "fc2", "
 _ATTENTION_END = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 # layers whose attention has visible pairs
 SOFTMAX = ("full_attention", "sliding_attention")
+# layers that neither attend nor carry a state
+FEED_FORWARD = ("mlp", "moe")
 # tokens of a chunk of the recurrent kernels
 CHUNK = 64
 
@@ -41,6 +43,10 @@ class LayerCost:
         per_pair: query heads x (D + Dv); 0 for a layer without softmax attention.
         window: the sliding window, None for none; it counts the token itself.
         state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
+        channels: of the convolution before a state; 0 for a layer without one.
+        state_columns: what the recurrence gives to the projection back: value heads x V (delta
+            rule) or heads x P (Mamba-2); 0 without a state.
+        state_heads: heads of a delta rule; 0 without one.
     """
 
     kind: str
@@ -48,6 +54,9 @@ class LayerCost:
     per_pair: int
     window: int | None
     state: int = 0
+    channels: int = 0
+    state_columns: int = 0
+    state_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,22 +108,37 @@ class ModelCost:
         return tuple(layer.window for layer in self.layers)
 
     @property
-    def layer_bytes(self) -> int:
-        """A of `prefixtree.sharing.estimate`: bytes that a layer keeps per token for backward."""
+    def bytes_per_layer(self) -> tuple[int, ...]:
+        """A of `prefixtree.sharing.estimate`: bytes each layer keeps per token for backward."""
         b, h = self.element_bytes, self.hidden
         heads = self.heads + self.kv_heads
         norms = 2 * (4 + 2 * b) * h
         attention = b * heads * (self.head_dim + self.value_dim)
         if self.normalised_queries:
             attention += (4 + b) * heads * self.head_dim
-        return norms + attention + 4 * b * self.intermediate
+        common = norms + 4 * b * self.intermediate
+        return tuple(
+            common + (attention if layer.per_pair else 0) + _state_bytes(layer, b)
+            for layer in self.layers
+        )
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that the layer that keeps most keeps per token for backward."""
+        return max(self.bytes_per_layer, default=0)
 
     def activation_bytes(self, tokens: int, checkpointing: bool) -> int:
         """Bytes that all layers keep of `tokens` for backward, and of the gradients in backward."""
-        layers = len(self.layers)
         if checkpointing:
-            return tokens * (layers * self.element_bytes * self.hidden + 2 * self.layer_bytes)
-        return tokens * (layers + 1) * self.layer_bytes
+            inputs = len(self.layers) * self.element_bytes * self.hidden
+            return tokens * (inputs + 2 * self.layer_bytes)
+        return tokens * (sum(self.bytes_per_layer) + self.layer_bytes)
+
+
+def _state_bytes(layer: LayerCost, element_bytes: int) -> int:
+    """Bytes that the recurrence of a layer keeps per token for backward: see `sharing.estimate`."""
+    b, columns, heads = element_bytes, layer.state_columns, layer.state_heads
+    return 2 * b * layer.channels + (8 + 5 * b) * columns + (12 + b * CHUNK) * heads
 
 
 def visible_keys(position: np.ndarray, window: int | None) -> np.ndarray:
@@ -211,9 +235,9 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         elif kind in SOFTMAX:
             per_pair = heads * sum(dims[-1])
         its_window = window if kind == "sliding_attention" else None
-        costs.append(
-            LayerCost(kind, sum(met.values()), per_pair, its_window, state_cost(layer, CHUNK))
-        )
+        state = state_cost(layer, CHUNK)
+        kept = _kept_by_states(layer)
+        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window, state, *kept))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(model.get_decoder(), 0).values())
     if element_bytes is None:
@@ -266,22 +290,49 @@ def _layers(model: Any, text: Any) -> Any:
 
 def state_cost(layer: Any, chunk: int) -> int:
     """Multiply-adds a token has with the states of a layer, in chunks of `chunk` tokens."""
-    from torch import nn
-
     total = 0
-    for mixer in layer.modules():
-        if not any(isinstance(child, nn.Conv1d) for child in mixer.children()):
-            continue
-        heads = _first(mixer, "num_v_heads", "num_heads")
-        key, value = (
-            _first(mixer, "head_k_dim", "head_dim"),
-            _first(mixer, "head_v_dim", "head_dim"),
-        )
+    for mixer in _mixers(layer):
+        heads, key, value = _state_dims(mixer)
         if (size := getattr(mixer, "ssm_state_size", None)) is not None:
             total += heads * (2 * value * size + chunk * (value + size))
-        elif heads is not None and key is not None:
+        elif heads:
             total += heads * (3 * key * value + chunk * (2 * key + value))
     return total
+
+
+def _kept_by_states(layer: Any) -> tuple[int, int, int]:
+    """Channels, columns and heads of `LayerCost`."""
+    from torch import nn
+
+    channels = columns = heads = 0
+    for mixer in _mixers(layer):
+        channels += sum(c.out_channels for c in mixer.children() if isinstance(c, nn.Conv1d))
+        of_mixer, _, value = _state_dims(mixer)
+        columns += of_mixer * value
+        # Mamba-2 has no triangle per head, which is most of what a head keeps
+        heads += 0 if hasattr(mixer, "ssm_state_size") else of_mixer
+    return channels, columns, heads
+
+
+def _mixers(layer: Any) -> list[Any]:
+    """The modules of a layer that hold a convolution, before a state or without one."""
+    from torch import nn
+
+    return [
+        mixer
+        for mixer in layer.modules()
+        if any(isinstance(child, nn.Conv1d) for child in mixer.children())
+    ]
+
+
+def _state_dims(mixer: Any) -> tuple[int, int, int]:
+    """Heads, K and V of a recurrence; zeros where there is a convolution alone."""
+    heads = _first(mixer, "num_v_heads", "num_heads")
+    key, value = (
+        _first(mixer, "head_k_dim", "head_dim"),
+        _first(mixer, "head_v_dim", "head_dim"),
+    )
+    return (0, 0, 0) if heads is None or key is None else (heads, key, value)
 
 
 def _attention(layer: Any) -> Any:

@@ -184,6 +184,7 @@ def _report(
     with checkpointing, one more forward of the first two. Activations: tokens x
     (layers + 1) x A, with checkpointing tokens x (layers x bh + 2A), where A is
     norms 2(4 + 2b)h + attention b(H + Hk)(D + Dv) + MLP 4bI at b bytes per element.
+    Layers that carry a state count by their state, not by pairs.
     """
     from prefixtree.cli import report
     from prefixtree.cli.console import out, print_json, status, steps

@@ -131,10 +131,13 @@ def show_estimate(facts: dict[str, Any], console: Console) -> None:
     rows = [
         ("linear layers, PFLOP", "linear_flops", 1e15),
         ("attention, PFLOP", "attention_flops", 1e15),
+        ("recurrences, PFLOP", "state_flops", 1e15),
         ("lm_head, PFLOP", "head_flops", 1e15),
         ("together, PFLOP", "flops", 1e15),
         ("activations of all tokens at once, GiB", "activation_bytes", _GIB),
     ]
+    if not facts["replicated"]["state_flops"]:
+        rows = [row for row in rows if row[1] != "state_flops"]
     for name, key, unit in rows:
         one, other = (side[key] / unit for side in sides)
         saved = f"{one / other:.2f}x" if other else "-"

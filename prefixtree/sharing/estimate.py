@@ -4,26 +4,33 @@ FLOPs of an update, forward and backward:
 
     linear     3 x 2 x (weights a token meets in linear layers) x tokens
     attention  3.5 x 2 x (query heads) x (D + Dv) x (visible query-key pairs), summed over layers
+    states     3 x 2 x (multiply-adds of a token with the states, `prefixtree.cost`) x tokens
     lm_head    3 x 2 x hidden size x vocabulary x (scored edges); packed 4 x 2 x, because
                prefixtree makes the logits once more in backward rather than keep them
 
 tokens, pairs and scored edges are the replicated batch's or the packed forest's; a layer with a
 sliding window counts the pairs inside it; a token meets the experts it is routed to. Backward costs
 2 forwards in matrix products and 2.5 in attention; gradient checkpointing adds one more forward of
-both, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
+all, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
 same rate, which short sequences and memory-bound layers do not.
 
 Memory of an update, without optimizer states, b bytes per element:
 
     fixed        2 b x parameters (weights and gradients)
-    activations  tokens x (layers + 1) x A, with checkpointing tokens x (layers x b h + 2 A)
-    A            2 (4 + 2 b) h + b (H + Hk) (D + Dv) + 4 b I
-                 + (4 + b) (H + Hk) D where queries and keys are normalised
+    activations  tokens x (the sum of A over layers + the largest A), with checkpointing
+                 tokens x (layers x b h + 2 times the largest A)
+    A            2 (4 + 2 b) h + 4 b I
+                 + b (H + Hk) (D + Dv) where a layer attends
+                 + (4 + b) (H + Hk) D where queries and keys are normalised besides
+                 + 2 b C + (8 + 5 b) V + (12 + 64 b) Hs where a layer carries a state
 
 for hidden size h, H query and Hk kv heads of D and Dv, and I intermediate features per token (of
 the experts it meets): norms keep a float32 and two short copies, attention keeps q, k, v and its
-output, a gated MLP four times I. The one A more are the gradients of the layer that backward works
-on. All tokens at once: micro-batches divide both sides alike.
+output, a gated MLP four times I. A layer with a state keeps the C channels of its convolution
+before and after it, the V columns of all heads of its recurrence, their gate and the steps of the
+gated norm between, and per head of a delta rule (Hs) a float32 gate, its step and its sum, and a
+row of a triangle of 64 tokens. The largest A once more are the gradients of the layer that backward
+works on. All tokens at once: micro-batches divide both sides alike.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cost import MLP_END, SOFTMAX, ModelCost, model_cost, visible_pairs
+from prefixtree.cost import FEED_FORWARD, MLP_END, SOFTMAX, ModelCost, model_cost, visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import explain, load_config
@@ -59,10 +66,15 @@ def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
         cost = model_cost(config, element)
     except Exception as problem:
         raise InputError(explain("--model", path, problem)) from None
-    if unknown := {layer.kind for layer in cost.layers} - set(SOFTMAX):
+    unknown = {
+        layer.kind
+        for layer in cost.layers
+        if layer.kind not in (*SOFTMAX, *FEED_FORWARD) and not (layer.per_pair or layer.channels)
+    }
+    if unknown:
         raise InputError(
-            f"--model {path}: has layers of {', '.join(sorted(unknown))}; the estimate knows full "
-            "and sliding attention"
+            f"--model {path}: has layers of {', '.join(sorted(unknown))} that the estimate does "
+            "not know; it knows attention, and states behind a convolution (delta rules, Mamba-2)"
         )
     if not cost.intermediate:
         raise InputError(
@@ -104,13 +116,15 @@ def estimate(
         pairs = {window: visible_pairs(*spans, window) for window in set(cost.windows)}
         linear = passes * 2 * cost.token_weights * tokens
         attention = attention_passes * 2 * sum(x.per_pair * pairs[x.window] for x in cost.layers)
+        states = passes * 2 * cost.token_states * tokens
         lm_head = lm_head_passes * 2 * cost.lm_head_weights * scored
         facts[name] = {
             "scored": scored,
             "linear_flops": linear,
             "attention_flops": attention,
+            "state_flops": states,
             "head_flops": lm_head,
-            "flops": linear + attention + lm_head,
+            "flops": linear + attention + states + lm_head,
             "activation_bytes": cost.activation_bytes(tokens, checkpointing),
         }
     facts["speedup"] = facts["replicated"]["flops"] / facts["packed"]["flops"]

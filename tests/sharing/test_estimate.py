@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     CTRLConfig,
@@ -12,19 +13,21 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MistralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
     Starcoder2Config,
 )
 
-from prefixtree.cost import visible_pairs
+import prefixtree
+from prefixtree.cost import model_cost, visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.estimate import estimate, read_cost
 from tests.support.cli_runs import one_thread, run, run_json
+from tests.support.models import build
 
 # measured over predicted; what the formulas leave out (norms, rotary embedding, allocation, the
 # launch of small operations) keeps a small model on a CPU within this factor of them
@@ -134,11 +137,61 @@ def test_mlps_by_other_names(tmp_path, config):
 
 
 def test_layers_that_the_formulas_do_not_describe_are_refused(tmp_path):
-    recurrent = Qwen3NextConfig(**SMALL, num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(InputError, match="has layers of linear_attention; the estimate knows"):
-        read_cost(save(recurrent, tmp_path / "a"))
+    lightning = MiniMaxConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(InputError, match="has layers of linear_attention that the estimate does"):
+        read_cost(save(lightning, tmp_path / "a"))
     with pytest.raises(InputError, match="does not know the MLPs of ctrl"):
         read_cost(save(CTRLConfig(vocab_size=50, n_embd=16, dff=32, n_layer=1), tmp_path / "b"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_layers_with_states(family, tmp_path, rollouts):
+    path, read = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}])
+    model = save(build(family).config, tmp_path / "m") / "config.json"
+    cost = read_cost(model, "float32")
+    # heads of 12 x 8 (delta rule), or states of 12 for heads of 8 and 2 groups (Mamba-2)
+    expected = (80, 32, 4) if family == "qwen3_5" else (112, 64, 0)
+    recurrent = [layer for layer in cost.layers if layer.state]
+    assert recurrent and not any(layer.per_pair for layer in recurrent)
+    for layer in recurrent:
+        assert (layer.channels, layer.state_columns, layer.state_heads) == expected
+    facts = estimate(PrefixForest.from_sequences(read.sequences), read, cost)
+    one, other = facts["replicated"], facts["packed"]
+    assert other["state_flops"] == 6 * cost.token_states * 4 > 0
+    assert one["state_flops"] == 6 * cost.token_states * 6
+    assert other["flops"] == sum(
+        other[f"{part}_flops"] for part in ("linear", "attention", "state", "head")
+    )
+    assert other["activation_bytes"] == 4 * (sum(cost.bytes_per_layer) + cost.layer_bytes)
+    text = run("report", path, "--model", model).stdout
+    assert "recurrences, PFLOP" in text and "activations" in text
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_what_layers_with_states_keep(family):
+    """Against what autograd saves in a forward of a packed forest, per token."""
+    model = prefixtree.prepare(build(family))
+    cost = model_cost(model, 4)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = []
+    for length in (200, 400):
+        packed = prefixtree.pack(PrefixForest.from_sequences([np.arange(length) % 90 + 3]))
+        kept = {}
+
+        def keep(x, kept=kept):
+            storage = x.untyped_storage()
+            # the tensor too, so that no other takes its address
+            kept[storage.data_ptr()] = (storage.nbytes(), x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            logits = prefixtree.sequence_logprobs(model, packed)
+        del logits
+        found.append(sum(n for at, (n, _) in kept.items() if at not in weights))
+    per_token = (found[1] - found[0]) / 200
+    expected = sum(cost.bytes_per_layer)
+    print(f"{family}: {per_token:.0f} bytes per token, predicted {expected}")
+    assert 1 / FACTOR < per_token / expected < FACTOR
 
 
 # ---- counts --------------------------------------------------------------------------------------
