@@ -88,7 +88,8 @@ def tree_delta_rule(
     a fixed order. Differentiable once.
 
     Args:
-        query, key: [T, Hk, K].
+        query: [T, Hk, K].
+        key: as query.
         value: [T, Hv, V], Hv a multiple of Hk: value head h reads key head h // (Hv / Hk).
         g: [T, Hv] floating point, log of the decay, at most 0 (gated delta rule); or [T, Hv, K],
             one per channel of the key (Kimi delta attention).
@@ -162,7 +163,8 @@ def tree_ssd(
         x: [T, H, P].
         dt: [T, H] floating point: clamp(softplus(dt + dt_bias), *dt_limit), made in float32.
         A: [H], below 0.
-        B, C: [T, G, N], H a multiple of G: head h reads group h // (H / G).
+        B: [T, G, N], H a multiple of G: head h reads group h // (H / G).
+        C: as B.
         mask: the packed forest's TreeMask, on the device of the others.
         D: [H] or [H, P], a factor of x that is added; or None.
         dt_bias: [H], or None.
