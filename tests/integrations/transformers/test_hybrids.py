@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -433,6 +434,60 @@ def test_masks_and_batches_that_states_do_not_know() -> None:
         positions = wrong if wrong is None else wrong.expand(4, 1, -1)
         with pytest.raises((ValueError, pt.UnsupportedError), match=r"tokens' positions|positions"):
             model(**inputs | {"position_ids": positions})
+
+
+@needs_states
+@pytest.mark.parametrize("family", FEW)
+def test_a_mask_on_another_device(family: str) -> None:
+    model = pt.prepare(build(family))
+    inputs = _inputs(model)
+    with pytest.raises(ValueError, match=r"on cpu, the mask on meta; use packed.to\(cpu\)"):
+        model(**inputs | {"tree_mask": inputs["tree_mask"].to("meta")})
+
+
+@needs_states
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(family: str, dtype: torch.dtype) -> None:
+    """About as near to float32 as each sequence alone in this dtype."""
+    packed = ragged_packed()
+    with torch.no_grad():
+        exact = pt.sequence_logprobs(build(family), packed).logprobs
+        found = pt.sequence_logprobs(build(family).to(dtype), packed).logprobs
+        eager = build(family, "eager").to(dtype)
+        alone = []
+        for tokens in ragged_objective().sequences:
+            ids = torch.as_tensor(tokens)
+            logits = eager(input_ids=ids[None], use_cache=False).logits[0].float()
+            alone.append(_logprobs(logits[:-1], ids[1:]))
+
+    def worst(parts: Any) -> float:
+        pairs = [(a.float(), b) for a, b in zip(parts, exact, strict=True) if len(b)]
+        return max(float((a[-len(b) :] - b).abs().max()) for a, b in pairs)
+
+    print(f"{family} {dtype}: packed {worst(found):.1e}, replicated {worst(alone):.1e}")
+    assert 0 < worst(found) < 2 * worst(alone)
+
+
+@needs_states
+@pytest.mark.parametrize("family", FEW)
+def test_two_threads_score_one_model(family: str) -> None:
+    """Both prepare it; each gets what it gets alone."""
+    packed = [ragged_packed(), _long_packed()]
+    with torch.no_grad():
+        alone = [pt.sequence_logprobs(build(family), p).logprobs for p in packed]
+    model = build(family)
+
+    def score(part: Any) -> list[Any]:
+        with torch.no_grad():
+            return [pt.sequence_logprobs(model, part).logprobs for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(score, packed))
+    for expected, runs in zip(alone, together, strict=True):
+        for found in runs:
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a, b)
 
 
 @needs_states
