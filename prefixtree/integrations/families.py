@@ -17,6 +17,7 @@ from packaging import version
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.unserved import UNSERVED
 
 # transformers' names of layers that only attend, that attend, and that carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -84,8 +85,12 @@ _FAMILIES: dict[str, Family] = {
     "afmoe": Family(),
     "apertus": Family(),
     "arcee": Family(),
+    "aria_text": Family(),
+    "axk1": Family(),
     "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
     "bamba": _hybrid(_SSD, "linear_attention"),
+    "beam": Family(softcap="final_logit_softcapping"),
+    "bitnet": Family(),
     "cohere": Family(scale="logit_scale"),
     "cohere2": Family(scale="logit_scale"),
     "cohere2_moe": Family(scale="logit_scale"),
@@ -99,11 +104,13 @@ _FAMILIES: dict[str, Family] = {
     "exaone_moe": Family(),
     "falcon_h1": _hybrid(_SSD, "hybrid"),
     "flex_olmo": Family(),
+    "flint": Family(),
     "gemma": Family(),
     "gemma2": Family(softcap="final_logit_softcapping"),
     "gemma3_text": Family(softcap="final_logit_softcapping"),
     "gemma3n_text": Family(softcap="final_logit_softcapping"),
     "gemma4_text": Family(softcap="final_logit_softcapping"),
+    "gemma4_unified_text": Family(softcap="final_logit_softcapping"),
     "glm": Family(),
     "glm4": Family(),
     "glm4_moe": Family(),
@@ -112,7 +119,9 @@ _FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(),
     "gpt_oss": Family(),
     "granite": Family(divisor="logits_scaling"),
+    "granite_swa": Family(divisor="logits_scaling"),
     "granitemoe": Family(divisor="logits_scaling"),
+    "granitemoe_swa": Family(divisor="logits_scaling"),
     "granitemoehybrid": _hybrid(
         _SSD, "linear_attention", divisor="logits_scaling", hides_positions=True
     ),
@@ -121,18 +130,28 @@ _FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(),
     "hunyuan_v1_moe": Family(),
     "hy_v3": Family(),
+    "hyperclovax": Family(scale="logits_scaling"),
     "internlm3": Family(),
+    "iquestcoder": Family(),
     "jais2": Family(),
+    "jetmoe": Family(),
     "kimi_linear": _hybrid(_KIMI, "linear_attention"),
+    "kolibri1": Family(),
     "laguna": Family(),
     "lfm2": _hybrid(_CONV, "conv"),
     "lfm2_moe": _hybrid(_CONV, "conv"),
+    "lfm3": _hybrid(_CONV, "conv", "sliding_attention"),
     "llama": Family(),
+    "longcat_flash": Family(),
+    "mellum": Family(),
+    "mimo_v2_flash": Family(),
+    "minicpm3": Family(),
     "minimax_m2": Family(),
     "ministral": Family(),
     "ministral3": Family(),
     "mistral": Family(),
     "mixtral": Family(),
+    "modernbert-decoder": Family(),
     "nanochat": Family(softcap="final_logit_softcapping"),
     "nemotron_h": _hybrid(_SSD, "linear_attention", "mlp", "moe"),
     "olmo": Family(),
@@ -163,19 +182,6 @@ _FAMILIES: dict[str, Family] = {
     "vaultgemma": Family(softcap="final_logit_softcapping"),
     "youtu": Family(),
     "zamba2": _hybrid(_SSD, "linear_attention", "hybrid"),
-}
-
-_MAMBA_1 = (
-    "its Mamba-1 layers keep one decay per channel and state, which no tree operator computes"
-)
-# types that cannot run, with what stands in the way
-UNSERVED = {
-    "falcon_mamba": _MAMBA_1,
-    "jamba": _MAMBA_1,
-    "mamba": _MAMBA_1,
-    "zamba": _MAMBA_1,
-    "minimax": "its lightning attention keeps its state inside the layer's own loop",
-    "recurrent_gemma": "its RG-LRU keeps its state inside the layer's own loop",
 }
 
 # whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
@@ -306,9 +312,9 @@ def check_config(config: Any, training: bool) -> None:
             "tokens by packed order, not along the tree; only "
             f"{', '.join(sorted(family.layer_types))} run exactly"
         )
-    if getattr(config, "use_bidirectional_attention", None) or not getattr(
-        config, "is_causal", True
-    ):
+    # "vision" is of images, which text models do not take
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
     if getattr(config, "output_router_logits", False):
         raise UnsupportedError(ROUTER_LOGITS)

@@ -75,6 +75,13 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.3,
 }
 _BIASES = {"attention_bias": True, "mlp_bias": True}
+# sinks everywhere; the last layer turns no positions in
+_GRANITE_SWA = {
+    **_MULTIPLIERS,
+    **_SLIDING,
+    "attention_bias": True,
+    "layer_rope_theta": (10000.0, 100.0, 0.0),
+}
 _GEMMA3N = {
     "head_dim": 16,
     **_SLIDING,
@@ -93,6 +100,14 @@ _GEMMA4 = {
     "final_logit_softcapping": 3.0,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
+}
+_GEMMA4_UNIFIED = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    **_SLIDING,
+    "final_logit_softcapping": 3.0,
+    # as real checkpoints have it: of images only
+    "use_bidirectional_attention": "vision",
 }
 _SHARED_KV = {
     "num_hidden_layers": 4,
@@ -121,6 +136,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "apertus": {"hidden_act": "xielu", "rope_parameters": _LLAMA3},
     "arcee": {"head_dim": 16, **_BIASES, "rope_parameters": _YARN},
+    "aria_text": {**_BIASES, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "axk1": {
+        **_MLA,
+        **_ROUTED,
+        **_FIRST_DENSE,
+        "attention_bias": True,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    # the full layer turns no positions in
+    "beam": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_GROUPS,
+        **_FIRST_DENSE,
+        "num_experts": 6,
+        "attention_bias": True,
+        "final_logit_softcapping": 3.0,
+    },
+    "bitnet": {"attention_bias": True},
     "cohere": {"logit_scale": 0.3, "use_qk_norm": True, "attention_bias": True},
     "cohere2": {"logit_scale": 0.3, "head_dim": 16, **_SLIDING},
     "cohere2_moe": {
@@ -166,6 +200,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flint": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_EXPERTS,
+        "attention_bias": True,
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 24,
+    },
     "gemma": {"head_dim": 16},
     "gemma2": {
         "head_dim": 16,
@@ -186,6 +228,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4_UNIFIED,
     "glm": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     "glm4": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     "glm4_moe": {
@@ -218,12 +261,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite": {**_MULTIPLIERS, **_BIASES},
     "granitemoe": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "attention_bias": True},
+    "granite_swa": {**_GRANITE_SWA, "mlp_bias": True},
     "granitemoeshared": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "shared_intermediate_size": 24},
+    "granitemoe_swa": {**_GRANITE_SWA, **_LOCAL_EXPERTS, "shared_intermediate_size": 24},
     "helium": {"head_dim": 8, **_BIASES},
     "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
     "hunyuan_v1_moe": {"head_dim": 16, "attention_bias": True, "num_experts": 4, "moe_topk": 2},
     "hy_v3": {"head_dim": 16, **_EXPERTS, **_FIRST_DENSE, "num_shared_experts": 1},
+    "hyperclovax": {"head_dim": 16, **_MULTIPLIERS, **_BIASES, "use_post_norm": True},
     "internlm3": {"head_dim": 16, "bias": True, "qkv_bias": True},
+    "iquestcoder": {"head_dim": 16, **_BIASES},
     "jais2": {"head_dim": 16, **_BIASES},
     # as many heads as each layer is given
     "laguna": {
@@ -235,6 +282,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_attention_heads_per_layer": (4, 4, 2),
     },
     "llama": {**_BIASES, "rope_parameters": _LLAMA3},
+    "jetmoe": {"kv_channels": 16, **_LOCAL_EXPERTS},
+    "kolibri1": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 24,
+    },
+    # two attentions and an MLP beside the experts in each layer; of 6 experts two do nothing
+    "longcat_flash": {
+        **_MLA,
+        "head_dim": 8,
+        "num_layers": 3,
+        "attention_bias": True,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 24,
+        "moe_topk": 3,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "mellum": {
+        "head_dim": 16,
+        **_SLIDING,
+        **_EXPERTS,
+        **_FIRST_DENSE,
+        "num_experts": 3,
+        "attention_bias": True,
+    },
+    # D = 16, Dv = 12; twice as many key heads and sinks where a layer slides
+    "mimo_v2_flash": {
+        "head_dim": 16,
+        "v_head_dim": 12,
+        **_SLIDING,
+        **_GROUPS,
+        **_FIRST_DENSE,
+        "n_routed_experts": 6,
+        "attention_bias": True,
+        "attention_value_scale": 0.7,
+        "rope_parameters": {
+            "full_attention": _rope(partial_rotary_factor=0.5),
+            "sliding_attention": _rope(partial_rotary_factor=0.25),
+        },
+    },
+    "minicpm3": {
+        **_MLA,
+        **_BIASES,
+        "scale_emb": 1.3,
+        "scale_depth": 1.4,
+        "dim_model_base": 16,
+    },
     "minimax_m2": {
         "head_dim": 16,
         **_LOCAL_EXPERTS,
@@ -248,6 +345,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"head_dim": 16, "sliding_window": 6},
     "mixtral": {"head_dim": 16, "sliding_window": 6, **_LOCAL_EXPERTS},
+    "modernbert-decoder": {
+        **_SLIDING,
+        **_BIASES,
+        "local_attention": 12,
+        "norm_bias": True,
+        "decoder_bias": True,
+    },
     "nanochat": {"final_logit_softcapping": 3.0, "attention_bias": True},
     "olmo": {"clip_qkv": 0.5, "attention_bias": True},
     "olmo2": {"attention_bias": True},
@@ -342,6 +446,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 24,
     },
+    "gemma4_unified_text/shared keys": {
+        **_GEMMA4_UNIFIED,
+        **_SHARED_KV,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4_unified_text/keys as values": {
+        **_GEMMA4_UNIFIED,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "opt/norm after": {
         "ffn_dim": 48,
         "dropout": 0.0,
@@ -360,6 +474,8 @@ PARTS = {
 
 # Older transformers give these families no positions, or an attention mask: they are refused there.
 REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
+# transformers checkpoints no layer of these
+CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all
 BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
 # older transformers do not hand their keywords to the loss: labels= goes unseen there

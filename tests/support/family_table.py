@@ -17,21 +17,31 @@ from pathlib import Path
 
 from packaging.version import parse
 
+from prefixtree.integrations.unserved import UNSERVED
 from tests.support.family_configs import FAMILIES, PARTS
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/families.md"
+# types of causal language models in the newest transformers that is tested
+NEWEST, TOTAL = "5.23", 189
 
 # models of the family, and what the proof covers besides RoPE, grouped queries and a gated MLP
 ABOUT: dict[str, tuple[str, str]] = {
     "afmoe": ("Trinity", "windows, gated attention, experts (shared too)"),
     "apertus": ("Apertus", "xIELU, normed queries and keys, llama3 RoPE"),
     "arcee": ("AFM 4.5B", "squared ReLU, biases, YaRN"),
+    "aria_text": ("Aria (text)", "experts (shared too), biases"),
+    "axk1": ("A.X K1", "MLA (D != Dv), experts (grouped, shared), bias, YaRN"),
     "bailing_hybrid": (
         "Bailing hybrid",
         "states (Kimi delta rule), MLA, experts (grouped, shared)",
     ),
     "bamba": ("Bamba 9B", "states (Mamba-2), convolutions"),
+    "beam": (
+        "Beam",
+        "windows, full layers without RoPE, experts (grouped), softcap of logits, bias",
+    ),
+    "bitnet": ("BitNet b1.58 (unquantised)", "squared ReLU, norms inside attention and MLP, bias"),
     "cohere": ("Command R, R+", "logit scale, parallel block, normed queries and keys, bias"),
     "cohere2": ("Command R7B, Command A", "logit scale, parallel block, windows"),
     "cohere2_moe": ("Cohere 2 MoE", "logit scale, windows, experts"),
@@ -45,6 +55,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "exaone_moe": ("K-EXAONE", "windows, experts (grouped, shared)"),
     "falcon_h1": ("Falcon-H1", "states (Mamba-2) beside attention in each layer, multipliers"),
     "flex_olmo": ("FlexOlmo", "experts, post-norm"),
+    "flint": ("Flint", "sinks, windows, experts (shared too), bias"),
     "gemma": ("Gemma 1", "scaled embeddings"),
     "gemma2": ("Gemma 2", "softcap of scores and of logits, windows, scale"),
     "gemma3_text": ("Gemma 3 (text)", "windows, two RoPEs (linear), softcap of logits, scale"),
@@ -52,6 +63,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     "gemma4_text": (
         "Gemma 4 (text)",
         "two head sizes, windows, shared keys, keys as values, experts, softcap of logits",
+    ),
+    "gemma4_unified_text": (
+        "Gemma 4 unified (text)",
+        "two head sizes, windows, shared keys, keys as values, softcap of logits",
     ),
     "glm": ("GLM-4 9B", "partial RoPE, biases"),
     "glm4": ("GLM-4-0414", "partial RoPE, biases, sandwich norm"),
@@ -61,7 +76,12 @@ ABOUT: dict[str, tuple[str, str]] = {
     "gpt_neox": ("Pythia, GPT-NeoX", "partial RoPE, parallel block, fused projections, biases"),
     "gpt_oss": ("gpt-oss", "sinks, windows, experts with biases, YaRN"),
     "granite": ("Granite 3", "four multipliers, logit divisor, biases"),
+    "granite_swa": (
+        "Granite SWA",
+        "sinks, windows, RoPE by layer, four multipliers, logit divisor, biases",
+    ),
     "granitemoe": ("Granite 3 MoE", "four multipliers, logit divisor, experts"),
+    "granitemoe_swa": ("Granite SWA MoE", "as granite_swa, experts (shared too)"),
     "granitemoehybrid": (
         "Granite 4.0 H",
         "states (Mamba-2), four multipliers, logit divisor, experts (shared too)",
@@ -71,21 +91,37 @@ ABOUT: dict[str, tuple[str, str]] = {
     "hunyuan_v1_dense": ("Hunyuan dense (not with dynamic RoPE)", "normed queries, biases"),
     "hunyuan_v1_moe": ("Hunyuan A13B (likewise)", "normed queries, biases, experts (shared too)"),
     "hy_v3": ("Hunyuan 3", "experts (shared too), dense first layer"),
+    "hyperclovax": ("HyperCLOVA X SEED", "four multipliers, logit scale, post-norm, biases"),
     "internlm3": ("InternLM 3", "biases"),
+    "iquestcoder": ("IQuest-Coder V1", "biases"),
     "jais2": ("Jais 2", "squared ReLU, layer norms, biases"),
+    "jetmoe": ("JetMoE 8B (not checkpointed)", "experts in attention and MLP"),
     "kimi_linear": (
         "Kimi Linear 48B-A3B",
         "states (Kimi delta rule), MLA, experts (grouped, shared)",
     ),
+    "kolibri1": ("Kolibri 1", "windows, experts (shared too), normed queries and keys"),
     "laguna": ("Laguna", "heads by layer, gated attention, windows, experts (shared too)"),
     "lfm2": ("LFM2", "convolutions (gated, 3 taps)"),
     "lfm2_moe": ("LFM2 8B-A1B", "convolutions (gated, 3 taps), experts"),
+    "lfm3": ("LFM3", "convolutions (gated, 5 taps), windows, gated attention, sandwich norm"),
     "llama": ("Llama 2, 3; Yi; SmolLM 2", "biases, llama3 RoPE"),
+    "longcat_flash": (
+        "LongCat-Flash",
+        "two MLAs per layer (D != Dv), experts that do nothing, bias",
+    ),
+    "mellum": ("Mellum 2", "windows, two RoPEs, experts, bias"),
+    "mimo_v2_flash": (
+        "MiMo-V2-Flash",
+        "sinks, windows, D != Dv, key heads by layer, two partial RoPEs, experts (grouped)",
+    ),
+    "minicpm3": ("MiniCPM3 4B", "MLA (D != Dv), multipliers, biases"),
     "minimax_m2": ("MiniMax M2", "partial RoPE, normed queries and keys, experts"),
     "ministral": ("Ministral 8B", "windows"),
     "ministral3": ("Ministral 3", "scale by position, windows, YaRN"),
     "mistral": ("Mistral 7B, Nemo", "windows"),
     "mixtral": ("Mixtral", "windows, experts"),
+    "modernbert-decoder": ("ModernBERT decoder (Ettin)", "windows, layer norms, head bias, biases"),
     "nanochat": ("nanochat", "softcap of logits, squared ReLU, norms without weights"),
     "nemotron_h": (
         "Nemotron-H",
@@ -147,15 +183,27 @@ those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
   loses gradients there, packed or not.
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23). `sequence_logprobs` prepares a
   model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
-- Refused are Mamba-1 layers (Mamba, Falcon Mamba, Jamba, Zamba), MiniMax's lightning attention,
-  RecurrentGemma, images, the load-balancing loss of experts (`output_router_logits`), active
-  dropout, router noise, and RoPE that depends on the longest sequence (`dynamic`, `longrope`).
+- transformers does not checkpoint JetMoE, so that its test runs without.
+- Refused are images, the load-balancing loss of experts (`output_router_logits`), active dropout,
+  router noise, and RoPE that depends on the longest sequence (`dynamic`, `longrope`). The model
+  types that are refused, with their reasons, are [below](#refused).
 
 **Model types** that run ({count}, of {families} families; text parts of larger models count too):
 <!-- families -->{types}<!-- /families -->
 
 | model type | models | covered besides RoPE and GQA | transformers | log p | gradient |
 |---|---|---|---|---|---|
+"""
+
+_REFUSED = """
+## Refused
+
+Together with the table above, these are all {total} types that transformers {newest} has for
+causal language models. One of them, `gpt-sw3`, loads as `gpt2`, and so runs. The error that refuses
+a type gives its reason.
+
+| model type | why |
+|---|---|
 """
 
 
@@ -189,7 +237,16 @@ def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> 
         ran = ", ".join(sorted(versions[family], key=parse))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
-    return _head() + "".join(rows)
+    return _head() + "".join(rows) + refused()
+
+
+def refused() -> str:
+    """The section of docs/families.md on types that are refused, one row per reason."""
+    types: dict[str, list[str]] = defaultdict(list)
+    for model_type, reason in UNSERVED.items():
+        types[reason].append(f"`{model_type}`")
+    rows = [f"| {', '.join(names)} | {reason} |\n" for reason, names in types.items()]
+    return _REFUSED.format(total=TOTAL, newest=NEWEST) + "".join(rows)
 
 
 def model_types() -> list[str]:

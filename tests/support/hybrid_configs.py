@@ -11,7 +11,7 @@ from typing import Any
 
 # older versions of transformers do not hand recurrent layers the tree: refused there
 OLDEST_WITH_STATES = "5.17"
-SINCE = {"lfm2": "5.23", "lfm2_moe": "5.23"}
+SINCE = {"lfm2": "5.23", "lfm2_moe": "5.23", "lfm3": "5.23"}
 
 # tuples: transformers changes lists of layer types in place
 _DELTA_LAYERS = {
@@ -140,6 +140,21 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "num_dense_layers": 1,
+    },
+    "lfm3": {
+        "num_hidden_layers": 5,
+        "layer_types": (
+            "conv",
+            "sliding_attention",
+            "conv",
+            "full_attention",
+            "conv",
+        ),
+        "head_dim": 16,
+        "sliding_window": 6,
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "attention_bias": True,
     },
     "nemotron_h": {
         "head_dim": 16,

@@ -89,7 +89,7 @@ def test_model_types_outside_the_allow_list(folder: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
     )
-    refused(folder, "model type 'stablelm' is not verified", model=model_of(config), beta=0.0)
+    refused(folder, "model type 'stablelm' is not served", model=model_of(config), beta=0.0)
 
 
 @pytest.mark.parametrize(

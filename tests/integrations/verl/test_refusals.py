@@ -47,7 +47,7 @@ def test_models_that_take_images_and_unknown_families(models: Path) -> None:
         refusals.check_settings(model_config, engine_config)
     del hf_config.vision_config
     hf_config.model_type = "stablelm"
-    with pytest.raises(UnsupportedError, match="'stablelm' is not verified"):
+    with pytest.raises(UnsupportedError, match="'stablelm' is not served"):
         refusals.check_settings(model_config, engine_config)
 
 
