@@ -198,9 +198,9 @@ those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
 _REFUSED = """
 ## Refused
 
-Together with the table above, these are all {total} types that transformers {newest} has for
-causal language models. One of them, `gpt-sw3`, loads as `gpt2`, and so runs. The error that refuses
-a type gives its reason.
+transformers {newest} has {total} types of causal language models. Each of them runs or is in this
+table, but for `gpt-sw3`, which loads as `gpt2` and so runs. The error that refuses a type gives its
+reason.
 
 | model type | why |
 |---|---|
