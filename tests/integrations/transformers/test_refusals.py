@@ -84,14 +84,20 @@ def test_a_batch_of_two(model_type, packed):
 
 # their layers are not told about use_cache, only given a cache, which is gone before attention
 _CACHE_UNSEEN = [
-    "lfm2",
-    "lfm2_moe",
     "cwm",
     "gemma2",
     "gemma3_text",
     "gemma3n_text",
     "gemma4_text",
+    "gemma4_unified_text",
     "laguna",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "longcat_flash",
+    "mellum",
+    "mimo_v2_flash",
+    "modernbert-decoder",
     "nanochat",
     "olmo3",
     "opt",
@@ -434,7 +440,8 @@ def test_the_mixtures_are_the_families_with_experts():
         for case in cases(FAMILIES)
         if not case.marks and any("experts" in n for n, _ in build(*case.values).named_parameters())
     }
-    assert experts == set(_MIXTURES)
+    # which has no such loss
+    assert experts - {"aria_text"} == set(_MIXTURES)
 
 
 @pytest.mark.parametrize("model_type", cases(_MIXTURES))
