@@ -212,7 +212,8 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
                 continue
             met[name] = weight.numel()
             routed = weight.ndim == 3 and weight.shape[0] == count
-            if chosen and count and (routed or "experts" in name.split(".")):
+            of_expert = "experts" in name.split(".") and "router" not in name.split(".")
+            if chosen and count and (routed or of_expert):
                 met[name] = met[name] * chosen // count
         return met
 
@@ -239,7 +240,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         kept = _kept_by_states(layer)
         costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window, state, *kept))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
-    outside = sum(weights(model.get_decoder(), 0).values())
+    outside = sum(weights(_decoder(model), 0).values())
     if element_bytes is None:
         element_bytes = (getattr(config, "dtype", None) or torch.bfloat16).itemsize
     return ModelCost(
@@ -279,10 +280,18 @@ def on_meta(config: Any) -> Any:
         return auto.from_config(config)
 
 
+def _decoder(model: Any) -> Any:
+    """What holds the layers; ModernBERT's decoder calls its lm_head so."""
+    from torch import nn
+
+    found = model.get_decoder()
+    return model if isinstance(found, nn.Linear) else found
+
+
 def _layers(model: Any, text: Any) -> Any:
     from torch import nn
 
-    for module in model.get_decoder().modules():
+    for module in _decoder(model).modules():
         if isinstance(module, nn.ModuleList) and len(module) == text.num_hidden_layers:
             return module
     raise ValueError(f"{type(model).__name__} has no list of {text.num_hidden_layers} layers")

@@ -18,8 +18,9 @@ from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import build, recurrent
 
 TOKENS = 20
-# AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide
-NOT_OF_WEIGHTS = {"gemma3n_text": 0.05}
+# AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide.
+# LongCat routes tokens to experts that compute nothing, here 13 % of the FLOPs that are derived.
+NOT_OF_WEIGHTS = {"gemma3n_text": 0.05, "longcat_flash": 0.15}
 
 
 def _flops_of_states(model: Any) -> int:
@@ -67,7 +68,7 @@ def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     # and the planner's coefficients are made of it
     planned = CostModel.from_config(model.config, scored_share=0.0)
     assert planned.linear == 6 * (cost.token_weights + cost.token_states)
-    assert (cost.token_states > 0) == (family in HYBRIDS and "lfm2" not in family)
+    assert (cost.token_states > 0) == (family in HYBRIDS and "lfm" not in family)
     assert planned.attention + planned.windowed == 7 * sum(x.per_pair for x in cost.layers)
 
 
