@@ -96,9 +96,7 @@ def test_without_fla_core_one_warning_names_it(
     fla._package_refusal.cache_clear()
     backends._warn.cache_clear()
     call = call_of(operator)
-    needs = (
-        r"backend 'fla': fla-core .* is not installed: pip install 'prefixtree-attention\[fla\]'"
-    )
+    needs = r"fla-core .* is not installed: pip install 'prefixtree-attention\[fla\]'"
     try:
         with pytest.warns(UserWarning, match=f"on this GPU, which is slow: backend .fla.: {needs}"):
             backends.warn_if_slow(call, backends.choose("auto", call))
