@@ -121,7 +121,7 @@ def test_the_settings_are_named(folder: Path) -> None:
         "with loss_type='bnpo', entropy_coef=0.05, top_entropy_quantile=0.5 TRL's loss depends"
     )
     # where the trainer was made
-    assert Path(found.filename).name == "trl_runs.py"
+    assert Path(found.filename).name == "runs.py"
 
 
 # ---- groups --------------------------------------------------------------------------------------
