@@ -1,0 +1,49 @@
+"""What the tests of hybrid models run: a forest of long nodes, and its inputs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+import prefixtree as pt
+from prefixtree.integrations import families
+from tests.support.models import ragged_packed
+
+
+@cache
+def long_sequences() -> list[np.ndarray]:
+    """Four levels, nodes longer than a chunk of 64, endings inside, one-token nodes, a repeat."""
+    rng = np.random.default_rng(0)
+
+    def run(length: int) -> np.ndarray:
+        return rng.integers(3, 97, length)
+
+    a, b, c, d, x, y = run(70), run(5), run(1), run(83), run(9), run(2)
+    paths = [
+        *([a, b, c, run(6)], [a, b, c, run(1)], [a, b, d, run(3)], [a, b, d, run(66)]),
+        *([a, run(2)], [a, b], [a], [a, b, d], [a, b, d]),
+        *([x, y, run(4)], [x, y, run(7)], [x, run(1)], [run(5)]),
+    ]
+    return [np.concatenate(path) for path in paths]
+
+
+@cache
+def long_packed() -> pt.PackedForest:
+    return pt.pack(pt.PrefixForest.from_sequences(long_sequences()))
+
+
+def logprobs_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def packed_inputs(model: Any) -> dict[str, Any]:
+    inputs = ragged_packed().model_inputs()
+    rows = families.family_of(model.config).position_rows
+    return (
+        inputs | {"position_ids": inputs["position_ids"].expand(rows, 1, -1)}
+        if rows > 1
+        else inputs
+    )
