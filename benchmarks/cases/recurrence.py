@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.lib.replicated import copies
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import (
     Column,
@@ -44,6 +45,7 @@ from benchmarks.lib.tables import (
 from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, scaled, skip_airline, workload
 from prefixtree import PrefixForest, TreeMask, pack
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.testing.attention import pieces
 
 Tensors = list[torch.Tensor]
 WORKLOADS = (
@@ -146,8 +148,8 @@ RULES = {
 @cache
 def apart(lengths: tuple[int, ...], device: torch.device) -> TreeMask:
     """The mask of sequences that share nothing."""
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    return TreeMask(ends.astype(np.int32)).to(device)
+    forest = PrefixForest.from_parents([-1] * len(lengths), lengths, order="input")
+    return pack(forest).to(device).mask
 
 
 def results(run: Callable[[Tensors], torch.Tensor], drawn: Tensors) -> Tensors:
@@ -192,20 +194,19 @@ def alone(rule: Rule, forest: PrefixForest, drawn: Tensors) -> Tensors:
     """fla's results on each sequence alone: out per packed token, gradients summed in fp32."""
     *inputs, upstream = drawn
     tokens = forest.num_tokens
-    rows = [packed_rows(forest, sequence) for sequence in range(forest.num_sequences)]
-    index = torch.tensor([row for sequence in rows for row in sequence], device=upstream.device)
+    index = copies(forest).to(upstream.device)
     # where a token's first copy is
     once = torch.zeros(len(index), dtype=torch.bool, device=index.device)
     once[torch.from_numpy(np.unique(index.cpu().numpy(), return_index=True)[1])] = True
     per_token = [x.ndim > 1 and len(x) == tokens for x in inputs]
-    copies = [
+    replicated = [
         (x.detach()[index] if by_token else x.detach()).requires_grad_()
         for x, by_token in zip(inputs, per_token, strict=True)
     ]
-    out = rule.theirs(copies, [len(row) for row in rows])
+    out = rule.theirs(replicated, forest.sequence_lengths.tolist())
     # the gradient arrives at one copy of each token: the sum over copies is then the tree's
     arrives = upstream[index] * once.view(-1, *[1] * (upstream.ndim - 1))
-    grads = torch.autograd.grad(out, copies, arrives.to(out.dtype))
+    grads = torch.autograd.grad(out, replicated, arrives.to(out.dtype))
     whole = out.new_zeros(tokens, *out.shape[1:]).index_copy_(0, index[once], out.detach()[once])
     summed = [
         torch.zeros_like(x, dtype=torch.float32).index_add_(0, index, grad.float())
@@ -214,15 +215,6 @@ def alone(rule: Rule, forest: PrefixForest, drawn: Tensors) -> Tensors:
         for x, grad, by_token in zip(inputs, grads, per_token, strict=True)
     ]
     return [whole, *summed]
-
-
-def packed_rows(forest: PrefixForest, sequence: int) -> list[int]:
-    """Packed tokens of a sequence, in order."""
-    found: list[int] = []
-    for node in forest.path(sequence):
-        start = int(forest.node_start[node])
-        found += range(start, start + int(forest.node_length[node]))
-    return found[: int(forest.sequence_lengths[sequence])]
 
 
 def run_side(rule: Rule, side: str, forest: PrefixForest, options: argparse.Namespace) -> Row:
@@ -241,7 +233,11 @@ def run_side(rule: Rule, side: str, forest: PrefixForest, options: argparse.Name
         row = measure(lambda: target.copy_(source), options)
         return row | {"ms": 2.5 * row["ms"]}
     lengths = [min(DENSE, tokens - start) for start in range(0, tokens, DENSE)]
-    batches = [lengths] if side == "dense" else cut(forest.sequence_lengths.tolist())
+    if side == "dense":
+        batches = [lengths]
+    else:
+        lengths = forest.sequence_lengths.tolist()
+        batches = [[lengths[i] for i in some] for some in pieces(lengths, MICRO_BATCH)]
     drawn = rule.draw(max(map(sum, batches)), options)
 
     def run() -> None:
@@ -252,16 +248,6 @@ def run_side(rule: Rule, side: str, forest: PrefixForest, options: argparse.Name
             results(lambda x, batch=batch: rule.theirs(x, batch), [*inputs, part[-1]])
 
     return measure(run, options) | {"computed": sum(map(sum, batches))}
-
-
-def cut(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences in micro-batches."""
-    found: list[list[int]] = [[]]
-    for length in lengths:
-        if found[-1] and sum(found[-1]) + length > MICRO_BATCH:
-            found.append([])
-        found[-1].append(length)
-    return found
 
 
 def tables(*runs: Row) -> Parts:

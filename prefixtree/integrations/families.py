@@ -23,8 +23,7 @@ from prefixtree.integrations.unserved import UNSERVED
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"}
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
-# whose recurrent layers call functions of their module, with the keywords that a forward is given
-# a kernel of all of a layer, left out along the tree
+# a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
 OLDEST_WITH_STATES = "5.17"
 # asked for once: layers check it in compiled code

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
+from prefixtree.kernels.packages import installed
 from prefixtree.kernels.protocol import AttentionCall, Backend
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -63,12 +62,6 @@ class LazyBackend:
         lse: torch.Tensor,
     ) -> _Gradients:
         return self.load().backward(call, dout, dlse, out, lse)
-
-
-@cache
-def installed(package: str) -> bool:
-    """Whether a package can be found. The answer is kept: a search takes longer than a launch."""
-    return find_spec(package) is not None
 
 
 def _flash() -> _Kernels:

@@ -5,8 +5,6 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,30 +12,15 @@ import torch
 from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.choice import choose
 from prefixtree.kernels.protocol import AttentionCall, reach
+from prefixtree.kernels.torch_library import as_given, new_library, register
 from prefixtree.packing.host_mask import host_of
 
 # One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
 # nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
-# Registered by hand: what `torch.library.custom_op` does in every call takes longer than all here.
 # Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
 # that is compiled in parts.
 
-_namespace: Any = torch.ops.prefixtree
-if (_earlier := getattr(_namespace, "_library", None)) is not None:
-    # imported a second time (importlib.reload): torch takes no name twice
-    _earlier._destroy()
-# kept where a second import finds it
-_library = _namespace._library = torch.library.Library("prefixtree", "FRAGMENT")
-
-
-def _register(
-    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """-> the operator: `kernel` on every device, `fake` where only shapes are asked for."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"prefixtree::{name}", fake, lib=_library)
-    return getattr(_namespace, name).default
+_library = new_library("_library")
 
 
 def _forward(
@@ -57,7 +40,7 @@ def _forward(
     note_call(mask)
     window = reach(mask, window)
     call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, lse_used)
-    with _as_given(q):
+    with as_given(q):
         return choose(backend, call).backend.forward(call)
 
 
@@ -81,7 +64,7 @@ def _backward(
     mask = host_of(handle)
     window = reach(mask, window)
     call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic)
-    with _as_given(q):
+    with as_given(q):
         *grads, dsinks = choose(backend, call).backend.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
@@ -97,7 +80,8 @@ def _fake_backward(dout, dlse, q, k, v, sinks, *_):
 
 
 _OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend"
-TREE_ATTENTION = _register(
+TREE_ATTENTION = register(
+    _library,
     "tree_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
     f"{_OPTIONS}, bool lse_used) -> (Tensor, Tensor)",
@@ -105,7 +89,8 @@ TREE_ATTENTION = _register(
     _fake_forward,
 )
 # -> gradients of q, k, v and, where there are any, sinks
-TREE_ATTENTION_BACKWARD = _register(
+TREE_ATTENTION_BACKWARD = register(
+    _library,
     "tree_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
     f"Tensor lse, Tensor handle, {_OPTIONS}) -> Tensor[]",
@@ -180,16 +165,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError("tree_attention is differentiable once, not twice")
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _as_given(q: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would reach into an operator and turn its float32 products into half precision."""
-    device = q.device.type
-    # entered only where it is on: entering costs more than all checks
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def attend(

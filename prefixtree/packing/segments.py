@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.packing.state_schedule import StateSchedule, schedule_states
+from prefixtree.packing.state_schedule import StateSchedule, order_states
 from prefixtree.packing.transfers import lasting, move_all
 
 # tokens of a run, which one program of a convolution's kernel walks
@@ -202,11 +202,10 @@ class SegmentTables:
     def schedule(self, chunk_size: int) -> StateSchedule:
         """The order of launches that carry states from chunk to chunk; built once and kept."""
         if chunk_size not in self._schedules:
-            host = self.host
-            self._schedules[chunk_size] = schedule_states(
-                *(host.start, host.parent, host.state_row),
-                *host.chunks(chunk_size),
-                self.device,
+            host, chunks = self.host, self.chunks(chunk_size)
+            orders = order_states(host.parent, host.state_row, host.chunks(chunk_size).cu_chunks)
+            self._schedules[chunk_size] = StateSchedule(
+                self.start, *chunks, self.state_row, *self._moved(orders)
             )
         return self._schedules[chunk_size]
 

@@ -6,11 +6,18 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from packaging import version
 
 import prefixtree as pt
 from prefixtree.integrations import families
-from tests.support.models import ragged_packed
+from tests.support.hybrid_configs import OLDEST_WITH_STATES
+from tests.support.models import TRANSFORMERS, ragged_packed
+
+SERVED = version.parse(OLDEST_WITH_STATES) <= TRANSFORMERS
+needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
+FEW = ["qwen3_5", "nemotron_h"]
 
 
 @cache

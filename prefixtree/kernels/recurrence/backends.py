@@ -6,126 +6,93 @@ Order of preference of "auto": a GPU's kernels, else torch's operations in chunk
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.packages import installed
 from prefixtree.kernels.recurrence.protocol import Backend, Call, ConvCall
 
 
-class Triton:
-    """Our Triton kernels: the convolution. Compute capability 8.0 or later."""
+class _Kernels(Protocol):
+    """The functions that a backend's module has; they do what `Backend` says."""
 
-    name = "triton"
+    def refusal(self, call: Call) -> str | None: ...
+
+    def saves(self, call: Call) -> list[torch.Tensor]: ...
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
+
+    def backward(
+        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+    ) -> list[torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LazyBackend:
+    """A `Backend` whose functions are in a module that `load` imports and returns.
+
+    Attributes:
+        name: the backend's name.
+        load: imports the module.
+        package: a package that must be installed before `load` is called; None for none.
+    """
+
+    name: str
+    load: Callable[[], _Kernels]
+    package: str | None = None
 
     def refuses(self, call: Call) -> str | None:
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        from prefixtree.kernels.recurrence import conv_triton
-
-        return conv_triton.refusal(call)
+        if self.package is not None and not installed(self.package):
+            return f"the package {self.package} is not installed"
+        return self.load().refusal(call)
 
     def saves(self, call: Call) -> list[torch.Tensor]:
-        return []
+        return self.load().saves(call)
 
     def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        from prefixtree.kernels.recurrence import conv_triton
-
-        assert isinstance(call, ConvCall)
-        return conv_triton.forward(call), []
+        return self.load().forward(call)
 
     def backward(
         self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        from prefixtree.kernels.recurrence import conv_triton
-
-        assert isinstance(call, ConvCall)
-        return conv_triton.backward(call, dout)
+        return self.load().backward(call, dout, saved)
 
 
-class Fla:
-    """fla-core's kernels inside chunks, ours between them: delta rules and Mamba-2."""
+def _triton() -> _Kernels:
+    from prefixtree.kernels.recurrence import conv_triton
 
-    name = "fla"
-
-    def refuses(self, call: Call) -> str | None:
-        if find_spec("triton") is None:
-            return "the package triton is not installed"
-        from prefixtree.kernels.recurrence import fla
-
-        return fla.refusal(call)
-
-    def saves(self, call: Call) -> list[torch.Tensor]:
-        from prefixtree.kernels.recurrence import fla
-
-        return fla.saves(call)
-
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        from prefixtree.kernels.recurrence import fla
-
-        return fla.forward(call)
-
-    def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        from prefixtree.kernels.recurrence import fla
-
-        return fla.backward(call, dout, saved)
+    return conv_triton
 
 
-class Chunked:
-    """torch's operations on any device, in chunks, level by level."""
+def _fla() -> _Kernels:
+    from prefixtree.kernels.recurrence import fla
 
-    name = "chunked"
-
-    def refuses(self, call: Call) -> str | None:
-        return None
-
-    def saves(self, call: Call) -> list[torch.Tensor]:
-        return []
-
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        from prefixtree.kernels.recurrence import chunked
-
-        return chunked.forward(call), []
-
-    def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        from prefixtree.kernels.recurrence import chunked
-
-        return chunked.backward(call, dout)
+    return fla
 
 
-class Reference:
-    """Token by token along paths, on any device and in any dtype: the oracle."""
+def _chunked() -> _Kernels:
+    from prefixtree.kernels.recurrence import chunked
 
-    name = "reference"
-
-    def refuses(self, call: Call) -> str | None:
-        return None
-
-    def saves(self, call: Call) -> list[torch.Tensor]:
-        return []
-
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        from prefixtree.kernels.recurrence import reference
-
-        return reference.forward(call), []
-
-    def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        from prefixtree.kernels.recurrence import reference
-
-        return reference.backward(call, dout)
+    return chunked
 
 
-CHUNKED, REFERENCE = Chunked(), Reference()
+def _reference() -> _Kernels:
+    from prefixtree.kernels.recurrence import reference
+
+    return reference
+
+
+CHUNKED, REFERENCE = LazyBackend("chunked", _chunked), LazyBackend("reference", _reference)
 # those for GPUs alone, which "auto" prefers there
-ON_GPU: tuple[Backend, ...] = (Triton(), Fla())
+ON_GPU: tuple[Backend, ...] = (
+    LazyBackend("triton", _triton, package="triton"),
+    LazyBackend("fla", _fla, package="triton"),
+)
 BACKENDS: tuple[Backend, ...] = (*ON_GPU, CHUNKED, REFERENCE)
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *_NAMED)

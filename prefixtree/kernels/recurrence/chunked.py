@@ -81,20 +81,30 @@ class _Scan(NamedTuple):
         return torch.promote_types(self.inputs[0].dtype, torch.float32)
 
 
-def forward(call: Call) -> torch.Tensor:
-    """-> out, contiguous, in the dtype of x or value."""
+def refusal(call: Call) -> str | None:
+    """None: it serves every call."""
+    return None
+
+
+def saves(call: Call) -> list[torch.Tensor]:
+    """Nothing: the backward computes the forward again."""
+    return []
+
+
+def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> out, contiguous, in the dtype of x or value; and nothing that is saved."""
     if isinstance(call, ConvCall):
-        return conv.forward(call)
+        return conv.forward(call), []
     scan = _scan(call)
     like = call.value if isinstance(call, DeltaCall) else call.x
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     parts = scan.head_parts()
     for number in range(parts):
         _run(scan.part(number, parts), _part(out, number, parts))
-    return out
+    return out, []
 
 
-def backward(call: Call, dout: torch.Tensor) -> list[torch.Tensor]:
+def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call, contiguous."""
     if isinstance(call, ConvCall):
         return conv.backward(call, dout)

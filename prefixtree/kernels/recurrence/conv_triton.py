@@ -59,13 +59,19 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def forward(call: ConvCall) -> torch.Tensor:
-    """-> out [T, D] in x's dtype."""
+def saves(call: Call) -> list[torch.Tensor]:
+    """Nothing: the backward computes the forward again."""
+    return []
+
+
+def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> out [T, D] in x's dtype; and nothing that is saved."""
+    assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)
     out = torch.empty_like(x)
     runs, per_program, programs = _shares(taps)
     blocks = triton.cdiv(x.shape[1], FORWARD.columns)
-    with torch.cuda.device_of(x):
+    with device_info.current(x.device):
         conv_forward[(blocks, programs)](
             *(x, weight, bias, out, taps.ancestors, taps.run_start),
             *(*x.shape, runs, per_program),
@@ -74,18 +80,19 @@ def forward(call: ConvCall) -> torch.Tensor:
             COLUMNS=FORWARD.columns,
             num_warps=FORWARD.warps,
         )
-    return out
+    return out, []
 
 
-def backward(call: ConvCall, dout: torch.Tensor) -> list[torch.Tensor]:
+def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
     """-> gradients of x, weight and, if there is one, bias."""
+    assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)
     dout, dx = dout.contiguous(), torch.empty_like(x)
     channels, width = weight.shape
     runs, per_program, programs = _shares(taps)
     dweight = x.new_empty(programs, width, channels, dtype=torch.float32)
     dbias = None if bias is None else x.new_empty(programs, channels, dtype=torch.float32)
-    with torch.cuda.device_of(x):
+    with device_info.current(x.device):
         conv_backward[(triton.cdiv(channels, BACKWARD.columns), programs)](
             *(x, weight, bias, dout, dx, dweight, dbias, taps.ancestors, taps.run_start),
             *(*x.shape, runs, per_program),

@@ -88,7 +88,7 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule = _schedule(call)
-    with torch.cuda.device_of(call[0]):
+    with device_info.current(call[0].device):
         if isinstance(call, SsdCall):
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
@@ -107,7 +107,7 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
     from prefixtree.kernels.recurrence import fla_rules as rules
 
     schedule, dout = _schedule(call), dout.contiguous()
-    with torch.cuda.device_of(call[0]):
+    with device_info.current(call[0].device):
         if isinstance(call, SsdCall):
             value, _ = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()

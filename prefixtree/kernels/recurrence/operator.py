@@ -5,7 +5,6 @@ As in `kernels.operator`: the mask goes in as its handle, so that one graph serv
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,14 +13,10 @@ import torch
 from prefixtree.kernels.call_counter import note_recurrence
 from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.torch_library import as_given, new_library, register
 from prefixtree.packing.host_mask import host_of
 
-_namespace: Any = torch.ops.prefixtree
-if (_earlier := getattr(_namespace, "_recurrence_library", None)) is not None:
-    # imported a second time (importlib.reload): torch takes no name twice
-    _earlier._destroy()
-# kept where a second import finds it
-_library = _namespace._recurrence_library = torch.library.Library("prefixtree", "FRAGMENT")
+_library = new_library("_recurrence_library")
 
 
 class _Operator(NamedTuple):
@@ -54,7 +49,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         backend = choose(arguments[-1], call)
         if arguments[-1] == "auto":
             warn_if_slow(call, backend)
-        with _as_given(arguments[0]):
+        with as_given(arguments[0]):
             return backend.forward(call)
 
     @torch._disable_dynamo
@@ -62,7 +57,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
     ) -> list[torch.Tensor]:
         call = as_call(arguments, host_of(arguments[num_tensors]))
-        with _as_given(dout):
+        with as_given(dout):
             return choose(arguments[-1], call).backward(call, dout, saved)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -76,22 +71,15 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         return [x.new_empty(x.shape) for x in arguments[:num_tensors] if x is not None]
 
     arguments = f"{tensors}, Tensor handle, {options}str backend"
-    schemas = (
-        (name, f"({arguments}) -> (Tensor, Tensor[])", forward, fake_forward),
-        (
+    found = _Operator(
+        register(_library, name, f"({arguments}) -> (Tensor, Tensor[])", forward, fake_forward),
+        register(
+            _library,
             f"{name}_backward",
             f"(Tensor dout, Tensor[] saved, {arguments}) -> Tensor[]",
             backward,
             fake_backward,
         ),
-    )
-    for full_name, schema, kernel, fake in schemas:
-        _library.define(full_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(full_name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"prefixtree::{full_name}", fake, lib=_library)
-    found = _Operator(
-        getattr(_namespace, name).default,
-        getattr(_namespace, f"{name}_backward").default,
         num_tensors,
     )
 
@@ -154,15 +142,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError("recurrent layers are differentiable once, not twice")
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def _as_given(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would reach into an operator and turn its float32 products into half precision."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 TREE_CONV = _register("tree_conv", ConvCall, "Tensor x, Tensor weight, Tensor? bias", "bool silu, ")

@@ -14,16 +14,27 @@ import torch.nn.functional as F
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
 
 
-def forward(call: Call) -> torch.Tensor:
-    """-> out, with autograd's history."""
+def refusal(call: Call) -> str | None:
+    """None: it serves every call."""
+    return None
+
+
+def saves(call: Call) -> list[torch.Tensor]:
+    """Nothing: the backward computes the forward again."""
+    return []
+
+
+def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> out, with autograd's history; and nothing that is saved."""
     assert call.mask is not None
     before = call.mask.predictor.tolist()
     if isinstance(call, ConvCall):
-        return _conv(call, before)
-    return _delta_rule(call, before) if isinstance(call, DeltaCall) else _ssd(call, before)
+        return _conv(call, before), []
+    out = _delta_rule(call, before) if isinstance(call, DeltaCall) else _ssd(call, before)
+    return out, []
 
 
-def backward(call: Call, dout: torch.Tensor) -> list[torch.Tensor]:
+def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call. The forward is computed again."""
     with torch.enable_grad():
         inputs: dict[str, Any] = {
@@ -31,7 +42,7 @@ def backward(call: Call, dout: torch.Tensor) -> list[torch.Tensor]:
             for name, x in call._asdict().items()
             if isinstance(x, torch.Tensor)
         }
-        out = forward(call._replace(**inputs))
+        out, _ = forward(call._replace(**inputs))
     grads = torch.autograd.grad(
         out, list(inputs.values()), dout, allow_unused=True, materialize_grads=True
     )

@@ -51,7 +51,7 @@ def carry_states(
     Returns:
         h [NC, HV, K, V] and v_new [T, HV, V] (u itself without w).
     """
-    heads, key_dim = k.shape[1:]
+    key_dim = k.shape[2]
     value_heads, value_dim = u.shape[1:]
     chunks = schedule.num_chunks
     h = k.new_empty(chunks, value_heads, key_dim, value_dim)
@@ -73,18 +73,10 @@ def carry_states(
         schedule.forward_order,
         schedule.state_of,
         schedule.parent_state,
-        H=heads,
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
-        BT=CHUNK,
-        BK=_padded(key_dim),
-        BV=config.columns,
+        **_sizes(k, value_heads, value_dim, config),
         USE_G=g is not None,
         USE_GK=gk is not None,
         USE_W=w is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
     )
     return h, v_new
 
@@ -110,7 +102,7 @@ def carry_gradients(
         dv: [T, HV, V] with w: the gradient of v_new inside each chunk; grows in place by what
             reaches v_new through the states.
     """
-    heads, key_dim = k.shape[1:]
+    key_dim = k.shape[2]
     value_heads, value_dim = do.shape[1:]
     dh = q.new_empty(schedule.num_chunks, value_heads, key_dim, value_dim)
     lanes = value_heads * triton.cdiv(value_dim, config.columns)
@@ -136,20 +128,28 @@ def carry_gradients(
         schedule.slot_start,
         schedule.slot_count,
         scale,
-        H=heads,
-        HV=value_heads,
-        K=key_dim,
-        V=value_dim,
-        BT=CHUNK,
-        BK=_padded(key_dim),
-        BV=config.columns,
+        **_sizes(k, value_heads, value_dim, config),
         USE_G=g is not None,
         USE_GK=gk is not None,
         USE_W=w is not None,
-        num_warps=config.warps,
-        num_stages=config.stages,
     )
     return dh
+
+
+def _sizes(k: torch.Tensor, value_heads: int, value_dim: int, config: Config) -> dict[str, int]:
+    """What both kernels are compiled for."""
+    heads, key_dim = k.shape[1:]
+    return {
+        "H": heads,
+        "HV": value_heads,
+        "K": key_dim,
+        "V": value_dim,
+        "BT": CHUNK,
+        "BK": _padded(key_dim),
+        "BV": config.columns,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
 
 
 def _flags(count: int, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,14 @@ from transformers import CONFIG_MAPPING
 
 import prefixtree as pt
 from prefixtree.integrations import families
-from tests.support.hybrid_cases import logprobs_of, long_packed, packed_inputs
+from tests.support.hybrid_cases import (
+    FEW,
+    SERVED,
+    logprobs_of,
+    long_packed,
+    needs_states,
+    packed_inputs,
+)
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 from tests.support.models import (
     TRANSFORMERS,
@@ -23,10 +30,6 @@ from tests.support.models import (
     ragged_objective,
     ragged_packed,
 )
-
-SERVED = version.parse(OLDEST_WITH_STATES) <= TRANSFORMERS
-needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
-FEW = ["qwen3_5", "nemotron_h"]
 
 
 def test_prepare_of_a_model_without_states_changes_nothing_and_checks() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packaging import version
 from torch.overrides import TorchFunctionMode
 
 import prefixtree as pt
@@ -22,10 +21,16 @@ from prefixtree.packing.cost_model import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
-from tests.support.hybrid_cases import logprobs_of, long_packed, long_sequences, packed_inputs
-from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.hybrid_cases import (
+    FEW,
+    logprobs_of,
+    long_packed,
+    long_sequences,
+    needs_states,
+    packed_inputs,
+)
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
-    TRANSFORMERS,
     build,
     cases,
     errors,
@@ -34,10 +39,6 @@ from tests.support.models import (
     run_packed,
     run_replicated,
 )
-
-SERVED = version.parse(OLDEST_WITH_STATES) <= TRANSFORMERS
-needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
-FEW = ["qwen3_5", "nemotron_h"]
 
 
 class Float64(TorchFunctionMode):

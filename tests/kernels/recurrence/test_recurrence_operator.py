@@ -154,10 +154,8 @@ def test_autocast_does_not_reach_inside(op: Operator) -> None:
         assert torch.equal(a, b)
 
 
-class Keeping(backends.Chunked):
+class Keeping(backends.LazyBackend):
     """Saves its output twice for its backward, which looks at both."""
-
-    name = "keeping"
 
     def saves(self, call: Any) -> list[torch.Tensor]:
         like = call.value if isinstance(call, DeltaCall) else call.x
@@ -180,7 +178,7 @@ def test_what_a_backend_saves_reaches_its_backward(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In eager code, under checkpointing and in compiled code."""
-    monkeypatch.setitem(backends._NAMED, "keeping", Keeping())
+    monkeypatch.setitem(backends._NAMED, "keeping", Keeping("keeping", backends.CHUNKED.load))
     monkeypatch.setattr(backends, "NAMES", (*backends.NAMES, "keeping"))
     torch._dynamo.reset()
     mask = _mask(7)
@@ -288,13 +286,11 @@ def test_groups_of_heads_must_divide() -> None:
 def test_a_backend_that_refuses_says_why_and_auto_passes_it_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Elsewhere(backends.Chunked):
-        name = "elsewhere"
-
+    class Elsewhere(backends.LazyBackend):
         def refuses(self, call: Any) -> str | None:
             return "it needs the package fla-core"
 
-    other = Elsewhere()
+    other = Elsewhere("elsewhere", backends.CHUNKED.load)
     monkeypatch.setattr(backends, "ON_GPU", (other,))
     monkeypatch.setitem(backends._NAMED, "elsewhere", other)
     monkeypatch.setattr(backends, "NAMES", (*backends.NAMES, "elsewhere"))
