@@ -512,10 +512,10 @@ def test_the_document_is_right_about_the_airline_rollouts() -> None:
     assert (len(rollouts), len(set(rollouts.groups))) == (40, 10)
     for said in (
         f"{forest.num_nodes} nodes",
-        f"{forest.num_tokens:,} distinct of {forest.num_replicated_tokens:,} tokens",
+        f"{forest.num_tokens:,} of its {forest.num_replicated_tokens:,} tokens are distinct",
         f"in all {forest.node_multiplicity[0]} sequences",
         f"{stats.tile_pairs - stats.partial_tiles:,} full and {stats.partial_tiles:,} partial",
-        f"{100 * stats.useful_share:.0f} % of the pairs computed",
+        f"Of the pairs that the tiles compute, {100 * stats.useful_share:.0f} % are visible",
     ):
         assert said in text
     assert round(-(-forest.num_tokens // 128) * stats.key_tiles / 1e6, 1) == 1.5
