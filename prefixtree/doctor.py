@@ -66,7 +66,7 @@ WANTED = (
         "fla-core",
         "fla",
         "==0.6.0",
-        "pip install fla-core==0.6.0",
+        "pip install 'prefixtree-attention[fla]'",
         "GPUs, recurrent layers, backend 'fla'",
     ),
     Wanted(

@@ -87,7 +87,7 @@ def test_recurrent_layers_that_raise_are_shown_and_exit_1(versions, monkeypatch)
 
 
 def test_fla_core_of_the_wrong_version_is_named(versions):
-    expected = "GPUs, recurrent layers, backend 'fla'): pip install fla-core==0.6.0"
+    expected = "GPUs, recurrent layers, backend 'fla'): pip install 'prefixtree-attention[fla]'"
     assert lines_of(run("doctor"))["fla-core"] == f"not installed (for {expected}"
     versions["fla-core"] = "0.5.0"
     expected = "0.5.0, expected ==0.6.0: pip install 'fla-core==0.6.0'"
