@@ -17,7 +17,7 @@ from packaging.version import Version
 from prefixtree.errors import UnsupportedError
 
 #: Versions of TRL that the tests ran with, from the first to the last.
-TESTED = ("1.16.0", "1.16.0")
+TESTED = ("1.15.0", "1.16.0")
 
 #: Parameters of `GRPOTrainer._get_per_token_logps_and_entropies` that are passed on.
 LOGPS_PARAMETERS = (
@@ -45,7 +45,10 @@ IMAGE_PARAMETERS = (
     "image_position_ids",
 )
 
-#: The tree's keywords of `trl.experimental.async_grpo.packing.tree_attention`.
+#: The first version whose AsyncGRPO packs trees.
+TREES_SINCE = "1.16.0"
+
+#: The tree's keywords of AsyncGRPO's attention function, `tree_attention`.
 TREE_KEYWORDS = (
     "tree_kv_index",
     "tree_cu_seqlens_q",
@@ -66,15 +69,34 @@ def check_grpo(trainer_class: type) -> None:
         check_parameters(getattr(trainer_class, name, None), f"GRPOTrainer.{name}", expected)
 
 
-def check_tree_attention(function: Callable[..., Any]) -> None:
-    """Refuses another set of tree keywords than the one that is understood."""
+def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
+    """Refuses an attention that is not TRL's for trees, or takes other tree keywords.
+
+    The function is judged, and not the place where TRL keeps it: in 1.16 and 1.17 that is
+    `trl.experimental.async_grpo.packing`, which is gone in 1.18.
+
+    Args:
+        function: what transformers runs for attn_implementation=name; None where it knows none.
+        name: the model's attn_implementation.
+    """
+    module = getattr(function, "__module__", None) or ""
+    keywords = [] if function is None else _tree_keywords(function)
+    if function is None or module.partition(".")[0] != "trl" or not keywords:
+        raise UnsupportedError(
+            f"the trainer's model runs attn_implementation={name!r}, which is not TRL's attention "
+            f"for trees: pass an AsyncGRPOTrainer as TRL made it (TRL {TREES_SINCE} was the first "
+            f"whose AsyncGRPO packs trees; this is {trl.__version__})"
+        )
     _check_version()
-    keywords = [
+    _compare(f"{module}.{function.__name__}", "keywords", keywords, TREE_KEYWORDS)
+
+
+def _tree_keywords(function: Callable[..., Any]) -> list[str]:
+    return [
         name
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name.startswith("tree_")
     ]
-    _compare("async_grpo.packing.tree_attention", "keywords", keywords, TREE_KEYWORDS)
 
 
 def check_parameters(
@@ -90,7 +112,8 @@ def _check_version() -> None:
     first, last = map(Version, TESTED)
     if not first <= Version(trl.__version__) <= last:
         warnings.warn(
-            f"TRL {trl.__version__}: {advice()}, or check it with `make test-trl TRL=...`",
+            f"TRL {trl.__version__}: {advice()}, or run the tests with yours, in a checkout of "
+            f"prefixtree: make test-trl TRL={trl.__version__}",
             stacklevel=4,
         )
 
@@ -113,4 +136,4 @@ def advice() -> str:
     """How to mend an untested version of TRL, as the end of a sentence."""
     first, last = TESTED
     versions = first if first == last else f"{first} to {last}"
-    return f"the adapter is tested with TRL {versions}: install that, or use TRL's trainer"
+    return f"the adapter is tested with TRL {versions}: install {last}, or use TRL's trainer"

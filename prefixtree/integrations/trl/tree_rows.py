@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import trl
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -24,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import prefixtree_attention, prefixtree_mask
-from prefixtree.integrations.trl.contract import advice, check_tree_attention
+from prefixtree.integrations.trl.contract import check_tree_attention
 from prefixtree.integrations.trl.refusals import (
     AUX_LOSS,
     check_arguments,
@@ -37,43 +36,30 @@ from prefixtree.packing.mask import TreeMask
 def use_tree_attention(trainer: Any) -> None:
     """Makes an `AsyncGRPOTrainer` run on `tree_attention`; call it after making the trainer.
 
-    The constructor of the trainer registers FlashAttention 3 under the name "tree_fa3" and loads
-    its model with that attention. This function registers `tree_attention` under the same name, for
-    every model of the process that uses it.
+    The constructor of the trainer registers FlashAttention 3 under a name ("tree_fa3" in TRL 1.16)
+    and loads its model with that attention. This function registers `tree_attention` under the same
+    name, for every model of the process that uses it.
 
     Args:
-        trainer: the `trl.experimental.async_grpo.AsyncGRPOTrainer`.
+        trainer: the `AsyncGRPOTrainer`, of `trl.experimental.async_grpo` or, from TRL 1.18 on, of
+            `trl`.
 
     Raises:
         UnsupportedError: the trainer's arguments, its model or the installed TRL is not verified,
             with the reason.
     """
-    packing = _packing()
-    check_tree_attention(packing.tree_attention)
+    name = transformer_of(trainer.model).config._attn_implementation
+    # what the trainer registered: TRL may keep it in another module
+    registered = AttentionInterface().get(name)
+    if registered is not tree_row_attention:
+        check_tree_attention(registered, name)
     check_arguments(trainer.args)
     check_distribution(trainer)
     if trainer.aux_loss_enabled:
         raise UnsupportedError(AUX_LOSS)
     check_model(trainer.model)
-    name = transformer_of(trainer.model).config._attn_implementation
-    if name != packing.TREE_ATTENTION:
-        raise UnsupportedError(
-            f"the trainer's model runs attn_implementation={name!r}, not "
-            f"{packing.TREE_ATTENTION!r}: pass an AsyncGRPOTrainer as TRL made it"
-        )
-    AttentionInterface.register(packing.TREE_ATTENTION, tree_row_attention)
-    AttentionMaskInterface.register(packing.TREE_ATTENTION, prefixtree_mask)
-
-
-def _packing() -> Any:
-    # not at the top: TRL warns whoever imports what is experimental
-    try:
-        from trl.experimental.async_grpo import packing
-    except ImportError as problem:
-        raise UnsupportedError(
-            f"TRL {trl.__version__} has no AsyncGRPO that packs trees ({problem}); {advice()}"
-        ) from None
-    return packing
+    AttentionInterface.register(name, tree_row_attention)
+    AttentionMaskInterface.register(name, prefixtree_mask)
 
 
 def tree_row_attention(

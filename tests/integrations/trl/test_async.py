@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-from trl.experimental.async_grpo.packing import TREE_ATTENTION, register_tree_attention
+from trl.experimental.async_grpo.packing import (
+    TREE_ATTENTION,
+    register_tree_attention,
+    tree_attention,
+)
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import tree_rows, use_tree_attention
@@ -195,6 +201,32 @@ def test_the_trainer_must_be_made_before(folder: Path) -> None:
     assert AttentionInterface()[TREE_ATTENTION] is not tree_rows.tree_row_attention
 
 
+def test_where_trl_keeps_its_attention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function that the trainer registered is judged: TRL 1.18 has no module `packing`."""
+    trainer = make(folder)
+    moved = functools.wraps(tree_attention)(lambda *args, **kwargs: None)
+    moved.__module__ = "trl.trainer.async_grpo_trainer"
+    AttentionInterface.register(TREE_ATTENTION, moved)
+    monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.packing", None)
+    use_tree_attention(trainer)
+    assert AttentionInterface()[TREE_ATTENTION] is tree_rows.tree_row_attention
+    use_tree_attention(trainer)
+
+    def changed(module: Any, query: Any, *, tree_kv_index: Any, tree_depth: Any) -> None: ...
+
+    changed.__module__ = moved.__module__
+    AttentionInterface.register(TREE_ATTENTION, changed)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"of trl\.trainer\.async_grpo_trainer\.changed \(new tree_depth; gone tree_cu",
+    ):
+        use_tree_attention(trainer)
+    for other in (dense_paths, None):
+        AttentionInterface.register(TREE_ATTENTION, other)
+        with pytest.raises(UnsupportedError, match="which is not TRL's attention for trees"):
+            use_tree_attention(trainer)
+
+
 def test_wrong_positions_are_seen(folder: Path) -> None:
     """Those of packed order, which RoPE would take silently."""
     trainer = make(folder)
@@ -210,7 +242,7 @@ def test_wrong_positions_are_seen(folder: Path) -> None:
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     trainer = make(folder)
     trainer.model.set_attn_implementation("sdpa")
-    with pytest.raises(UnsupportedError, match="'sdpa', not 'tree_fa3'"):
+    with pytest.raises(UnsupportedError, match="'sdpa', which is not TRL's attention for trees"):
         use_tree_attention(trainer)
     trainer = make(folder)
     trainer.args.torch_compile = True
