@@ -163,6 +163,8 @@ class PlanStats:
     def __str__(self) -> str:
         packed = self.packed_tokens
         empty = f", {self.empty_steps} of them empty" if self.empty_steps else ""
+        if idle := self.rank_costs.count(0):
+            empty += f" ({idle} rank{'s have' if idle > 1 else ' has'} no sequence)"
         ranks = len(self.rank_costs)
         return "\n".join(
             (
@@ -214,6 +216,11 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         self._ranks = ranks
 
     def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, int) and not -len(self) <= rank < len(self):
+            raise IndexError(
+                f"rank {rank} of a plan for {len(self)} rank{'s' * (len(self) > 1)}: plan with "
+                "num_ranks= the number of data-parallel ranks, on every one of them"
+            )
         return self._ranks[rank]
 
     def __len__(self) -> int:

@@ -334,6 +334,32 @@ def test_input_that_does_not_match(arguments, message):
         plan_micro_batches(**{"sequences": [[1, 2], [3]], "max_tokens": 10, **arguments})
 
 
+@pytest.mark.parametrize("num_groups", [1, 3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_a_world_size_that_does_not_divide_the_groups(num_groups, num_ranks):
+    """Whole groups on ranks, every sequence once, equally many steps; idle ranks are named."""
+    sequences = [[group, 9, row] for group in range(num_groups) for row in range(4)]
+    groups = [s[0] for s in sequences]
+    plan = plan_micro_batches(sequences, 6, num_ranks, groups)
+    found = [[i for step in rank for i in step] for rank in indices_of(plan)]
+    assert sorted(i for rank in found for i in rank) == list(range(len(sequences)))
+    assert sum(len({groups[i] for i in rank}) for rank in found) == num_groups
+    assert len({len(rank) for rank in plan}) == 1
+    idle = sum(not rank for rank in found)
+    assert idle == max(0, num_ranks - num_groups)
+    words = {0: "", 1: "(1 rank has no sequence)"}.get(idle, f"({idle} ranks have no sequence)")
+    assert words in str(plan.stats) and ("no sequence" in str(plan.stats)) == (idle > 0)
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks"), [(1, "1 rank"), (2, "2 ranks")])
+def test_a_rank_beyond_the_plan_is_named(num_ranks, ranks):
+    plan = plan_micro_batches([[1, 2], [3]], 10, num_ranks)
+    message = f"rank {num_ranks} of a plan for {ranks}: plan with num_ranks= the number of"
+    with pytest.raises(IndexError, match=message):
+        plan[num_ranks]
+    assert plan[-1] is plan[num_ranks - 1] and list(reversed(plan)) == [*plan][::-1]
+
+
 def test_namespaces_belong_to_sequences():
     forest = PrefixForest.from_sequences([[1, 2], [3]])
     with pytest.raises(ValueError, match="give namespaces= with sequences"):
