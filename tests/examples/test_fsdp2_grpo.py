@@ -201,7 +201,7 @@ def test_what_a_resume_leaves_out_is_seen(mutation, alone, tmp_path):
     assert _worst(_weights(other), _weights(alone[0])) > 1e-5
 
 
-def test_rollouts_from_a_file(tmp_path):
+def test_rollouts_from_a_file(alone, tmp_path):
     """Steps take the groups in turn; `prefixtree report` reads the same file."""
     rows = example.make_rollouts(np.random.default_rng(0), tasks=3)
     file = tmp_path / "rollouts.jsonl"
@@ -214,6 +214,8 @@ def test_rollouts_from_a_file(tmp_path):
     assert taken == [{0, 1}, {2, 0}, {1, 2}, {0, 1}]
     options.tasks = 5
     assert example.next_rollouts(0, options) == rows
-    output = tmp_path / "run"
-    lines = _run(example, output, "--rollouts", str(file), "--steps", "1")
+    # a saved model, by its path
+    output, saved = tmp_path / "run", str(alone[0] / "model")
+    lines = _run(example, output, "--rollouts", str(file), "--steps", "1", "--model", saved)
     assert list(_facts(lines)) == [1] and (output / "checkpoint-000001").exists()
+    assert 0 < _worst(_weights(output), _weights(alone[0])) < 2e-3
