@@ -78,9 +78,6 @@ def make_rollouts(draw: np.random.Generator, tasks: int) -> list[dict[str, Any]]
     return rows
 
 
-# ---- the model -----------------------------------------------------------------------------------
-
-
 def make_model(options: argparse.Namespace, device: torch.device) -> Any:
     """The model in float32, each of its layers sharded over the ranks."""
     attention = "sdpa" if options.replicated else "prefixtree"
@@ -190,9 +187,6 @@ def train_on(
     return facts
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
 def state_of(policy: Any, optimizer: Any, schedule: Any) -> dict[str, Any]:
     """All that changes, as shards; the rollouts of a step need no state."""
     model, optim = sharded.get_state_dict(policy, optimizer)
@@ -243,8 +237,9 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
     log = print if dist.get_rank() == 0 else lambda *line, **how: None
     sizes = [(p.to_local().numel(), p.numel()) for p in policy.parameters()]
     own, whole = (sum(column) for column in zip(*sizes, strict=True))
-    log(f"{type(policy).__name__} on {dist.get_world_size()} ranks, {device.type}; ", end="")
-    log(f"rank 0 holds {own:,} of {whole:,} parameters; {done} steps are done", flush=True)
+    held = f"rank 0 holds {own:,} of {whole:,} parameters"
+    ranks = f"{dist.get_world_size()} ranks, {device.type}"
+    log(f"{type(policy).__name__} on {ranks}; {held}; {done} steps are done", flush=True)
     for step in range(done, options.steps):
         steps, facts = plan_steps(next_rollouts(step, options), options, device)
         facts |= train_on(steps, policy, reference, optimizer, schedule, options)
@@ -268,14 +263,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("fsdp2-grpo"))
     parser.add_argument("--replicated", action="store_true", help="compute every rollout in full")
     parser.add_argument("--tiny", action="store_true", help="random weights; seconds on a CPU")
-    for name, value, meaning in (
-        ("steps", 100, "batches of rollouts"),
-        ("tasks", 8, "groups of rollouts per step"),
-        ("max-tokens", 16384, "distinct tokens per micro-batch"),
-        ("save-every", 10, "steps"),
-        ("learning-rate", 1e-6, "of AdamW"),
-    ):
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=meaning)
+    parser.add_argument("--steps", type=int, default=100, help="batches of rollouts")
+    parser.add_argument("--tasks", type=int, default=8, help="groups of rollouts per step")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="distinct, per micro-batch")
+    parser.add_argument("--save-every", type=int, default=10, help="steps")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
     if parser.parse_known_args(arguments)[0].tiny:
         parser.set_defaults(model=TINY_MODEL, **TINY)
     options = parser.parse_args(arguments)
