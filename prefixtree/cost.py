@@ -268,6 +268,13 @@ def on_meta(config: Any) -> Any:
         ValueError: transformers builds none from it.
     """
     import torch
+
+    with torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes the language model of a config."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForCausalLM,
@@ -275,9 +282,7 @@ def on_meta(config: Any) -> Any:
     )
 
     is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-    with torch.device("meta"):
-        return auto.from_config(config)
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def _decoder(model: Any) -> Any:

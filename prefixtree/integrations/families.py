@@ -18,6 +18,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.unserved import UNSERVED
+from prefixtree.packing.layout import PackedForest
 
 # transformers' names of layers that only attend, that attend, and that carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -372,6 +373,14 @@ def check_modules(model: nn.Module) -> None:
                 "where the replicated batch draws several; set it to 0 (lora_dropout=0 for an "
                 "adapter) or call model.eval()"
             )
+
+
+def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
+    """The keywords of a forward over a packed forest, positions with as many rows as are taken."""
+    inputs = packed.model_inputs()
+    if (rows := family_of(config).position_rows) > 1:
+        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    return inputs
 
 
 def check_checkpointing(model: nn.Module, config: Any) -> None:

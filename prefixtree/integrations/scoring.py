@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.integrations.families import family_of
+from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
@@ -55,6 +56,7 @@ def sequence_logprobs(
     loss_mask: Sequence[Any] | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
+    recompute: Recompute = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -73,6 +75,10 @@ def sequence_logprobs(
         chunk_size: the number of edges whose logits are in memory at once. Default: with the
             Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
             (2^22 / vocabulary on a CPU).
+        recompute: what layers compute again in the backward. "auto": as little as the free memory
+            allows, planned anew for each forest (`plan_recomputation`). "all" (gradient
+            checkpointing), "attention kept" (all but attention and recurrences) or "nothing": the
+            same in all layers. Or a `RecomputePlan`. Default: None, as the model is set.
 
     Returns:
         SequenceScores: log-probabilities (and entropies), one tensor per sequence.
@@ -81,7 +87,10 @@ def sequence_logprobs(
         TypeError: anything but a PackedForest, or a temperature that is no number.
         UnsupportedError: a model that does not run exactly on packed forests, with the reason.
         ForestError: masks that do not match the sequences, or a forest without token ids.
-        ValueError: temperatures that do not match the sequences, or are not finite and above 0.
+        ValueError: temperatures that do not match the sequences, or are not finite and above 0; an
+            unknown `recompute`, or a plan for another model.
+        torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
+            recomputed; nothing was computed.
     """
     if not isinstance(packed, PackedForest):
         raise TypeError(
@@ -93,10 +102,9 @@ def sequence_logprobs(
     prepare_states(causal_lm)
     units = _make_units(packed, temperature, loss_mask)
     rule = logit_rule(causal_lm)
-    inputs = packed.model_inputs()
-    if (rows := family_of(causal_lm.config).position_rows) > 1:
-        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    inputs = forward_inputs(packed, causal_lm.config)
     with (
+        recomputed_forward(model, causal_lm, packed, len(units.target), recompute),
         every_layer_attends(causal_lm, packed),
         scoring_lm_head(causal_lm, units, rule, return_entropy, chunk_size) as handed,
     ):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixtree.errors import UnsupportedError
@@ -182,8 +183,8 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
     """Refuses position_ids other than the tokens' positions in the forest.
 
     The model's default counts packed tokens, which would make RoPE wrong without an error. This
-    costs one comparison per forward. It is skipped while a CUDA graph is captured, where values
-    cannot be read.
+    costs one comparison per forward. It is skipped where values cannot be read: while a CUDA graph
+    is captured, and for fake tensors.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -192,6 +193,8 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
             "packed.position_ids.expand(4, 1, -1)"
         )
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if isinstance(position_ids, FakeTensor):
         return
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:

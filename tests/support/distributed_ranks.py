@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.integrations.model_checks import find_causal_lm
+from prefixtree.integrations.recompute.layers import MODES, layers_of
+from prefixtree.integrations.recompute.plan import RecomputePlan
 from prefixtree.integrations.transformers import sequence_logprobs
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
@@ -67,6 +70,8 @@ class Case:
     half: bool = False
     # `prepare` is called "before" or "after" the model is wrapped, or not at all
     prepared: str = ""
+    # "auto", or "differs": each rank recomputes something else
+    recompute: str = ""
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
@@ -96,6 +101,10 @@ CASES: dict[str, Case] = {
     "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True),
     "fsdp2, lora": Case("fsdp2", lora=True),
     "fsdp2, experts": Case("fsdp2", "qwen3_moe"),
+    "ddp, recompute": Case("ddp", recompute="differs"),
+    "fsdp2, recompute": Case("fsdp2", recompute="differs"),
+    "fsdp2, recompute, hybrid": Case("fsdp2", "qwen3_5", recompute="differs"),
+    "fsdp2, recompute, lora": Case("fsdp2", lora=True, recompute="auto"),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp2, hybrid, bfloat16": Case("fsdp2", "qwen3_5", half=True),
     "ddp, hybrid, prepared before": Case("ddp", "nemotron_h", prepared="before"),
@@ -166,7 +175,7 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
         logprobs = []
         for i, objective in enumerate(step[rank]):
             with reduced(i == len(step[rank]) - 1):
-                logprobs += _backward(model, objective)
+                logprobs += _backward(model, objective, _recompute(model, case, rank))
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
@@ -179,11 +188,18 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
     }
 
 
-def _backward(model: nn.Module, objective: Objective | None) -> list[torch.Tensor]:
+def _recompute(model: nn.Module, case: Case, rank: int) -> Any:
+    if case.recompute != "differs":
+        return case.recompute or None
+    layers = len(layers_of(find_causal_lm(model)))
+    return RecomputePlan(tuple(MODES[(i + rank) % 3] for i in range(layers)), 0)
+
+
+def _backward(model: nn.Module, objective: Objective | None, recompute: Any) -> list[torch.Tensor]:
     if objective is None:
         # a rank without work takes part with a token that nothing is scored on
         packed = pt.pack(pt.PrefixForest.from_sequences([[0]]))
-        scores = sequence_logprobs(model, packed)
+        scores = sequence_logprobs(model, packed, recompute=recompute)
         torch.cat(scores.logprobs).sum().backward()
         return []
     scores = sequence_logprobs(
@@ -193,6 +209,7 @@ def _backward(model: nn.Module, objective: Objective | None) -> list[torch.Tenso
         objective.loss_masks,
         return_entropy=True,
         chunk_size=7,
+        recompute=recompute,
     )
     assert scores.entropy is not None
     objective.loss(scores.logprobs, scores.entropy).backward()

@@ -263,7 +263,11 @@ def run_eager(model: Any, objective: Objective | None = None) -> Run:
 
 
 def run_packed(
-    model: nn.Module, packed: Any, objective: Objective, chunk_size: int | None = 7
+    model: nn.Module,
+    packed: Any,
+    objective: Objective,
+    chunk_size: int | None = 7,
+    recompute: Any = None,
 ) -> Run:
     """The same through `sequence_logprobs`."""
     model.zero_grad(set_to_none=True)
@@ -274,6 +278,7 @@ def run_packed(
         loss_mask=objective.loss_masks,
         return_entropy=True,
         chunk_size=chunk_size,
+        recompute=recompute,
     )
     assert scores.entropy is not None
     objective.loss(scores.logprobs, scores.entropy).backward()

@@ -1,0 +1,152 @@
+"""The plan of one forward: what a caller asked for, in what memory is available now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.recompute.layers import Mode, layers_of, recomputing
+from prefixtree.integrations.recompute.plan import RecomputePlan, Work, plan_for
+from prefixtree.integrations.recompute.trace import ModelMemory, trace_memory
+from prefixtree.packing.layout import PackedForest
+
+#: What `sequence_logprobs(recompute=)` takes.
+Recompute = Literal["auto"] | Mode | RecomputePlan | None
+
+# of a device's memory: what fragments, and what kernels and communication take for themselves
+_RESERVE = 0.05
+_LEAST_RESERVE = 1 << 30
+
+
+def plan_recomputation(
+    model: nn.Module, packed: PackedForest, memory: int | None = None, scored: int | None = None
+) -> RecomputePlan:
+    """Plans what the layers of a model recompute in the backward of a packed forest.
+
+    As few FLOPs as possible are computed again: as many of the last layers as fit recompute
+    nothing, as many of the others as fit keep the outputs of attention and of recurrences, and the
+    rest recompute all. The memory that this takes is traced on the model's configuration, without
+    computing anything. Compiled layers and Liger Kernel's take less than is predicted.
+
+    Args:
+        model: as `sequence_logprobs` takes it.
+        packed: the packed forest, on the model's device.
+        memory: bytes for activations. Default: what is free on the device now, less gradients that
+            are not there yet and 5 % of the device's memory (1 GiB at least).
+        scored: edges whose log-probability is computed. Default: one per token.
+
+    Returns:
+        RecomputePlan: for `sequence_logprobs(recompute=)`.
+
+    Raises:
+        UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
+            recomputes by itself.
+        torch.OutOfMemoryError: the forest does not fit with every layer recomputed.
+    """
+    from prefixtree.integrations.model_checks import find_causal_lm
+
+    causal_lm = find_causal_lm(model)
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            raise UnsupportedError(
+                "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
+                "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
+            )
+    lm_head = causal_lm.get_output_embeddings()
+    trains = any(p.requires_grad for p in lm_head.parameters())
+    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
+    traced = memory_of(causal_lm, packed.device)
+    if memory is None:
+        memory = available_bytes(packed.device) - _missing_gradients(model) - _gathered(causal_lm)
+    return plan_for(traced, work, memory)
+
+
+def recomputed_forward(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, scored: int, recompute: Recompute
+) -> AbstractContextManager[None]:
+    """A context for one forward, in which layers recompute what was asked for.
+
+    Raises:
+        ValueError: an unknown mode, or a plan for another number of layers.
+        UnsupportedError: a model in eval mode, or what `plan_recomputation` refuses.
+        torch.OutOfMemoryError: see `plan_recomputation`.
+    """
+    if recompute is None or not torch.is_grad_enabled():
+        return nullcontext()
+    if not causal_lm.training:
+        raise UnsupportedError(
+            f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
+            "model.train() (dropout is refused anyway), or leave recompute=None"
+        )
+    layers = len(layers_of(causal_lm))
+    modes: Sequence[Mode]
+    if recompute == "auto":
+        modes = plan_recomputation(model, packed, scored=scored).modes
+    elif isinstance(recompute, RecomputePlan):
+        modes = recompute.modes
+        if len(modes) != layers:
+            raise ValueError(
+                f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
+                "with this model"
+            )
+    elif recompute in get_args(Mode):
+        modes = [recompute] * layers
+    else:
+        raise ValueError(
+            f"recompute must be None, 'auto', {', '.join(map(repr, get_args(Mode)))} or a "
+            f"RecomputePlan, got {recompute!r}"
+        )
+    return recomputing(causal_lm, modes)
+
+
+def memory_of(causal_lm: Any, device: torch.device) -> ModelMemory:
+    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision."""
+    layer = layers_of(causal_lm)[0]
+    dtype = next(layer.parameters()).dtype
+    if isinstance(layer, FSDPModule):
+        dtype = layer._get_fsdp_state()._mp_policy.param_dtype or dtype
+    autocast = None
+    if torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
+    return trace_memory(causal_lm.config, dtype, autocast, device)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes of a device, those that torch's allocator holds unused too, less a reserve."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        page = os.sysconf("SC_PAGE_SIZE")
+        free = page * os.sysconf("SC_AVPHYS_PAGES")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+    return int(free - max(_LEAST_RESERVE, _RESERVE * total))
+
+
+def _missing_gradients(model: nn.Module) -> int:
+    """Bytes of the gradients that the backward will leave where there are none yet."""
+    return sum(
+        # of a sharded parameter this rank's part
+        getattr(p, "_local_tensor", p).nbytes
+        for p in model.parameters()
+        if p.requires_grad and p.grad is None
+    )
+
+
+def _gathered(causal_lm: Any) -> int:
+    """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
+    sizes = [
+        sum(p.nbytes for p in layer.parameters())
+        for layer in layers_of(causal_lm)
+        if isinstance(layer, FSDPModule)
+    ]
+    # two layers on their way in, one at work, and a layer's gradients on their way out
+    return 4 * max(sizes, default=0)

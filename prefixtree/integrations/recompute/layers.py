@@ -1,0 +1,87 @@
+"""What each layer of a transformers model computes again in its backward.
+
+transformers' layers hold a switch and a function each for gradient checkpointing. While a model is
+scored, both are set per layer, so a forward may recompute some layers whole, keep the outputs of
+attention in others and recompute nothing in the rest. Values and gradients are those of the same
+operations on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.operator import TREE_ATTENTION
+from prefixtree.kernels.recurrence.operator import TREE_DELTA_RULE, TREE_SSD
+
+#: What a layer computes again in its backward: all of it, all but attention and recurrences, or
+#: nothing.
+Mode = Literal["all", "attention kept", "nothing"]
+MODES: tuple[Mode, ...] = ("all", "attention kept", "nothing")
+
+#: Operators whose outputs are kept where attention is.
+KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
+
+# nothing that a packed forest allows draws random numbers, so no generator's state is kept
+_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_FUNCTIONS: dict[Mode, Any] = {
+    "all": _checkpoint,
+    "attention kept": partial(
+        _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
+    ),
+    "nothing": None,
+}
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers that transformers checkpoints, first to last.
+
+    Args:
+        model: a causal language model of transformers; layers of image encoders are not counted.
+
+    Raises:
+        UnsupportedError: transformers does not checkpoint this family.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    decoder = model.get_decoder()
+    # ModernBERT calls its lm_head the decoder
+    inside = model if isinstance(decoder, nn.Linear) else decoder
+    found = [(n, m) for n, m in inside.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    # Zamba2 has such layers inside of such layers
+    layers = [m for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise UnsupportedError(
+            f"transformers does not checkpoint {type(model).__name__}: leave recompute=None"
+        )
+    return layers
+
+
+@contextmanager
+def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
+    """While open, a forward in training mode recomputes what `modes` says, a mode per layer."""
+    layers = layers_of(model)
+    inside = [m for layer in layers for m in layer.modules() if hasattr(m, _SWITCH)]
+    before = [
+        {name: vars(module)[name] for name in (_SWITCH, _FUNCTION) if name in vars(module)}
+        for module in inside
+    ]
+    try:
+        for module in inside:
+            vars(module)[_SWITCH] = False
+        for layer, mode in zip(layers, modes, strict=True):
+            vars(layer)[_SWITCH] = mode != "nothing"
+            vars(layer)[_FUNCTION] = _FUNCTIONS[mode]
+        yield
+    finally:
+        for module, attributes in zip(inside, before, strict=True):
+            for name in (_SWITCH, _FUNCTION):
+                vars(module).pop(name, None)
+            vars(module).update(attributes)

@@ -1,0 +1,285 @@
+"""The memory of a model's layers, traced on shapes without numbers.
+
+A decoder of the model's configuration runs forward and backward on fake tensors, once per mode and
+for two numbers of tokens. Every storage counts from the operator that makes it until nothing holds
+it any more. So a family needs no formula of its own: what its operators keep is what is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from prefixtree.cost import ModelCost, auto_class, model_cost
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.families import forward_inputs
+from prefixtree.integrations.hybrids import prepare_states
+from prefixtree.integrations.recompute.layers import MODES, Mode, layers_of, recomputing
+from prefixtree.packing.layout import pack
+
+# tokens of the two traces: multiples of what recurrent kernels take at once
+_TOKENS = (512, 2048)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens].
+
+    Attributes:
+        held: what is kept from its forward until its backward.
+        working: the most that is alive in its backward beside what it and the layers before it
+            hold: what is computed again, gradients of activations, a weight's gradient on its way.
+    """
+
+    held: tuple[float, float]
+    working: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of activations of a causal language model in training.
+
+    Attributes:
+        layers: by mode, first layer to last.
+        before: bytes per token that are held from before the first layer, the embedding's.
+        after: bytes per token that the last norm holds until the backward of the layers begins.
+        cost: of a token; its element_bytes are those of activations.
+    """
+
+    layers: dict[Mode, tuple[LayerMemory, ...]]
+    before: float
+    after: float
+    cost: ModelCost
+
+    def scaled(self, factor: float) -> ModelMemory:
+        """For elements of `factor` times the bytes."""
+
+        def times(layer: LayerMemory) -> LayerMemory:
+            held, working = ((a * factor, b * factor) for a, b in (layer.held, layer.working))
+            return LayerMemory(held, working)
+
+        return ModelMemory(
+            {mode: tuple(map(times, layers)) for mode, layers in self.layers.items()},
+            self.before * factor,
+            self.after * factor,
+            replace(self.cost, element_bytes=round(self.cost.element_bytes * factor)),
+        )
+
+
+def trace_memory(
+    config: Any,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> ModelMemory:
+    """Traces the model of a config; a trace of the same arguments is kept.
+
+    Args:
+        config: of a causal language model, or of a model with a text config.
+        dtype: of the weights. autocast: the dtype of autocast, None where it is off.
+        device: where the model trains; recurrent layers keep other things on a GPU.
+
+    Raises:
+        UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
+            at numbers, so that shapes alone do not run.
+    """
+    return _trace(_Key(config), dtype, autocast, torch.device(device).type)
+
+
+class _Key:
+    """A config that is compared by what it says."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self._said = copy.deepcopy(config), config.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+
+@lru_cache(maxsize=8)
+def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str) -> ModelMemory:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device(device):
+        model = auto_class(key.config).from_config(
+            key.config, dtype=dtype, attn_implementation="prefixtree"
+        )
+    layers = layers_of(model)
+    if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
+        # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
+        # there counts as more than it is
+        half = _trace(key, torch.bfloat16, None, device)
+        return half.scaled((autocast or dtype).itemsize / 2)
+    model.train()
+    prepare_states(model)
+    parameters = list(model.parameters())
+    with fake:
+        for parameter in parameters:
+            # as in the second micro-batch of an update: gradients are there and are added to
+            parameter.grad = torch.zeros_like(parameter)
+    signatures = [_signature(layer) for layer in layers]
+    # what the first two hold is not all their own
+    needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
+    by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
+    before = 0.0
+    for mode in MODES:
+        runs = [
+            _run(model, layers, needed, mode, fake, tokens, autocast, device) for tokens in _TOKENS
+        ]
+        of_kind = {
+            # the last of a kind
+            signatures[at]: LayerMemory(
+                _line([run["held"][at] for run in runs]),
+                _line([run["working"][at] for run in runs]),
+            )
+            for at in range(needed)
+        }
+        by_mode[mode] = tuple(of_kind[s] for s in signatures)
+        first = _line([run["held"][0] for run in runs])[0]
+        before = max(before, first - by_mode[mode][0].held[0])
+    cost = model_cost(model, (autocast or dtype).itemsize)
+    return ModelMemory(
+        layers=by_mode,
+        before=before,
+        # its input in float32, and its output
+        after=(4 + cost.element_bytes) * cost.hidden,
+        cost=cost,
+    )
+
+
+def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
+    return any(p.ndim == 3 for layer in layers for p in layer.parameters())
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers that hold as much."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return type(layer).__name__, getattr(layer, "layer_type", None), shapes
+
+
+def _line(values: Sequence[float]) -> tuple[float, float]:
+    """The bytes per token and the fixed bytes of what was measured for both of _TOKENS."""
+    (few, many), (a, b) = _TOKENS, values
+    slope = (b - a) / (many - few)
+    return slope, max(0.0, a - slope * few)
+
+
+class _Enough(Exception):
+    """Ends a forward in front of a layer that need not run."""
+
+
+def _run(
+    model: Any,
+    layers: Sequence[nn.Module],
+    needed: int,
+    mode: Mode,
+    fake: FakeTensorMode,
+    tokens: int,
+    autocast: torch.dtype | None,
+    device: str,
+) -> dict[str, list[float]]:
+    """Runs the first layers forward and backward -> held and working bytes of each of them."""
+    live = LiveBytes(p for parameter in model.parameters() for p in (parameter, parameter.grad))
+    after: list[float] = []
+    peaks: list[float] = []
+    last: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        after.append(live.bytes)
+        last[:] = [hidden]
+
+        def turn(gradient: torch.Tensor) -> None:
+            # the backward of this layer begins, that of the next one is over
+            peaks.append(live.restart())
+
+        hidden.register_hook(turn)
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise _Enough
+
+    packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
+    inputs = {
+        name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        for name, value in forward_inputs(packed, model.config).items()
+    }
+    with ExitStack() as open_until_end:
+        enter = open_until_end.enter_context
+        for layer in layers[:needed]:
+            open_until_end.callback(layer.register_forward_hook(note).remove)
+        for layer in layers[needed : needed + 1]:
+            open_until_end.callback(layer.register_forward_pre_hook(stop).remove)
+        enter(fake)
+        enter(live)
+        enter(recomputing(model, [mode] * len(layers)))
+        with torch.autocast(device, autocast, enabled=autocast is not None):
+            try:
+                model.get_decoder()(**inputs)
+            except _Enough:
+                pass
+            except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+                raise UnsupportedError(
+                    f"the memory of {model.config.model_type} cannot be traced: its layers look at "
+                    f"numbers ({problem.func}); give recompute as a mode or a RecomputePlan"
+                ) from None
+        (hidden,) = last
+        hidden.backward(torch.ones_like(hidden))
+        peaks.append(live.restart())
+    held = [one - before for before, one in zip([0, *after], after, strict=False)]
+    # peaks[0] is from before the backward
+    working = [peak - below for peak, below in zip(peaks[:0:-1], after, strict=True)]
+    return {"held": held, "working": working}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make while something holds them."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.bytes = self._peak = 0
+        self._known: Any = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+        peak, self._peak = self._peak, self.bytes
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self._peak = max(self._peak, self.bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size

@@ -1,0 +1,285 @@
+"""What layers recompute: the same bits whatever the plan, the memory that was predicted, and the
+plan that recomputes least of those that fit."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prefixtree as pt
+from prefixtree.cost import LayerCost, ModelCost
+from prefixtree.integrations import scoring
+from prefixtree.integrations.families import forward_inputs
+from prefixtree.integrations.recompute import forward
+from prefixtree.integrations.recompute.forward import plan_recomputation
+from prefixtree.integrations.recompute.layers import MODES, layers_of, recomputing
+from prefixtree.integrations.recompute.plan import (
+    RecomputePlan,
+    Work,
+    peak_of,
+    plan_for,
+    tokens_that_fit,
+)
+from prefixtree.integrations.recompute.trace import (
+    LayerMemory,
+    LiveBytes,
+    ModelMemory,
+    trace_memory,
+)
+from prefixtree.kernels import operator
+from prefixtree.kernels.recurrence import operator as recurrence
+from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
+from tests.support.models import (
+    build,
+    cases,
+    enable_checkpointing,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+    run_packed,
+    same_bits,
+)
+
+ROOT = Path(__file__).parents[3]
+# their layers look at numbers, so that shapes alone do not run
+_UNTRACED = {"longcat_flash", "modernbert-decoder"}
+_CHECKPOINTED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
+
+
+def mixed(model: Any) -> RecomputePlan:
+    """Every mode in turn, from the last on."""
+    layers = len(layers_of(model))
+    return RecomputePlan(tuple(MODES[-1 - i % 3] for i in range(layers))[::-1], 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators of attention and of recurrences that ran, one name each."""
+    ran: list[str] = []
+    monkeypatch.setattr(operator, "note_call", lambda mask: ran.append("attention"))
+    monkeypatch.setattr(recurrence, "note_recurrence", lambda mask: ran.append("recurrence"))
+    monkeypatch.setattr(scoring, "every_layer_attends", lambda *_: nullcontext())
+    return ran
+
+
+# ---- the same bits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", cases(_CHECKPOINTED))
+def test_the_same_bits_in_every_family(model_type):
+    """As transformers' own checkpointing, values and all gradients; planned, too, from a trace."""
+    model, packed, objective = build(model_type), ragged_packed(), ragged_objective()
+    enable_checkpointing(model, use_reentrant=False)
+    want = run_packed(model, packed, objective)
+    assert same_bits(run_packed(model, packed, objective, recompute=mixed(model)), want)
+    if model_type in _UNTRACED:
+        with pytest.raises(pt.UnsupportedError, match=r"cannot be traced.*as a mode"):
+            plan_recomputation(model, packed)
+        return
+    plan = plan_recomputation(model, packed, memory=1 << 40)
+    assert plan.modes == ("nothing",) * len(layers_of(model))
+    if model_type in ("qwen3", "gemma2", "qwen3_5"):
+        assert same_bits(run_packed(model, packed, objective, recompute=plan), want)
+
+
+@pytest.mark.parametrize("model_type", cases(["qwen3", "gpt_oss", "qwen3_5", "nemotron_h"]))
+def test_modes_recompute_what_they_say(model_type, calls):
+    """Seen by the operators that run: a mode that did nothing would give the same numbers."""
+    model, packed, objective = build(model_type), ragged_packed(), ragged_objective()
+    runs, ran = {}, {}
+    for mode in MODES:
+        calls.clear()
+        runs[mode] = run_packed(model, packed, objective, recompute=mode)
+        ran[mode] = sorted(calls)
+    assert len(ran["nothing"]) >= len(layers_of(model)) / 2
+    assert ran["all"] == sorted(2 * ran["nothing"])
+    # convolutions are computed again: they are cheaper than what they would keep
+    convolutions = ran["attention kept"].count("recurrence") - ran["nothing"].count("recurrence")
+    linear = (getattr(model.config.get_text_config(), "layer_types", None) or []).count(
+        "linear_attention"
+    )
+    assert convolutions == linear
+    assert ran["attention kept"].count("attention") == ran["nothing"].count("attention") > 0
+    assert same_bits(runs["all"], runs["nothing"])
+    assert same_bits(runs["attention kept"], runs["nothing"])
+
+
+def test_what_was_set_before_is_set_again():
+    """After a forward that fails, too."""
+    model, packed = build("qwen3"), ragged_packed()
+    plain = pt.sequence_logprobs(model, packed)
+    assert not any(layer.gradient_checkpointing for layer in layers_of(model))
+    enable_checkpointing(model, use_reentrant=True)
+    before = [dict(vars(layer)) for layer in layers_of(model)]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    handle = layers_of(model)[-1].register_forward_hook(fail)
+    before_hook = [dict(vars(layer)) for layer in layers_of(model)]
+    with pytest.raises(RuntimeError, match="stop"):
+        pt.sequence_logprobs(model, packed, recompute="nothing")
+    assert [dict(vars(layer)) for layer in layers_of(model)] == before_hook
+    handle.remove()
+    again = pt.sequence_logprobs(model, packed, recompute="auto")
+    assert [dict(vars(layer)) for layer in layers_of(model)] == before
+    assert all(map(torch.equal, again.logprobs, plain.logprobs))
+
+
+def test_without_gradients_nothing_is_planned(monkeypatch):
+    monkeypatch.setattr(forward, "plan_recomputation", None)
+    with torch.no_grad():
+        pt.sequence_logprobs(build("qwen3").eval(), ragged_packed(), recompute="auto")
+
+
+def test_bad_input():
+    model, packed = build("qwen3"), ragged_packed()
+    with pytest.raises(ValueError, match=r"recompute must be None, 'auto', 'all'.*got 'some'"):
+        pt.sequence_logprobs(model, packed, recompute="some")
+    with pytest.raises(ValueError, match=r"a plan for 2 layers, and the model has \d"):
+        pt.sequence_logprobs(model, packed, recompute=RecomputePlan(("all", "all"), 0))
+    with pytest.raises(pt.UnsupportedError, match=r"in training mode alone; call model\.train\(\)"):
+        pt.sequence_logprobs(build("qwen3").eval(), packed, recompute="auto")
+    wrapped = build("qwen3")
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped.model.layers[0] = checkpoint_wrapper(wrapped.model.layers[0])
+    with pytest.raises(pt.UnsupportedError, match="inside torch's CheckpointWrapper"):
+        pt.sequence_logprobs(wrapped, packed, recompute="auto")
+
+
+@pytest.mark.parametrize("name", CANNOT_CHECKPOINT)
+def test_a_family_that_is_not_checkpointed(name):
+    with pytest.raises(pt.UnsupportedError, match=r"does not checkpoint .*leave recompute=None"):
+        pt.sequence_logprobs(build(name), ragged_packed(), recompute="auto")
+
+
+# ---- the memory that was predicted ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", cases(["qwen3", "gemma2", "qwen3_moe", "qwen3_5"]))
+def test_held_memory_is_what_was_traced(model_type, mode):
+    """A real forward over a forest with branches keeps what the trace of a chain predicts."""
+    model = build(model_type, num_hidden_layers=6) if model_type != "qwen3_5" else build(model_type)
+    dtype = torch.bfloat16 if model_type == "qwen3_moe" else torch.float32
+    model.to(dtype)
+    traced = trace_memory(model.config, dtype).layers[mode]
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 90, 700)
+    packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 150)]) for _ in range(8)])
+    pt.prepare(model)
+    live = LiveBytes(model.parameters())
+    ends: list[int] = []
+    layers = layers_of(model)
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: ends.append(live.bytes))
+    inputs = forward_inputs(packed, model.config)
+    with live, recomputing(model, [mode] * len(layers)):
+        output = model.get_decoder()(**inputs)
+    predicted = sum(x.held[0] * packed.num_tokens + x.held[1] for x in traced[1:])
+    assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
+    del output
+
+
+def test_predicted_peaks_against_those_measured():
+    """The rows of benchmarks/results/h200/memory.json: one H200, Qwen3-8B's shape, 12 layers, all
+    recomputed; 5 % apart at most."""
+    from transformers import Qwen3Config
+
+    data = json.loads((ROOT / "benchmarks/results/h200/memory.json").read_text())
+    config = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=data["layers"],
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    memory = trace_memory(config, torch.bfloat16)
+    rows = [row for row in data["rows"] if row["side"] == "packed" and "peak_bytes" in row]
+    assert len(rows) == 16
+    for row in rows:
+        count, response = row["count"], row["response"]
+        forest = pt.PrefixForest.from_parents(
+            [-1] + [0] * count, [row["prompt"]] + [response] * count
+        )
+        predicted = peak_of(memory, Work(forest, count * response), ("all",) * data["layers"])
+        assert predicted == pytest.approx(row["peak_bytes"], rel=0.05), row
+
+
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def memory_of(layers: list[list[tuple[float, float]]], per_pair: int) -> ModelMemory:
+    """Made-up layers: of each, (held, working) bytes per token in every mode."""
+    costs = tuple(LayerCost("full_attention", 10 + i, per_pair, None) for i in range(len(layers)))
+    cost = ModelCost("made up", 1, costs, 1, 1, 1, 1, 1, 1, 1, 1, 1, False, 1)
+    by_mode = {
+        mode: tuple(LayerMemory((layer[n][0], 1.0), (layer[n][1], 3.0)) for layer in layers)
+        for n, mode in enumerate(MODES)
+    }
+    return ModelMemory(by_mode, 2.0, 3.0, cost)
+
+
+_BYTES = st.tuples(st.integers(1, 50), st.integers(1, 90))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(_BYTES, min_size=3, max_size=3), min_size=1, max_size=6),
+    st.integers(0, 40),
+    st.floats(0, 1),
+)
+def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share):
+    memory, count = memory_of(layers, per_pair), len(layers)
+    forest = pt.PrefixForest.from_parents([-1, 0, 0], [30, 7, 5])
+    work = Work(forest, 20, trains_lm_head=False)
+    pairs = pt.pack(forest).mask.dense().sum().item()
+    plans = {}
+    for a in range(count + 1):
+        for b in range(a, count + 1):
+            modes = ("all",) * a + ("attention kept",) * (b - a) + ("nothing",) * (count - b)
+            cost = sum(
+                (mode != "nothing") * x.weights * 42 + (mode == "all") * x.per_pair * pairs
+                for mode, x in zip(modes, memory.cost.layers, strict=True)
+            )
+            plans[modes] = cost, peak_of(memory, work, modes)
+    peaks = [peak for _, peak in plans.values()]
+    available = min(peaks) + share * (max(peaks) - min(peaks))
+    best = min((cost, peak) for cost, peak in plans.values() if peak <= available)
+    plan = plan_for(memory, work, available)
+    assert plans[plan.modes] == pytest.approx(best)
+    assert plan.peak_bytes == round(plans[plan.modes][1]) <= available + 1
+    with pytest.raises(torch.OutOfMemoryError):
+        plan_for(memory, work, min(peaks) - 1)
+
+
+def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
+    """And the number of tokens that the message names does fit."""
+    model, packed = build("qwen3"), ragged_packed()
+    with pytest.raises(torch.OutOfMemoryError, match=r"distinct tokens needs about .* GiB") as e:
+        plan_recomputation(model, packed, memory=1 << 20)
+    assert "with every layer recomputed" in str(e.value)
+    memory = trace_memory(model.config, torch.float32)
+    for available in (1 << 30, 1 << 34):
+        fit = tokens_that_fit(memory, available, 1.0)
+        assert fit > 0
+
+        def of(tokens: int, available: int = available) -> RecomputePlan:
+            chain = pt.PrefixForest.from_parents([-1], [tokens])
+            return plan_for(memory, Work(chain, tokens), available)
+
+        of(fit)
+        with pytest.raises(torch.OutOfMemoryError, match=f"at most {fit:,} tokens"):
+            of(fit + 1)
