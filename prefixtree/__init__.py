@@ -1,9 +1,10 @@
 """Tree-structured shared-prefix attention for training LLM agents.
 
-transformers is imported by the first use of `sequence_logprobs`, `SequenceScores` or `prepare`, not
-before.
+transformers is imported by the first use of what needs it (`sequence_logprobs`, `prepare` and what
+belongs to them), not before.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from prefixtree.errors import ForestError, InputError, UnsupportedError
@@ -22,6 +23,11 @@ from prefixtree.packing.micro_batches import (
 )
 
 if TYPE_CHECKING:
+    from prefixtree.integrations.recompute.forward import (
+        RecomputePlan,
+        max_micro_batch_tokens,
+        plan_recomputation,
+    )
     from prefixtree.integrations.transformers import SequenceScores, prepare, sequence_logprobs
 
 __version__ = "0.2.0"
@@ -37,24 +43,36 @@ __all__ = [
     "PackedForest",
     "PlanStats",
     "PrefixForest",
+    "RecomputePlan",
     "SequenceScores",
     "TileShape",
     "TreeMask",
     "UnsupportedError",
     "explain",
+    "max_micro_batch_tokens",
     "pack",
     "plan_micro_batches",
+    "plan_recomputation",
     "prepare",
     "sequence_logprobs",
     "tree_attention",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("SequenceScores", "prepare", "sequence_logprobs"):
-        from prefixtree.integrations import transformers as adapter
+_LATER = {
+    "prefixtree.integrations.transformers": ("SequenceScores", "prepare", "sequence_logprobs"),
+    "prefixtree.integrations.recompute.forward": (
+        "RecomputePlan",
+        "max_micro_batch_tokens",
+        "plan_recomputation",
+    ),
+}
 
-        return getattr(adapter, name)
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

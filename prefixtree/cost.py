@@ -2,7 +2,7 @@
 
 The costs are read from the model, built on the meta device, layer by layer. So a gated and a plain
 MLP, fused projections, latent attention, shared and routed experts count as what they are.
-The planner's `CostModel`, `report --model` and the memory line of `verify` read it from here.
+The planner's `CostModel` and `report --model` read it from here.
 
 A token meets every weight of a linear layer once: 2 FLOPs per weight in a forward. It meets k / E
 of the weights of E routed experts, k per token. An embedding is looked up and costs none. A visible
@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-# the projection back to the hidden size, which every family's MLPs end in: dense, shared, routed
-MLP_END = ("down_proj", "output_linear", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 # the projection back to the hidden size that an attention layer ends in
 _ATTENTION_END = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 # layers whose attention has visible pairs
@@ -44,9 +42,6 @@ class LayerCost:
         window: the sliding window, None for none; it counts the token itself.
         state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
         channels: of the convolution before a state; 0 for a layer without one.
-        state_columns: what the recurrence gives to the projection back: value heads x V (delta
-            rule) or heads x P (Mamba-2); 0 without a state.
-        state_heads: heads of a delta rule; 0 without one.
     """
 
     kind: str
@@ -55,8 +50,6 @@ class LayerCost:
     window: int | None
     state: int = 0
     channels: int = 0
-    state_columns: int = 0
-    state_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,8 +65,6 @@ class ModelCost:
         hidden, vocabulary: sizes.
         heads, head_dim, value_dim: of the config; single layers may have others.
         kv_heads: the most of any layer.
-        intermediate: features of the MLPs a token meets, mean over layers; 0 where not known.
-        normalised_queries: whether queries and keys are normalised.
         element_bytes: bytes per element of weights and activations.
     """
 
@@ -88,8 +79,6 @@ class ModelCost:
     kv_heads: int
     head_dim: int
     value_dim: int
-    intermediate: int
-    normalised_queries: bool
     element_bytes: int
 
     @property
@@ -106,39 +95,6 @@ class ModelCost:
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window; None for none."""
         return tuple(layer.window for layer in self.layers)
-
-    @property
-    def bytes_per_layer(self) -> tuple[int, ...]:
-        """A of `prefixtree.sharing.estimate`: bytes each layer keeps per token for backward."""
-        b, h = self.element_bytes, self.hidden
-        heads = self.heads + self.kv_heads
-        norms = 2 * (4 + 2 * b) * h
-        attention = b * heads * (self.head_dim + self.value_dim)
-        if self.normalised_queries:
-            attention += (4 + b) * heads * self.head_dim
-        common = norms + 4 * b * self.intermediate
-        return tuple(
-            common + (attention if layer.per_pair else 0) + _state_bytes(layer, b)
-            for layer in self.layers
-        )
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes that the layer that keeps most keeps per token for backward."""
-        return max(self.bytes_per_layer, default=0)
-
-    def activation_bytes(self, tokens: int, checkpointing: bool) -> int:
-        """Bytes that all layers keep of `tokens` for backward, and of the gradients in backward."""
-        if checkpointing:
-            inputs = len(self.layers) * self.element_bytes * self.hidden
-            return tokens * (inputs + 2 * self.layer_bytes)
-        return tokens * (sum(self.bytes_per_layer) + self.layer_bytes)
-
-
-def _state_bytes(layer: LayerCost, element_bytes: int) -> int:
-    """Bytes that the recurrence of a layer keeps per token for backward: see `sharing.estimate`."""
-    b, columns, heads = element_bytes, layer.state_columns, layer.state_heads
-    return 2 * b * layer.channels + (8 + 5 * b) * columns + (12 + b * CHUNK) * heads
 
 
 def visible_keys(position: np.ndarray, window: int | None) -> np.ndarray:
@@ -223,11 +179,9 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         slides = window is not None and getattr(text, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
     heads = text.num_attention_heads
-    costs, dims, intermediate = [], [], 0
+    costs, dims = [], []
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         met = weights(layer, number)
-        ended = (name for name in met if name.removesuffix(".weight").endswith(MLP_END))
-        intermediate += sum(met[name] for name in ended) // text.hidden_size
         attention = _attention(layer)
         dims.append(_head_dims(attention, text))
         per_pair = 0
@@ -237,8 +191,13 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             per_pair = heads * sum(dims[-1])
         its_window = window if kind == "sliding_attention" else None
         state = state_cost(layer, CHUNK)
-        kept = _kept_by_states(layer)
-        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window, state, *kept))
+        channels = sum(
+            child.out_channels
+            for mixer in _mixers(layer)
+            for child in mixer.children()
+            if isinstance(child, nn.Conv1d)
+        )
+        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window, state, channels))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(_decoder(model), 0).values())
     if element_bytes is None:
@@ -255,8 +214,6 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         kv_heads=max((_kv_heads(_attention(layer), text) for layer in layers), default=heads),
         head_dim=dims[0][0],
         value_dim=dims[0][1],
-        intermediate=round(intermediate / len(layers)),
-        normalised_queries=any(".q_norm." in name for name, _ in model.named_parameters()),
         element_bytes=element_bytes,
     )
 
@@ -312,20 +269,6 @@ def state_cost(layer: Any, chunk: int) -> int:
         elif heads:
             total += heads * (3 * key * value + chunk * (2 * key + value))
     return total
-
-
-def _kept_by_states(layer: Any) -> tuple[int, int, int]:
-    """Channels, columns and heads of `LayerCost`."""
-    from torch import nn
-
-    channels = columns = heads = 0
-    for mixer in _mixers(layer):
-        channels += sum(c.out_channels for c in mixer.children() if isinstance(c, nn.Conv1d))
-        of_mixer, _, value = _state_dims(mixer)
-        columns += of_mixer * value
-        # Mamba-2 has no triangle per head, which is most of what a head keeps
-        heads += 0 if hasattr(mixer, "ssm_state_size") else of_mixer
-    return channels, columns, heads
 
 
 def _mixers(layer: Any) -> list[Any]:

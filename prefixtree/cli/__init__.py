@@ -216,12 +216,12 @@ def _report(
         misses = find_near_misses(forest, rollouts, tokenizer=chat, most=near_misses, watch=steps)
         facts["near_misses"] = near_miss_facts(misses, rollouts)
     if model is not None:
-        from prefixtree.sharing.estimate import estimate, read_cost
+        from prefixtree.sharing.estimate import estimate, read_cost, read_memory
 
         with status("estimate"):
-            cost = read_cost(model)
+            cost, memory = read_cost(model), read_memory(model)
             facts["estimate"] = estimate(
-                forest, rollouts, cost, checkpointing=gradient_checkpointing
+                forest, rollouts, cost, memory, checkpointing=gradient_checkpointing
             )
     if as_json:
         left_out = len(rollouts.problems)

@@ -138,6 +138,8 @@ def show_estimate(facts: dict[str, Any], console: Console) -> None:
     ]
     if not facts["replicated"]["state_flops"]:
         rows = [row for row in rows if row[1] != "state_flops"]
+    if sides[0]["activation_bytes"] is None:
+        rows.pop()
     for name, key, unit in rows:
         one, other = (side[key] / unit for side in sides)
         saved = f"{one / other:.2f}x" if other else "-"
@@ -149,6 +151,11 @@ def show_estimate(facts: dict[str, Any], console: Console) -> None:
         f"estimated speed-up [bold]{facts['speedup']:.2f}x[/]; weights and gradients take "
         f"{facts['fixed_bytes'] / _GIB:,.2f} GiB on both sides"
     )
+    for fit in facts["fits"]:
+        console.print(
+            f"distinct tokens of a micro-batch that fit beside them into {fit['gpu']}: "
+            f"{fit['nothing']:,} with nothing recomputed, {fit['all']:,} with every layer"
+        )
 
 
 def _place(difference: dict[str, Any]) -> str:

@@ -14,37 +14,31 @@ sliding window counts the pairs inside it; a token meets the experts it is route
 all, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are taken to run at the
 same rate, which short sequences and memory-bound layers do not.
 
-Memory of an update, without optimizer states, b bytes per element:
-
-    fixed        2 b x parameters (weights and gradients)
-    activations  tokens x (the sum of A over layers + the largest A), with checkpointing
-                 tokens x (layers x b h + 2 times the largest A)
-    A            2 (4 + 2 b) h + 4 b I
-                 + b (H + Hk) (D + Dv) where a layer attends
-                 + (4 + b) (H + Hk) D where queries and keys are normalised besides
-                 + 2 b C + (8 + 5 b) V + (12 + 64 b) Hs where a layer carries a state
-
-for hidden size h, H query and Hk kv heads of D and Dv, and I intermediate features per token (of
-the experts it meets): norms keep a float32 and two short copies, attention keeps q, k, v and its
-output, a gated MLP four times I. A layer with a state keeps the C channels of its convolution
-before and after it, the V columns of all heads of its recurrence, their gate and the steps of the
-gated norm between, and per head of a delta rule (Hs) a float32 gate, its step and its sum, and a
-row of a triangle of 64 tokens. The largest A once more are the gradients of the layer that backward
-works on. All tokens at once: micro-batches divide both sides alike.
+Memory of an update, without optimizer states: weights and gradients, 2 x (bytes per element) x
+parameters; and what the layers take for all tokens at once, as `integrations.recompute` traces it.
+Micro-batches divide both sides alike.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefixtree.cost import FEED_FORWARD, MLP_END, SOFTMAX, ModelCost, model_cost, visible_pairs
-from prefixtree.errors import InputError
+from prefixtree.cost import FEED_FORWARD, SOFTMAX, ModelCost, model_cost, visible_pairs
+from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import explain, load_config
 from prefixtree.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from prefixtree.integrations.recompute.layers import Mode
+    from prefixtree.integrations.recompute.trace import ModelMemory
+
+
+# bytes that torch sees of GPUs of 80 and 141 GB
+_GPUS = {"80 GB": int(79.2 * 2**30), "141 GB": int(139.8 * 2**30)}
 
 
 def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
@@ -76,16 +70,34 @@ def read_cost(path: str | Path, dtype: str | None = None) -> ModelCost:
             f"--model {path}: has layers of {', '.join(sorted(unknown))} that the estimate does "
             "not know; it knows attention, and states behind a convolution (delta rules, Mamba-2)"
         )
-    if not cost.intermediate:
-        raise InputError(
-            f"--model {path}: the estimate does not know the MLPs of {config.model_type}; none of "
-            f"its weights is named {', '.join(MLP_END)}"
-        )
     return cost
 
 
+def read_memory(path: str | Path, dtype: str | None = None) -> ModelMemory | None:
+    """The memory of the same model's layers; None for a family that cannot be traced.
+
+    Args:
+        path, dtype: as in `read_cost`.
+    """
+    import torch
+
+    from prefixtree.integrations.recompute.trace import trace_memory
+
+    config = load_config(path)
+    element = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.bfloat16
+    try:
+        return trace_memory(config, element)
+    except UnsupportedError:
+        return None
+
+
 def estimate(
-    forest: PrefixForest, rollouts: Rollouts, cost: ModelCost, *, checkpointing: bool = False
+    forest: PrefixForest,
+    rollouts: Rollouts,
+    cost: ModelCost,
+    memory: ModelMemory | None = None,
+    *,
+    checkpointing: bool = False,
 ) -> dict[str, Any]:
     """The formulas of the module for one update over all sequences, ready for JSON.
 
@@ -93,6 +105,7 @@ def estimate(
         forest: of `rollouts.sequences`.
         rollouts: loss masks tell the scored edges, all where there are none.
         cost: of a token in the model.
+        memory: of its layers. Default: None, not known.
         checkpointing: gradient checkpointing of every layer.
     """
     edges = _scored_edges(forest, rollouts)
@@ -104,6 +117,7 @@ def estimate(
         "packed": (forest.num_tokens, (position, length), edges[1], 4.0),
     }
     passes, attention_passes = (4.0, 4.5) if checkpointing else (3.0, 3.5)
+    mode: Mode = "all" if checkpointing else "nothing"
     b = cost.element_bytes
     facts: dict[str, Any] = {
         "model_type": cost.model_type,
@@ -125,10 +139,31 @@ def estimate(
             "state_flops": states,
             "head_flops": lm_head,
             "flops": linear + attention + states + lm_head,
-            "activation_bytes": cost.activation_bytes(tokens, checkpointing),
+            "activation_bytes": None if memory is None else memory.peak(tokens, mode),
         }
+    facts["fits"] = _fits(memory, facts["fixed_bytes"], edges[1] / forest.num_tokens)
     facts["speedup"] = facts["replicated"]["flops"] / facts["packed"]["flops"]
     return facts
+
+
+def _fits(memory: ModelMemory | None, held: int, scored_share: float) -> list[dict[str, Any]]:
+    """The distinct tokens of the largest micro-batch, per GPU, with everything recomputed or
+    nothing; `held` bytes are weights and gradients."""
+    if memory is None:
+        return []
+    from prefixtree.integrations.recompute.plan import reserve, tokens_that_fit
+
+    left = {gpu: size - reserve(size) - held for gpu, size in _GPUS.items()}
+    return [
+        {
+            "gpu": gpu,
+            **{
+                mode: tokens_that_fit(memory, available, scored_share, mode)
+                for mode in ("nothing", "all")
+            },
+        }
+        for gpu, available in left.items()
+    ]
 
 
 def _scored_edges(forest: PrefixForest, rollouts: Rollouts) -> tuple[int, int]:

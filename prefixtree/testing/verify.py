@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefixtree.cost import ModelCost
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.integrations.families import family_of
+from prefixtree.integrations.recompute.layers import Mode
+from prefixtree.integrations.recompute.trace import ModelMemory
 from prefixtree.packing.layout import pack
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.rollouts import Rollouts
-from prefixtree.sharing.estimate import read_cost
+from prefixtree.sharing.estimate import read_cost, read_memory
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -216,35 +217,36 @@ def _memory(forest: PrefixForest, objective: Objective, setting: Setting) -> int
         cost = read_cost(setting.model, setting.dtype)
     except InputError:
         return None
+    memory = read_memory(setting.model, setting.dtype)
+    if memory is None:
+        return None
     lengths = [int(n) for n in forest.sequence_lengths]
     scored = [int(s.sum()) for s in objective.scored]
-    checkpointing = setting.gradient_checkpointing
+    mode: Mode = "all" if setting.gradient_checkpointing else "nothing"
 
-    def held(cost: ModelCost) -> int:
+    def held(element_bytes: int) -> int:
         # weights, gradients, and a gradient of the embedding beside its sum
-        embedding = cost.hidden * cost.vocabulary
-        return cost.element_bytes * (2 * cost.parameters + embedding)
+        return element_bytes * (2 * cost.parameters + cost.hidden * cost.vocabulary)
 
-    def alone(cost: ModelCost) -> int:
+    def alone(layers: ModelMemory, element_bytes: int) -> int:
         # the sequence's logits and their gradient, its mask with as much again to make it, and
         # blocks of attention scores
-        return held(cost) + max(
-            cost.activation_bytes(n, checkpointing)
-            + 2 * cost.element_bytes * k * cost.vocabulary
+        return held(element_bytes) + max(
+            layers.peak(n, mode)
+            + 2 * element_bytes * k * cost.vocabulary
             + 2 * n * n
             + 6 * 4 * min(cost.heads * n * n, 2**24)
             for n, k in zip(lengths, scored, strict=True)
             if k
         )
 
+    b = cost.element_bytes
     # of the head's weight a float32 sum
-    packed = held(cost) + 4 * cost.hidden * cost.vocabulary
-    packed += cost.activation_bytes(forest.num_tokens, checkpointing)
-    reference = replace(cost, element_bytes=4)
-    sides = [packed, alone(cost), alone(reference)]
+    packed = held(b) + 4 * cost.hidden * cost.vocabulary + memory.peak(forest.num_tokens, mode)
+    sides = [packed, alone(memory, b), alone(memory.scaled(4 / b), 4)]
     if setting.device.startswith("cpu"):
         # gradients of the runs before: packed, trained, and the replicated one where there is
-        earlier = cost.element_bytes * cost.parameters
+        earlier = b * cost.parameters
         count = 2 if setting.dtype == "float32" else 3
         sides = [sides[0], sides[1] + earlier, sides[2] + count * earlier]
     return max(sides)

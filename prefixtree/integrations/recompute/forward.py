@@ -14,16 +14,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.recompute.layers import Mode, layers_of, recomputing
-from prefixtree.integrations.recompute.plan import RecomputePlan, Work, plan_for
+from prefixtree.integrations.recompute.plan import (
+    RecomputePlan,
+    Work,
+    plan_for,
+    reserve,
+    tokens_that_fit,
+)
 from prefixtree.integrations.recompute.trace import ModelMemory, trace_memory
 from prefixtree.packing.layout import PackedForest
 
 #: What `sequence_logprobs(recompute=)` takes.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
-
-# of a device's memory: what fragments, and what kernels and communication take for themselves
-_RESERVE = 0.05
-_LEAST_RESERVE = 1 << 30
 
 
 def plan_recomputation(
@@ -51,22 +53,57 @@ def plan_recomputation(
             recomputes by itself.
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed.
     """
+    causal_lm = _causal_lm(model)
+    lm_head = causal_lm.get_output_embeddings()
+    trains = any(p.requires_grad for p in lm_head.parameters())
+    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
+    traced = memory_of(causal_lm, packed.device)
+    if memory is None:
+        memory = _left_for_activations(model, causal_lm, packed.device)
+    return plan_for(traced, work, memory)
+
+
+def max_micro_batch_tokens(
+    model: nn.Module, memory: int | None = None, scored_share: float = 1.0
+) -> int:
+    """The most distinct tokens of one micro-batch, for `plan_micro_batches(max_tokens=)`.
+
+    Every layer is recomputed then; micro-batches with fewer tokens recompute less with
+    `recompute="auto"`.
+
+    Args:
+        model: as `sequence_logprobs` takes it, on the device it trains on.
+        memory: bytes for activations. Default: as for `plan_recomputation`.
+        scored_share: scored edges divided by distinct tokens. Default: 1.0.
+
+    Returns:
+        A number of tokens; 0 where not even one fits.
+
+    Raises:
+        UnsupportedError: a family whose memory cannot be traced.
+    """
+    causal_lm = _causal_lm(model)
+    device = next(causal_lm.parameters()).device
+    if memory is None:
+        memory = _left_for_activations(model, causal_lm, device)
+    traced = memory_of(causal_lm, device)
+    return tokens_that_fit(traced, memory, scored_share)
+
+
+def _causal_lm(model: nn.Module) -> Any:
     from prefixtree.integrations.model_checks import find_causal_lm
 
-    causal_lm = find_causal_lm(model)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             raise UnsupportedError(
                 "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
                 "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
             )
-    lm_head = causal_lm.get_output_embeddings()
-    trains = any(p.requires_grad for p in lm_head.parameters())
-    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
-    traced = memory_of(causal_lm, packed.device)
-    if memory is None:
-        memory = available_bytes(packed.device) - _missing_gradients(model) - _gathered(causal_lm)
-    return plan_for(traced, work, memory)
+    return find_causal_lm(model)
+
+
+def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device) -> int:
+    return available_bytes(device) - _missing_gradients(model) - _gathered(causal_lm)
 
 
 def recomputed_forward(
@@ -128,7 +165,7 @@ def available_bytes(device: torch.device) -> int:
         page = os.sysconf("SC_PAGE_SIZE")
         free = page * os.sysconf("SC_AVPHYS_PAGES")
         total = page * os.sysconf("SC_PHYS_PAGES")
-    return int(free - max(_LEAST_RESERVE, _RESERVE * total))
+    return int(free - reserve(total))
 
 
 def _missing_gradients(model: nn.Module) -> int:

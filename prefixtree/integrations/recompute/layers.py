@@ -8,7 +8,8 @@ operations on the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -68,20 +69,43 @@ def layers_of(model: Any) -> list[nn.Module]:
 def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
     """While open, a forward in training mode recomputes what `modes` says, a mode per layer."""
     layers = layers_of(model)
-    inside = [m for layer in layers for m in layer.modules() if hasattr(m, _SWITCH)]
+    inner = [[m for m in x.modules() if hasattr(m, _SWITCH) and m is not x] for x in layers]
+    touched = [*layers, *itertools.chain(*inner)]
     before = [
         {name: vars(module)[name] for name in (_SWITCH, _FUNCTION) if name in vars(module)}
-        for module in inside
+        for module in touched
     ]
     try:
-        for module in inside:
-            vars(module)[_SWITCH] = False
-        for layer, mode in zip(layers, modes, strict=True):
+        for layer, within, mode in zip(layers, inner, modes, strict=True):
+            for module in within:
+                vars(module)[_SWITCH] = False
+            function = _FUNCTIONS[mode]
             vars(layer)[_SWITCH] = mode != "nothing"
-            vars(layer)[_FUNCTION] = _FUNCTIONS[mode]
+            vars(layer)[_FUNCTION] = partial(_as_one, within, function) if within else function
         yield
     finally:
-        for module, attributes in zip(inside, before, strict=True):
+        for module, attributes in zip(touched, before, strict=True):
             for name in (_SWITCH, _FUNCTION):
                 vars(module).pop(name, None)
             vars(module).update(attributes)
+
+
+def _as_one(
+    within: Sequence[nn.Module], function: Callable[..., Any], run: Callable[..., Any], *args: Any
+) -> Any:
+    """A checkpoint in which the layers within have none of their own.
+
+    It is asked for in the backward too, when what was set before is set again.
+    """
+
+    def whole(*args: Any) -> Any:
+        before = [module.gradient_checkpointing for module in within]
+        for module in within:
+            vars(module)[_SWITCH] = False
+        try:
+            return run(*args)
+        finally:
+            for module, switch in zip(within, before, strict=True):
+                vars(module)[_SWITCH] = switch
+
+    return function(whole, *args)

@@ -55,12 +55,13 @@ class Work:
     trains_lm_head: bool = True
 
 
-def lm_head_bytes(memory: ModelMemory, scored: int, trains_weight: bool) -> float:
-    """The most bytes that scoring takes beside what the layers hold."""
+def scoring_bytes(memory: ModelMemory, work: Work) -> float:
+    """The most bytes that the last norm and the lm_head take beside what the layers hold."""
     cost = memory.cost
     # hidden states of predictors and of edges, and their gradients
-    rows = 4 * scored * cost.hidden * cost.element_bytes
-    if not trains_weight:
+    rows = 4 * work.scored * cost.hidden * cost.element_bytes
+    rows += round(memory.after * work.forest.num_tokens)
+    if not work.trains_lm_head:
         return rows + _LOGITS
     # a float32 sum beside a chunk of logits; then, beside it, its copy in the weight's dtype
     return rows + 4 * cost.lm_head_weights + max(_LOGITS, cost.element_bytes * cost.lm_head_weights)
@@ -72,8 +73,7 @@ def plan_for(memory: ModelMemory, work: Work, available: float) -> RecomputePlan
     Raises:
         torch.OutOfMemoryError: not even a backward that recomputes every layer fits.
     """
-    scoring = lm_head_bytes(memory, work.scored, work.trains_lm_head)
-    peaks = _peaks(memory, work.forest.num_tokens, scoring)
+    peaks = _peaks(memory, work.forest.num_tokens, scoring_bytes(memory, work))
     # [a, b]: layers before a recompute all, from b on nothing
     cost = _recomputed(memory, work.forest)
     fits = np.where(peaks <= available, cost, np.inf)
@@ -87,29 +87,30 @@ def plan_for(memory: ModelMemory, work: Work, available: float) -> RecomputePlan
     return RecomputePlan(modes, round(float(peaks[a, b])))
 
 
-def peak_of(memory: ModelMemory, work: Work, modes: tuple[Mode, ...]) -> float:
-    """Predicted peak bytes of activations under any modes, one per layer."""
-    tokens, below, peak = work.forest.num_tokens, 0.0, 0.0
-    for layer, mode in enumerate(modes):
-        held, working = (_bytes(memory, mode, part, tokens)[layer] for part in _PARTS)
-        below += held
-        peak = max(peak, below + working)
-    scoring = lm_head_bytes(memory, work.scored, work.trains_lm_head) + memory.after * tokens
-    return max(peak, below + scoring) + memory.before * tokens
+def reserve(total: int) -> int:
+    """Bytes of a device's `total` that are not planned with: what fragments, and what kernels and
+    communication take for themselves. 5 %, and 1 GiB at least."""
+    return max(1 << 30, total // 20)
 
 
-def tokens_that_fit(memory: ModelMemory, available: float, scored_share: float) -> int:
-    """The most tokens of one micro-batch, every layer recomputed; 0 where the lm_head is too much.
+def tokens_that_fit(
+    memory: ModelMemory, available: float, scored_share: float, mode: Mode = "all"
+) -> int:
+    """The most tokens of one micro-batch; 0 where scoring one takes too much.
 
     Args:
         memory: of the model. available: in bytes. scored_share: scored edges per token.
+        mode: of every layer.
     """
 
     def fits(tokens: int) -> bool:
-        scoring = lm_head_bytes(memory, int(scored_share * tokens), True)
-        return bool(_peaks(memory, tokens, scoring)[-1, -1] <= available)
+        chain = PrefixForest.from_parents([-1], [tokens])
+        scoring = scoring_bytes(memory, Work(chain, int(scored_share * tokens)))
+        return memory.peak(tokens, mode, scoring) <= available
 
     low, high = 0, 1
+    if not fits(1):
+        return 0
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
@@ -118,15 +119,12 @@ def tokens_that_fit(memory: ModelMemory, available: float, scored_share: float) 
     return low
 
 
-_PARTS = ("held", "working")
-
-
 def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int) -> np.ndarray:
     lines = np.array([getattr(layer, part) for layer in memory.layers[mode]])
     return lines[:, 0] * tokens + lines[:, 1]
 
 
-def _peaks(memory: ModelMemory, tokens: int, lm_head: float) -> np.ndarray:
+def _peaks(memory: ModelMemory, tokens: int, scoring: float) -> np.ndarray:
     """Predicted peaks of all plans: [a, b], layers before a recompute all, from b on nothing."""
     held, reach = {}, {}
     for mode in MODES:
@@ -144,13 +142,12 @@ def _peaks(memory: ModelMemory, tokens: int, lm_head: float) -> np.ndarray:
         in_middle[a, a + 1 :] = np.maximum.accumulate(reach["attention kept"][a:])
     # of the layers before b, less what they would hold in the last mode
     below = first[:, None] - middle[:, None] + (middle - last)[None, :]
-    scoring = last[-1] + lm_head + memory.after * tokens
     peaks = np.maximum.reduce(
         [
             np.broadcast_to(in_first[:, None], in_middle.shape),
             (first - middle)[:, None] + in_middle,
             below + in_last[None, :],
-            below + scoring,
+            below + last[-1] + scoring,
         ]
     )
     # a plan has a <= b

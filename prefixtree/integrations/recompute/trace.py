@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -68,6 +68,23 @@ class ModelMemory:
     after: float
     cost: ModelCost
 
+    def peak(self, tokens: int, modes: Mode | Sequence[Mode], scoring: float = 0.0) -> int:
+        """The most bytes that are alive at once.
+
+        Args:
+            tokens: packed ones.
+            modes: one per layer, or one for all.
+            scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
+        """
+        count = len(self.layers["all"])
+        each = [modes] * count if isinstance(modes, str) else modes
+        below = most = self.before * tokens
+        for layer, mode in enumerate(each):
+            of_layer = self.layers[mode][layer]
+            below += of_layer.held[0] * tokens + of_layer.held[1]
+            most = max(most, below + of_layer.working[0] * tokens + of_layer.working[1])
+        return round(max(most, below + scoring))
+
     def scaled(self, factor: float) -> ModelMemory:
         """For elements of `factor` times the bytes."""
 
@@ -100,7 +117,13 @@ def trace_memory(
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
-    return _trace(_Key(config), dtype, autocast, torch.device(device).type)
+    try:
+        return _trace(_Key(config), dtype, autocast, torch.device(device).type)
+    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        raise UnsupportedError(
+            f"the memory of {config.model_type} cannot be traced: it looks at numbers "
+            f"({problem.func}); give recompute as a mode or a RecomputePlan"
+        ) from None
 
 
 class _Key:
@@ -232,15 +255,8 @@ def _run(
         enter(live)
         enter(recomputing(model, [mode] * len(layers)))
         with torch.autocast(device, autocast, enabled=autocast is not None):
-            try:
+            with suppress(_Enough):
                 model.get_decoder()(**inputs)
-            except _Enough:
-                pass
-            except (DataDependentOutputException, DynamicOutputShapeException) as problem:
-                raise UnsupportedError(
-                    f"the memory of {model.config.model_type} cannot be traced: its layers look at "
-                    f"numbers ({problem.func}); give recompute as a mode or a RecomputePlan"
-                ) from None
         (hidden,) = last
         hidden.backward(torch.ones_like(hidden))
         peaks.append(live.restart())

@@ -24,8 +24,8 @@ from prefixtree.integrations.recompute.layers import MODES, layers_of, recomputi
 from prefixtree.integrations.recompute.plan import (
     RecomputePlan,
     Work,
-    peak_of,
     plan_for,
+    scoring_bytes,
     tokens_that_fit,
 )
 from prefixtree.integrations.recompute.trace import (
@@ -214,7 +214,8 @@ def test_predicted_peaks_against_those_measured():
         forest = pt.PrefixForest.from_parents(
             [-1] + [0] * count, [row["prompt"]] + [response] * count
         )
-        predicted = peak_of(memory, Work(forest, count * response), ("all",) * data["layers"])
+        work = Work(forest, count * response)
+        predicted = memory.peak(forest.num_tokens, "all", scoring_bytes(memory, work))
         assert predicted == pytest.approx(row["peak_bytes"], rel=0.05), row
 
 
@@ -224,7 +225,7 @@ def test_predicted_peaks_against_those_measured():
 def memory_of(layers: list[list[tuple[float, float]]], per_pair: int) -> ModelMemory:
     """Made-up layers: of each, (held, working) bytes per token in every mode."""
     costs = tuple(LayerCost("full_attention", 10 + i, per_pair, None) for i in range(len(layers)))
-    cost = ModelCost("made up", 1, costs, 1, 1, 1, 1, 1, 1, 1, 1, 1, False, 1)
+    cost = ModelCost("made up", 1, costs, *[1] * 9)
     by_mode = {
         mode: tuple(LayerMemory((layer[n][0], 1.0), (layer[n][1], 3.0)) for layer in layers)
         for n, mode in enumerate(MODES)
@@ -254,13 +255,14 @@ def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share):
                 (mode != "nothing") * x.weights * 42 + (mode == "all") * x.per_pair * pairs
                 for mode, x in zip(modes, memory.cost.layers, strict=True)
             )
-            plans[modes] = cost, peak_of(memory, work, modes)
+            plans[modes] = cost, memory.peak(42, modes, scoring_bytes(memory, work))
     peaks = [peak for _, peak in plans.values()]
     available = min(peaks) + share * (max(peaks) - min(peaks))
     best = min((cost, peak) for cost, peak in plans.values() if peak <= available)
-    plan = plan_for(memory, work, available)
+    # predictions are whole bytes
+    plan = plan_for(memory, work, available + 0.5)
     assert plans[plan.modes] == pytest.approx(best)
-    assert plan.peak_bytes == round(plans[plan.modes][1]) <= available + 1
+    assert plan.peak_bytes == plans[plan.modes][1] <= available + 1
     with pytest.raises(torch.OutOfMemoryError):
         plan_for(memory, work, min(peaks) - 1)
 
