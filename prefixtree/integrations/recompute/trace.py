@@ -254,9 +254,8 @@ def _run(
         enter(fake)
         enter(live)
         enter(recomputing(model, [mode] * len(layers)))
-        with torch.autocast(device, autocast, enabled=autocast is not None):
-            with suppress(_Enough):
-                model.get_decoder()(**inputs)
+        with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
+            model.get_decoder()(**inputs)
         (hidden,) = last
         hidden.backward(torch.ones_like(hidden))
         peaks.append(live.restart())
