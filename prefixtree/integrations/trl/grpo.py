@@ -18,13 +18,16 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
-from prefixtree.integrations.trl.micro_batches import warn_of_micro_batches
+from prefixtree.integrations.trl.fsdp import keep_outputs
+from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import (
     AUX_LOSS,
     check_arguments,
+    check_attention,
     check_distribution,
     check_model,
 )
+from prefixtree.integrations.trl.sharing import SharingReport
 from prefixtree.packing.layout import pack
 
 # the entry of a generation batch that numbers its rows; taken out before a loss is computed
@@ -71,8 +74,16 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
         for model in filter(None, (self.model, self.ref_model)):
             check_model(model)
             transformer_of(model).set_attn_implementation("prefixtree")
+        self._sharing = SharingReport(sharing_advice(self.args))
+        self.add_callback(self._sharing)
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # before the reference is sharded, which is within TRL's constructor
+        if self.is_fsdp_enabled:
+            keep_outputs(self.accelerator.state.fsdp_plugin)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -133,6 +144,7 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
                 f"row {prompts.index(0)} has an empty prompt: nothing predicts the first token of "
                 "its completion; give every prompt a token (a BOS token)"
             )
+        check_attention(model)
         packed = pack(PrefixForest.from_padded(input_ids, attention_mask))
         lengths = packed.forest.sequence_lengths
         with self.accelerator.autocast():
@@ -146,6 +158,7 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
                 return_entropy=with_entropy,
             )
         if torch.is_grad_enabled():
+            self._sharing.saw(packed.forest)
             ratio = packed.forest.replication_ratio
             self._metrics["train"]["prefixtree/replication_ratio"].append(ratio)
         logps = _completions(scores.logprobs, prompts, width)

@@ -58,6 +58,20 @@ def cut_groups(args: Any) -> str:
     )
 
 
+def sharing_advice(args: Any) -> str:
+    """What to do where the micro-batches of the first step turn out to share nothing."""
+    rows, group = args.per_device_train_batch_size, args.num_generations
+    if rows % group:
+        return (
+            "to compute a prompt once for its completions, set per_device_train_batch_size to a "
+            f"multiple of num_generations={group} (it is {rows})"
+        )
+    return (
+        "prompts are short beside the completions, and completions share no turns: TRL's own "
+        "trainer is as fast here"
+    )
+
+
 def cut_losses(args: Any) -> str:
     """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
     bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy

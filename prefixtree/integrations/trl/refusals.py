@@ -10,6 +10,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import check_config, check_modules
 from prefixtree.integrations.model_checks import transformer_of
+from prefixtree.integrations.trl.fsdp import check_fsdp
 
 AUX_LOSS = (
     "the load-balancing loss of experts would count a shared token once where the replicated batch "
@@ -53,11 +54,24 @@ def check_distribution(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError("DeepSpeed is not verified under TRL: use DDP (accelerate launch)")
     if trainer.is_fsdp_enabled:
-        raise UnsupportedError("FSDP is not verified under TRL: use DDP (accelerate launch)")
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        check_fsdp(trainer.accelerator.state.fsdp_plugin)
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size != 1:
         raise UnsupportedError(
             "a parallelism_config (tensor, context or sequence parallelism) splits the packed "
             "tokens or the heads, which is not verified: use plain DDP"
+        )
+
+
+def check_attention(model: nn.Module) -> None:
+    """Refuses a model whose attention was switched after the trainer was made."""
+    name = transformer_of(model).config.get_text_config()._attn_implementation
+    if name != "prefixtree":
+        raise UnsupportedError(
+            f"the model runs attn_implementation={name!r}, which ignores the tree: the trainer set "
+            '"prefixtree" when it was made, and something else has been set since (by a callback, '
+            "a patch or a library for faster generation); take that out, or call "
+            'model.set_attn_implementation("prefixtree") after it'
         )
 
 

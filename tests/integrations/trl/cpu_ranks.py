@@ -1,23 +1,29 @@
-"""Ranks on a CPU that accelerate takes for GPUs, so that it shards models as it does there.
+"""Processes on a CPU that accelerate takes for processes with GPUs, so that it shards their models.
 
 accelerate reads ACCELERATE_USE_FSDP and a trainer's `fsdp` on accelerators only. On a CPU it wraps
 the model in DDP and says nothing, so a test of FSDP must look at the class of the wrapper too.
 
-Run a script behind this module, in place of `torchrun SCRIPT` or `accelerate launch SCRIPT`:
+Run a script behind this module, in place of `accelerate launch SCRIPT`:
 
-    torchrun --nproc-per-node=2 -m tests.integrations.trl.cpu_ranks SCRIPT [ARGUMENTS]
+    accelerate launch ... -m tests.integrations.trl.cpu_ranks SCRIPT [ARGUMENTS]
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+
+ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
@@ -40,8 +46,35 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         PartialState.set_device = before
 
 
+def start(launcher: list[str], arguments: list[str], limit: float = 300) -> list[str]:
+    """Runs a launcher's module with arguments in the root; the lines that all processes printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "true",
+        },
+        timeout=limit,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def sharded_classes() -> list[str]:
+    """The classes of all modules that FSDP2 shards in this process."""
+    kinds = {type(thing) for thing in gc.get_objects() if issubclass(type(thing), FSDPModule)}
+    return sorted(kind.__name__ for kind in kinds)
+
+
 if __name__ == "__main__":
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.argv = sys.argv[1:]
     with fsdp_on_a_cpu():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        kept = runpy.run_path(sys.argv[0], run_name="__main__")
+    print("SHARDED", *sharded_classes(), flush=True)

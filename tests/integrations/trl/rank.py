@@ -1,47 +1,296 @@
-"""What test_distributed.py starts on every rank: both trainers, one after the other, and on
-rank 0 a line of JSON with how far they are apart."""
+"""What test_distributed.py starts on every rank.
+
+Cases run one after the other, each with both trainers. For every case rank 0 prints a line of JSON
+with how far they are apart.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.utils import merge_fsdp_weights
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-from tests.integrations.trl.runs import SameOrder, moved, train, worst_metric, worst_parameter
+from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
+from tests.integrations.trl.runs import (
+    SameOrder,
+    make,
+    names_prefixtree,
+    parameters,
+    prompts,
+    rollouts,
+    save_model,
+    squared_distance,
+    tiny_config,
+    tiny_hybrid,
+    worst_metric,
+    worst_parameter,
+)
+
+CONFIGS = {
+    "tied": lambda: tiny_config(tie_word_embeddings=True),
+    "hybrid": lambda: tiny_hybrid("qwen3_5_text"),
+}
+ARGUMENTS = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "max_steps": 4,
+    # per rank 2 micro-batches of 4: every rank has whole groups
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "ddp_find_unused_parameters": False,
+    "shuffle_dataset": False,
+}
+# with moments, which a checkpoint has to hold
+SAVING = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 
 
-def main(folder: Path) -> None:
-    arguments = {
-        "optim": "sgd",
-        "learning_rate": 0.3,
-        "max_steps": 4,
-        # 2 ranks x 2 micro-batches of 4: every rank has groups of its own
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "ddp_find_unused_parameters": False,
-        "shuffle_dataset": False,
-        "output_dir": str(folder / f"out{os.environ['RANK']}"),
+@dataclass(frozen=True)
+class Case:
+    """A run of a trainer.
+
+    Attributes:
+        arguments: of the GRPOConfig, beside ARGUMENTS.
+        fsdp: its fsdp_config. None: DDP.
+        model: the folder with the model, below the one with a Qwen3.
+        half: whether the weights are stored in bfloat16, as those below an adapter are.
+        lora: whether an adapter is trained. options: of the trainer.
+        rollout: makes completions. None: the model generates.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] | None = None
+    model: str = "."
+    half: bool = False
+    lora: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    rollout: Callable[..., Any] | None = rollouts
+
+    def trainer(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
+        options = dict(self.options)
+        if self.rollout is not None:
+            options["rollout_func"] = self.rollout
+        if self.lora:
+            from peft import LoraConfig
+
+            options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+        arguments: dict[str, Any] = {**ARGUMENTS, **self.arguments, **changes}
+        if self.fsdp is not None:
+            arguments |= {"fsdp": True, "fsdp_config": dict(self.fsdp)}
+        return make(kind, folder / self.model, options=options, **arguments)
+
+    def train(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
+        trainer = self.trainer(kind, folder, **changes)
+        trainer.train()
+        assert trainer.accelerator.num_processes == dist.get_world_size()
+        return trainer
+
+
+def longer_on_rank_1(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Rollouts of which rank 1 has longer ones, and nothing to score in every other group."""
+    batch = rollouts(chats, trainer)
+    if dist.get_rank() == 1:
+        for row in range(len(chats)):
+            batch["prompt_ids"][row] *= 3
+            if row // trainer.num_generations % 2:
+                batch["env_mask"][row] = [0] * len(batch["env_mask"][row])
+    return batch
+
+
+# ---- what is asked of a case -----------------------------------------------------------------
+
+
+def compare(case: Case, folder: Path) -> dict[str, Any]:
+    """Our trainer against TRL's forward on the same batches."""
+    start = {
+        name: p.clone()
+        for name, p in AutoModelForCausalLM.from_pretrained(folder / case.model).named_parameters()
     }
-    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
-    theirs = train(SameOrder, folder, **arguments)
-    assert ours.accelerator.num_processes == dist.get_world_size() == 2
+    ours, theirs = (case.train(kind, folder) for kind in (PrefixTreeGRPOTrainer, SameOrder))
+    shapes: list[Any] = [None] * dist.get_world_size()
+    batch = (ours._buffered_inputs or [])[0]
+    dist.all_gather_object(
+        shapes, [list(batch[f"{part}_ids"].shape) for part in ("prompt", "completion")]
+    )
+    trained = parameters(ours.model)
     result = {
+        **_ways(ours),
         "parameters": worst_parameter(ours, theirs)[0],
-        "moved": moved(theirs, folder),
-        "ratio": [
-            log["prefixtree/replication_ratio"] for log in ours.state.log_history if "loss" in log
-        ],
+        # of an adapter, which starts with B at 0
+        "moved": max(
+            float((p - start.get(_plain(name), torch.zeros(()))).abs().max())
+            for name, p in trained.items()
+            if not case.lora or "lora_B" in name
+        ),
+        "trained": len(trained),
+        "shapes": shapes,
     }
+    # metrics are gathered, and logged on one rank
     if dist.get_rank() == 0:
-        # metrics are gathered, and logged on one rank
-        result["metrics"] = worst_metric(ours, theirs)[0]
-        print("RESULT " + json.dumps(result))
+        logs = [log for log in ours.state.log_history if "loss" in log]
+        result["metrics"] = worst_metric(ours, theirs)
+        result["evaluated"] = sum("eval_loss" in log for log in ours.state.log_history)
+        result["ratio"] = min(log["prefixtree/replication_ratio"] for log in logs)
+        result["kl"] = max(log["kl"] for log in logs)
+    return result
+
+
+def resume(case: Case, folder: Path) -> dict[str, Any]:
+    """Four steps at once against two from the checkpoint of the second, and what files hold."""
+    out = folder / case.model / f"out-{(case.fsdp or {}).get('state_dict_type')}"
+    whole = case.train(PrefixTreeGRPOTrainer, folder, output_dir=str(out))
+    resumed = case.trainer(PrefixTreeGRPOTrainer, folder, output_dir=str(out))
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    expected = parameters(whole.model)
+    result = {
+        **_ways(resumed),
+        "steps": resumed.state.global_step,
+        "parameters": worst_parameter(resumed, whole)[0],
+    }
+    saved = out / "checkpoint-4"
+    if (shards := saved / "pytorch_model_fsdp_0").exists():
+        # of all ranks, as they wait for each other in it
+        merge_fsdp_weights(str(shards), str(saved))
+        if dist.get_rank() == 0:
+            # a sharded checkpoint has none
+            shutil.copy(folder / case.model / "config.json", saved)
+    if dist.get_rank() == 0:
+        result["names"] = names_prefixtree(saved)
+        loaded = AutoModelForCausalLM.from_pretrained(saved)
+        result["loaded"] = type(loaded).__name__, loaded.config._attn_implementation
+        start = AutoModelForCausalLM.from_pretrained(folder / case.model)
+        for name, model in (("saved", loaded), ("moved", start)):
+            state = model.state_dict()
+            result[name] = max(float((state[n] - p).abs().max()) for n, p in expected.items())
+    return result
+
+
+def in_bfloat16(case: Case, folder: Path) -> dict[str, Any]:
+    """How far both trainers' parameters are from a float32 run, squared."""
+    stored = torch.bfloat16 if case.half else torch.float32
+
+    def train(kind: type[GRPOTrainer], bf16: bool) -> GRPOTrainer:
+        model = AutoModelForCausalLM.from_pretrained(folder / case.model, dtype=stored)
+        return case.train(kind, folder, model=model if bf16 else model.float(), bf16=bf16)
+
+    exact = parameters(train(SameOrder, False).model)
+    ours, theirs = (train(kind, True) for kind in (PrefixTreeGRPOTrainer, SameOrder))
+    policy = ours.accelerator.state.fsdp_plugin.mixed_precision_policy
+    return {
+        **_ways(ours),
+        "policy": [str(policy.param_dtype), str(policy.output_dtype)],
+        "ours": squared_distance(parameters(ours.model), exact),
+        "theirs": squared_distance(parameters(theirs.model), exact),
+    }
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+
+
+def _ways(trainer: GRPOTrainer) -> dict[str, Any]:
+    """Whether the run was what it was meant to be."""
+    parts = [
+        isinstance(p, DTensor) and p.to_local().numel() < p.numel()
+        for p in trainer.model.parameters()
+    ]
+    return {
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "reference": type(trainer.ref_model).__name__,
+        "fsdp": trainer.is_fsdp_enabled,
+        "sharded": sum(parts) / len(parts),
+        "checkpointed": any("_checkpoint_wrapped" in n for n, _ in trainer.model.named_modules()),
+    }
+
+
+Ask = Callable[[Case, Path], dict[str, Any]]
+FULL, SHARDED = ({"state_dict_type": f"{kind}_STATE_DICT"} for kind in ("FULL", "SHARDED"))
+CASES: dict[str, tuple[Ask, Case]] = {
+    "ddp": (compare, Case(rollout=None)),
+    "generation": (
+        compare,
+        Case(
+            {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
+            {},
+            options={"eval_dataset": prompts()},
+            rollout=None,
+        ),
+    ),
+    "rollouts": (compare, Case({}, {})),
+    "unequal ranks": (compare, Case({}, {}, rollout=longer_on_rank_1)),
+    "kept whole, loaded by rank 0": (
+        compare,
+        Case({}, {"reshard_after_forward": False, "cpu_ram_efficient_loading": True}),
+    ),
+    "FSDP's checkpointing": (
+        compare,
+        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}),
+    ),
+    "tied, reference follows": (
+        compare,
+        Case({"sync_ref_model": True, "ref_model_sync_steps": 2}, {}, "tied"),
+    ),
+    # accelerate looks for the vision layers of the family unless told which to shard
+    "hybrid": (
+        compare,
+        Case({}, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
+    ),
+    "lora": (compare, Case({"learning_rate": 1.0}, {}, lora=True)),
+    "resume, full": (resume, Case(SAVING, FULL, rollout=None)),
+    "resume, sharded": (resume, Case(SAVING, SHARDED, rollout=None)),
+    # one iteration: a token that rounding puts on the other side of a clip drowns the rest
+    "bfloat16": (in_bfloat16, Case({"num_iterations": 1}, {})),
+    # two and no clip: TRL fails where a forward without the adapter is the first
+    "lora, bfloat16": (
+        in_bfloat16,
+        Case({"learning_rate": 1.0, "epsilon": 1e6}, {}, half=True, lora=True),
+    ),
+    # four ranks: the prompts suffice for one micro-batch per rank
+    "hsdp": (
+        compare,
+        Case(
+            {
+                "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+                "gradient_accumulation_steps": 1,
+            },
+            {},
+        ),
+    ),
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    dist.init_process_group("gloo")
+    for name in names:
+        ask, case = CASES[name]
+        if case.model in CONFIGS and dist.get_rank() == 0:
+            save_model(folder / case.model, CONFIGS[case.model]())
+        dist.barrier()
+        with nullcontext() if case.fsdp is None else fsdp_on_a_cpu():
+            result = ask(case, folder)
+        if dist.get_rank() == 0:
+            print("RESULT " + json.dumps({"case": name, **result}), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -5,6 +5,7 @@ Everything is made here and downloaded from nowhere. The byte tokenizer has 256 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +26,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl.sharing import SharingReport
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
@@ -51,6 +54,8 @@ class SameOrder(PrefixTreeGRPOTrainer):
         super().__init__(*args, **kwargs)
         for model in filter(None, (self.model, self.ref_model)):
             model.set_attn_implementation("sdpa")
+        # it packs nothing, as it should
+        self.remove_callback(SharingReport)
 
 
 def tiny_config(**changes: Any) -> Qwen3Config:
@@ -189,7 +194,12 @@ def train(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTra
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    """What is trained, whole: every rank must ask, as shards are gathered."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def worst_metric(
@@ -219,3 +229,18 @@ def moved(trainer: GRPOTrainer, folder: Path) -> float:
     return max(
         float((p - start[name]).abs().max()) for name, p in parameters(trainer.model).items()
     )
+
+
+def squared_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Of all parameters together."""
+    assert a.keys() == b.keys() and a
+    return sum(float((a[name] - b[name]).square().sum()) for name in a)
+
+
+def names_prefixtree(checkpoint: Path) -> list[str]:
+    """The JSON files of a checkpoint that name prefixtree, but for the logged metrics."""
+    contents = {file.name: json.loads(file.read_text()) for file in checkpoint.glob("*.json")}
+    assert contents
+    for content in contents.values():
+        content.pop("log_history", None)
+    return [name for name, content in contents.items() if "prefixtree" in json.dumps(content)]

@@ -1,0 +1,32 @@
+"""FSDP2 under TRL: the one setting that is changed, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from prefixtree.errors import UnsupportedError
+
+
+def keep_outputs(plugin: Any) -> None:
+    """Lets models under mixed precision return what they computed: log-probabilities in float32.
+
+    By default accelerate casts the output of every sharded module to the parameters' dtype.
+    bfloat16 keeps 8 bits of a log-probability. Without the cast, layers still return bfloat16, as
+    they compute in it. Call this before a model is sharded.
+
+    Args:
+        plugin: accelerate's FullyShardedDataParallelPlugin.
+    """
+    policy = plugin.mixed_precision_policy
+    if plugin.fsdp_version == 2 and policy is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+
+
+def check_fsdp(plugin: Any) -> None:
+    """Refuses what is not verified of accelerate's FullyShardedDataParallelPlugin."""
+    if plugin.fsdp_version != 2:
+        raise UnsupportedError(
+            f"fsdp_version={plugin.fsdp_version} is not verified: set fsdp_version: 2 in "
+            'accelerate\'s config, or "version": 2 in fsdp_config'
+        )
