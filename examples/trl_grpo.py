@@ -6,6 +6,8 @@ with TRL's own trainer instead: the losses are the same, and it is slower.
 
     pip install '.[trl]'
     accelerate launch examples/trl_grpo.py --model Qwen/Qwen3-0.6B     # --vllm generates with it
+    accelerate launch --config_file examples/configs/fsdp2.yaml examples/trl_grpo.py \
+        --model Qwen/Qwen3-8B     # sharded over 8 GPUs; --num_processes 2 for 2
     python examples/trl_grpo.py --tiny     # a random model on a CPU, in seconds, without network
 """
 
@@ -16,6 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -74,8 +77,8 @@ def digits(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def save_tiny_model(folder: Path) -> str:
-    """Saves a Qwen3 with random weights and a tokenizer of bytes; the folder's name."""
+def save_tiny_model(folder: Path) -> None:
+    """Saves a Qwen3 with random weights and a tokenizer of bytes."""
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,7 +99,6 @@ def save_tiny_model(folder: Path) -> str:
     )
     set_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> GRPOTrainer:
@@ -110,7 +112,11 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--tiny", action="store_true", help="a random model on a CPU")
     options = parser.parse_args(arguments)
     if options.tiny:
-        options.model = save_tiny_model(Path(options.output) / "model")
+        options.model = str(Path(options.output) / "model")
+        process = PartialState(cpu=True)
+        if process.is_main_process:
+            save_tiny_model(Path(options.model))
+        process.wait_for_everyone()
         sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(12)]
         data, reward = prompts(Dataset.from_list(sums), num_examples=4), digits
         sizes: dict[str, Any] = {"num_generations": 4, "max_completion_length": 16, "use_cpu": True}

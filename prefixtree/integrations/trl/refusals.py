@@ -50,7 +50,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_distribution(trainer: Any) -> None:
-    """Refuses ways to spread a model over processes other than data parallelism."""
+    """Refuses ways to spread a model over processes other than DDP, FSDP2 and HSDP."""
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError("DeepSpeed is not verified under TRL: use DDP (accelerate launch)")
     if trainer.is_fsdp_enabled:
@@ -58,8 +58,9 @@ def check_distribution(trainer: Any) -> None:
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size != 1:
         raise UnsupportedError(
-            "a parallelism_config (tensor, context or sequence parallelism) splits the packed "
-            "tokens or the heads, which is not verified: use plain DDP"
+            "a parallelism_config with tensor, context or sequence parallelism splits the packed "
+            "tokens or the heads, which is not verified: set tp_size, cp_size and sp_size to 1 "
+            "(dp_replicate_size and dp_shard_size may be any)"
         )
 
 

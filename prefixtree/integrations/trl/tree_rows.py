@@ -55,6 +55,11 @@ def use_tree_attention(trainer: Any) -> None:
         check_tree_attention(registered, name)
     check_arguments(trainer.args)
     check_distribution(trainer)
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedError(
+            "FSDP is not verified with AsyncGRPO: use DDP, or PrefixTreeGRPOTrainer, which runs "
+            "under FSDP2"
+        )
     if trainer.aux_loss_enabled:
         raise UnsupportedError(AUX_LOSS)
     check_model(trainer.model)

@@ -46,10 +46,10 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         PartialState.set_device = before
 
 
-def start(launcher: list[str], arguments: list[str], limit: float = 300) -> list[str]:
-    """Runs a launcher's module with arguments in the root; the lines that all processes printed."""
+def start(arguments: list[str]) -> list[str]:
+    """Runs a launcher, a module and its arguments; the lines that all processes printed."""
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, *arguments],
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -60,7 +60,7 @@ def start(launcher: list[str], arguments: list[str], limit: float = 300) -> list
             "HF_HUB_OFFLINE": "1",
             "ACCELERATE_USE_CPU": "true",
         },
-        timeout=limit,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

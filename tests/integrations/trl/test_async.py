@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from datasets import Dataset
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
@@ -250,7 +251,8 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         use_tree_attention(trainer)
     trainer = make(folder)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(UnsupportedError, match="FSDP is not verified"):
+    trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(UnsupportedError, match="FSDP is not verified with AsyncGRPO"):
         use_tree_attention(trainer)
     dropout = save_model(tmp_path / "dropout", tiny_config(attention_dropout=0.1))
     with pytest.raises(UnsupportedError, match=r"config\.attention_dropout is 0\.1"):

@@ -18,10 +18,8 @@ from tests.integrations.trl.runs import save_model
 
 def launch(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
     """What rank 0 found, per case."""
-    lines = start(
-        ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"],
-        ["-m", "tests.integrations.trl.rank", str(save_model(folder)), *names],
-    )
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    lines = start([*launcher, "tests.integrations.trl.rank", str(save_model(folder)), *names])
     found = [json.loads(line.removeprefix("RESULT ")) for line in lines if "RESULT " in line]
     results = {result.pop("case"): result for result in found}
     assert list(results) == names

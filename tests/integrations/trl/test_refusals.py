@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import trl
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from transformers import AutoModelForCausalLM, StableLmConfig
 from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, refusals
 from prefixtree.integrations.trl.contract import IMAGE_PARAMETERS, check_grpo
+from prefixtree.integrations.trl.fsdp import keep_outputs
 from tests.integrations.trl.runs import VOCABULARY, make, rollouts, tiny_config, tiny_mixture
 
 
@@ -65,8 +68,11 @@ def test_the_trainer_asks(folder: Path) -> None:
     ("name", "value", "message"),
     [
         ("is_deepspeed_enabled", True, "DeepSpeed is not verified"),
-        ("is_fsdp_enabled", True, "FSDP is not verified"),
-        ("accelerator", SimpleNamespace(parallelism_config=object()), "a parallelism_config"),
+        (
+            "accelerator",
+            SimpleNamespace(parallelism_config=ParallelismConfig(tp_size=2)),
+            "a parallelism_config with tensor, .*dp_shard_size may be any",
+        ),
     ],
 )
 def test_ways_to_spread_a_model(folder: Path, name: str, value: Any, message: str) -> None:
@@ -77,6 +83,56 @@ def test_ways_to_spread_a_model(folder: Path, name: str, value: Any, message: st
     setattr(trainer, name, value)
     with pytest.raises(UnsupportedError, match=message):
         refusals.check_distribution(trainer)
+
+
+FSDP = FullyShardedDataParallelPlugin
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp_version": 1}, r"FSDP1 \(fsdp_version: 1\) .* set fsdp_version: 2"),
+        ({"cpu_offload": True}, "set fsdp_offload_params: false"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+            "fsdp_activation_checkpointing_offload: true is not verified",
+        ),
+    ],
+    ids=["FSDP1", "offload", "offloaded checkpoints"],
+)
+def test_ways_of_fsdp(
+    folder: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate's plugin; test_distributed.py has the runs with what is served."""
+    refusals.check_fsdp(FSDP(fsdp_version=2))
+    plugin = FSDP(**{"fsdp_version": 2, **settings})
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_fsdp(plugin)
+    # the trainer asks
+    init = GRPOTrainer.__init__
+
+    def sharded(self: GRPOTrainer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.is_fsdp_enabled = True
+        self.accelerator.state.fsdp_plugin = plugin
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", sharded)
+    refused(folder, message, beta=0.0)
+
+
+def test_what_mixed_precision_casts() -> None:
+    """Of FSDP2's outputs nothing: log-probabilities stay in float32."""
+    plugin = FSDP(fsdp_version=2)
+    keep_outputs(plugin)
+    assert plugin.mixed_precision_policy is None
+    plugin.set_mixed_precision("bf16")
+    before = plugin.mixed_precision_policy
+    assert before.output_dtype == torch.bfloat16
+    keep_outputs(plugin)
+    assert plugin.mixed_precision_policy == dataclasses.replace(before, output_dtype=None)
+    old = FSDP(fsdp_version=1)
+    old.set_mixed_precision("bf16")
+    keep_outputs(old)  # is refused later, with a reason
 
 
 def test_model_types_outside_the_allow_list(folder: Path) -> None:
@@ -133,7 +189,7 @@ def test_images(folder: Path, name: str) -> None:
     ("name", "message"),
     [
         ("_is_vlm", "images are not packed yet; for a text-only run pass its tokenizer"),
-        ("is_fsdp_enabled", "FSDP is not verified"),
+        ("is_deepspeed_enabled", "DeepSpeed is not verified"),
     ],
 )
 def test_what_trl_makes_of_its_arguments(
@@ -221,7 +277,9 @@ def test_a_version_that_was_not_tested(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_attention_stays_refused_where_it_is_taken_away(folder: Path) -> None:
-    made = make(PrefixTreeGRPOTrainer, folder, options={"rollout_func": rollouts}, beta=0.0)
-    made.model.set_attn_implementation("sdpa")
-    with pytest.raises(UnsupportedError, match=r"which ignores the tree .*'sdpa'"):
-        made.train()
+    made = make(PrefixTreeGRPOTrainer, folder, options={"rollout_func": rollouts})
+    for model, rest in ((made.model, made.ref_model), (made.ref_model, made.model)):
+        rest.set_attn_implementation("prefixtree")
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UnsupportedError, match=r"'sdpa', .* the trainer set .prefixtree. when"):
+            made.train()

@@ -1,0 +1,81 @@
+"""A run that saves nothing says so once, with the reason and what to set."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from trl import GRPOTrainer
+
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl.micro_batches import sharing_advice
+from prefixtree.integrations.trl.sharing import SharingReport
+from tests.integrations.trl.runs import SameOrder, rollouts, train
+
+FIRST = "the first optimiser step"
+
+
+def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]:
+    """What a run of three steps says of its first."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"options": {"rollout_func": rollouts}, "max_steps": 3, **arguments}
+        assert train(kind, folder, **options).state.global_step == 3
+    return [text for each in caught if (text := str(each.message)).startswith(FIRST)]
+
+
+def test_completions_that_are_alone(folder: Path) -> None:
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    (message,) = warned(PrefixTreeGRPOTrainer, folder, **alone)
+    assert "shared nothing" in message and "(replication ratio 1.00)" in message
+    assert "set per_device_train_batch_size to a multiple of num_generations=4 (it is 1)" in message
+
+
+def test_groups_that_share_their_prompt(folder: Path) -> None:
+    assert warned(PrefixTreeGRPOTrainer, folder) == []
+
+
+def test_another_forward(folder: Path) -> None:
+    """Of a subclass that has another attention too, or the first batch would be refused."""
+
+    class Bypassing(SameOrder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(self._sharing)
+
+    (message,) = warned(Bypassing, folder)
+    assert "packed nothing: a subclass or a mixin computes log-probabilities" in message
+
+
+def test_who_warns_and_when() -> None:
+    """The main process, of tokens that are repeated by less than half a per cent."""
+
+    def step(report: SharingReport, main: bool) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report.on_step_end(None, SimpleNamespace(is_world_process_zero=main), None)
+        return [str(each.message) for each in caught]
+
+    # 400 tokens, of which two, and then one, are there twice
+    forests = [[[1] * shared + [2] * (200 - shared), [1] * shared + [3] * 200] for shared in (2, 1)]
+    for sequences, counts in zip(forests, (0, 1), strict=True):
+        report = SharingReport("set more")
+        report.saw(PrefixForest.from_sequences(sequences))
+        assert step(report, main=False) == []
+        report = SharingReport("set more")
+        report.saw(PrefixForest.from_sequences(sequences))
+        messages = step(report, main=True)
+        assert len(messages) == counts and all(m.endswith("; set more") for m in messages)
+        assert step(report, main=True) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "advice"), [(6, "multiple of num_generations=4"), (8, "prompts are short beside")]
+)
+def test_advice(rows: int, advice: str) -> None:
+    args = SimpleNamespace(per_device_train_batch_size=rows, num_generations=4)
+    assert advice in sharing_advice(args)
