@@ -65,6 +65,7 @@ def check_grpo(trainer_class: type) -> None:
         ("_get_per_token_logps_and_entropies", LOGPS_PARAMETERS + IMAGE_PARAMETERS),
         ("_prepare_inputs", ("self", "generation_batch")),
         ("_generate_and_score_completions", ("self", "inputs")),
+        ("create_accelerator_and_postprocess", ("self",)),
     ):
         check_parameters(getattr(trainer_class, name, None), f"GRPOTrainer.{name}", expected)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from prefixtree.errors import UnsupportedError
@@ -21,7 +22,9 @@ def keep_outputs(plugin: Any) -> None:
         plugin: accelerate's FullyShardedDataParallelPlugin.
     """
     policy = plugin.mixed_precision_policy
-    if plugin.fsdp_version == 2 and policy is not None:
+    if plugin.fsdp_version != 2 or policy is None:
+        return
+    if policy.output_dtype not in (None, torch.float32):
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
