@@ -3,7 +3,7 @@
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
 
-Nothing of TRL is patched: the trainer is a subclass that overrides three methods, and the attention
+Nothing of TRL is patched: the trainer is a subclass that overrides four methods, and the attention
 is registered with transformers under the name that AsyncGRPO asks for. `contract.py` names what
 both rely on; another TRL is refused where that has changed.
 """

@@ -59,7 +59,7 @@ def start(arguments: list[str]) -> list[str]:
             "HF_HUB_OFFLINE": "1",
             "ACCELERATE_USE_CPU": "true",
         },
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

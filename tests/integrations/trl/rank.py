@@ -118,10 +118,7 @@ def longer_on_rank_1(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
 
 def compare(case: Case, folder: Path) -> dict[str, Any]:
     """Our trainer against TRL's forward on the same batches."""
-    start = {
-        name: p.clone()
-        for name, p in AutoModelForCausalLM.from_pretrained(folder / case.model).named_parameters()
-    }
+    start = parameters(AutoModelForCausalLM.from_pretrained(folder / case.model))
     ours, theirs = (case.train(kind, folder) for kind in (PrefixTreeGRPOTrainer, SameOrder))
     shapes: list[Any] = [None] * dist.get_world_size()
     batch = (ours._buffered_inputs or [])[0]

@@ -71,7 +71,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         else:
             assert ask is in_bfloat16
             assert result["policy"] == ["torch.bfloat16", "None"]
-            assert 0.5 * result["theirs"] < result["ours"] < 1.5 * result["theirs"]
+            # squared distances; of 16 seeds the ratios were between 0.69 and 1.42
+            assert 0.4 * result["theirs"] < result["ours"] < 2.5 * result["theirs"]
+    # the same run, sharded or not
+    assert results["generation"]["kl"] == pytest.approx(results["ddp"]["kl"], rel=1e-5)
     assert results["generation"]["evaluated"] == 2
     one, other = results["unequal ranks"]["shapes"]
     assert one[0] != other[0]
