@@ -94,7 +94,7 @@ def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list
 
 def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
     """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
-    sequences, masks = turn_samples(
+    sequences, masks, _ = turn_samples(
         options, config(1, options.is_tiny, shape=options.shape).vocab_size
     )
     budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET

@@ -117,19 +117,20 @@ def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
 
 def turn_samples(
     options: argparse.Namespace, vocabulary: int
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A sample per turn of the first --tasks of --rollouts, and what is scored of each: bool."""
+) -> tuple[list[np.ndarray], list[np.ndarray], list[Any]]:
+    """A sample per turn of the first --tasks of --rollouts, what is scored of each (bool), and its
+    group."""
     turns = expand_turns(read_rollouts(options.rollouts).first_groups(options.tasks))
     # every nth token: what was shared still is
     step = max(1, round(1 / options.scale))
     assert turns.loss_masks is not None
-    both = [
-        (s[::step] % vocabulary, np.asarray(m[::step], bool))
-        for s, m in zip(turns.sequences, turns.loss_masks, strict=True)
+    every = [
+        (s[::step] % vocabulary, np.asarray(m[::step], bool), group)
+        for s, m, group in zip(turns.sequences, turns.loss_masks, turns.groups, strict=True)
     ]
     # a turn may have lost all that is scored
-    both = [(s, m) for s, m in both if m[1:].any()][: 12 if options.is_tiny else None]
-    return [s for s, _ in both], [m for _, m in both]
+    some = [(s, m, g) for s, m, g in every if m[1:].any()][: 12 if options.is_tiny else None]
+    return [s for s, _, _ in some], [m for _, m, _ in some], [g for _, _, g in some]
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Samples:
     @classmethod
     def read(cls, options: argparse.Namespace, vocabulary: int) -> Samples:
         """`turn_samples` with random advantages."""
-        sequences, masks = turn_samples(options, vocabulary)
+        sequences, masks, _ = turn_samples(options, vocabulary)
         rng = np.random.default_rng(0)
         return cls(
             sequences,

@@ -1,0 +1,564 @@
+"""How much faster is a PPO update under verl, its `TrainingWorker` with packed engines?
+
+    python -m benchmarks verl_update --rollouts FILE --out verl.json
+    torchrun --standalone --nproc-per-node 2 -m benchmarks verl_update --rollouts FILE
+
+Needs verl, without Ray if it is not there: `tools/gpu_check.sh verl`. Both engines are verl's FSDP2
+engine, made by its `TrainingWorker` from one checkpoint of random weights, with verl's defaults:
+float32 weights computed in bf16, gradient checkpointing, AdamW, dynamic micro-batches. The samples
+are the turns of the airline rollouts with seeded random advantages and reference log-probabilities;
+there is no rollout engine. An update is what verl's trainer asks of a worker in one step:
+`compute_log_prob` with entropies of all samples, then `update_actor` with them as one mini-batch
+and a KL loss. The time is that of the slowest rank, from samples on the CPU to the metrics.
+
+Sides: verl, its own engine without padding, with the FA2 of flash-attn or else of torch; verl_fa4,
+the same with flash-attn-4's kernels; packed, ours. Samples go to the ranks as verl's trainer deals
+them to its engine, and as `prefixtree_sync` does to ours.
+
+Before anything is timed, --checked of the samples take four PPO updates (two mini-batches, two
+epochs, SGD, KL and entropy in the loss) in float32 by verl's own engine with padding and
+transformers' sdpa attention, by ours in float32, by verl's own engine in bf16 and by ours in bf16.
+Compared are the log-probabilities, entropies, losses, gradient norms of every update, and how far
+the parameters end from where the first run's do. The updates' old log-probabilities lie 1 nat
+below, at or above those of the first run: the clip acts, and no rounding decides where. In float32 ours may differ by a thousandth. In
+bf16 our errors may be twice those of verl's own engine, those of losses and norms taken together.
+Then the log-probabilities of all samples are compared with verl's. Red has no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib import layers, policy
+from benchmarks.lib.policy import Ranks, turn_samples
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, times_cell, verdict
+from benchmarks.lib.verl_worker import (
+    Setting,
+    Turns,
+    attention_kinds,
+    cross_entropy,
+    dealt,
+    join,
+    make_worker,
+    micro_batches,
+    policy_loss,
+    scores,
+    train,
+)
+from prefixtree import PrefixForest
+
+SIDES = {
+    "verl": "verl's engine, FA2",
+    "verl_fa4": "verl's engine, flash-attn-4",
+    "packed": "prefixtree's engine",
+}
+SHAPES = ("qwen3-0.6b", "qwen3-8b")
+# ranks, and mini-batches of the check, divide the samples
+MULTIPLE = 8
+# our error over that of verl's engine in bf16, and what may differ in float32
+FACTOR, EXACT = 2.0, 1e-3
+# of the parameters, the share of the way they went that may differ in float32
+EXACT_WAY = 5e-3
+# one number per update: too few to compare their rounding one by one
+METRICS = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss")
+# the share of ratios that the loss clips, for which verl takes means of micro-batches
+CLIPPED = "actor/pg_clipfrac"
+UPDATES, EPOCHS = 2, 2
+TEMPERATURE = 0.7
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the checked samples on this rank.
+
+    Attributes:
+        scores: log_probs and entropy before the updates, [r] per sample.
+        metrics: by name, one number per update.
+        start, end: this rank's shards of the parameters, on the CPU.
+    """
+
+    scores: dict[str, list[torch.Tensor]]
+    metrics: dict[str, list[float]]
+    start: dict[str, torch.Tensor]
+    end: dict[str, torch.Tensor]
+
+
+def shards(worker: Any) -> dict[str, torch.Tensor]:
+    """This rank's part of every parameter, on the CPU."""
+    named = worker.engine.module.named_parameters()
+    return {name: p.to_local().detach().float().cpu().clone() for name, p in named}
+
+
+def outcome(
+    folder: Path,
+    setting: Setting,
+    turns: Turns,
+    count: int,
+    exact: Outcome | None = None,
+) -> Outcome:
+    """The updates of one worker.
+
+    Args:
+        turns: this rank's. count: samples of all ranks.
+        exact: the first run, whose log-probabilities the others' are made from.
+    """
+    worker = make_worker(folder, setting)
+    start = shards(worker) if exact is None else exact.start
+    worker.set_loss_fn(policy_loss(entropy=0.02, kl=0.1, clip=0.4))
+    found = scores(worker, turns, TEMPERATURE)
+    known = (found if exact is None else exact.scores)["log_probs"]
+    old, reference = turns.beside(known)
+    metrics = train(
+        worker,
+        turns,
+        old,
+        reference,
+        TEMPERATURE,
+        count,
+        updates=UPDATES,
+        epochs=EPOCHS,
+        entropy=True,
+    )
+    numbers = {name: [float(x) for x in metrics[name]] for name in (*METRICS, CLIPPED)}
+    out = Outcome(found, numbers, start, shards(worker))
+    let_go(worker)
+    return out
+
+
+def errors(found: Outcome, exact: Outcome, turns: Turns, ranks: Ranks) -> dict[str, float]:
+    """Of all ranks. Log-probabilities and entropies: root mean square, in nats, of what is scored.
+    Metrics: of the updates' differences over the updates' sizes. Parameters: how far apart they
+    end over how far they went."""
+    out = {}
+    masks = [mask.bool() for mask in turns.response_masks]
+    for name in ("log_probs", "entropy"):
+        pairs = zip(found.scores[name], exact.scores[name], masks, strict=True)
+        gap = torch.cat([(a - b)[mask] for a, b, mask in pairs]).double()
+        total, count = ranks.total(float(gap.square().sum()), gap.numel())
+        out[name] = math.sqrt(total / count)
+    for name in METRICS:
+        gap, size = (
+            np.linalg.norm(x)
+            for x in (
+                np.subtract(found.metrics[name], exact.metrics[name]),
+                exact.metrics[name],
+            )
+        )
+        out[name] = float(gap / size)
+    apart = sum(float((found.end[n] - p).double().square().sum()) for n, p in exact.end.items())
+    way = sum(float((exact.start[n] - p).double().square().sum()) for n, p in exact.end.items())
+    apart, way = ranks.total(apart, way)
+    out["parameters"] = math.sqrt(apart / way)
+    return {name: error if math.isfinite(error) else 1e9 for name, error in out.items()}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The errors of the three runs that are compared with the first, and what is red.
+
+    Attributes:
+        facts: for the report. base: errors of verl's own engine in bf16. red: checks that failed.
+    """
+
+    facts: Row
+    base: dict[str, float]
+    red: list[str]
+
+
+def check(folder: Path, turns: Turns, options: argparse.Namespace, ranks: Ranks) -> Check:
+    """Four updates of some samples by both engines in both precisions; prints as it goes."""
+    count = min(options.checked, len(turns))
+    some = np.linspace(0, len(turns) - 1, count).round().astype(np.int64)
+    few = turns.take(some.tolist())
+    mine = few.take(dealt(few, "verl", ranks)[ranks.rank])
+    # several micro-batches
+    exact_setting = Setting(
+        engine="verl",
+        attention="sdpa",
+        dtype="float32",
+        max_tokens=2 * int(few.lengths.max()),
+        is_gpu=options.is_gpu,
+        remove_padding=False,
+        optimizer="SGD",
+        lr=options.check_lr,
+    )
+    settings = {
+        "verl, float32": exact_setting,
+        "packed, float32": replace(exact_setting, engine="prefixtree", remove_padding=True),
+        "verl, bf16": replace(
+            exact_setting,
+            attention=options.attention["verl"],
+            dtype="bfloat16",
+            remove_padding=True,
+        ),
+        "packed, bf16": replace(
+            exact_setting, engine="prefixtree", dtype="bfloat16", remove_padding=True
+        ),
+    }
+    exact: Outcome | None = None
+    found: dict[str, dict[str, float]] = {}
+    metrics = {}
+    for name, setting in settings.items():
+        started = time.perf_counter()
+        one = outcome(folder, setting, mine, count, exact)
+        metrics[name] = one.metrics
+        if exact is None:
+            exact = one
+        else:
+            found[name] = errors(one, exact, mine, ranks)
+        if ranks.rank == 0:
+            took = time.perf_counter() - started
+            print(f"check: {name}, {took:.0f} s: {found.get(name, one.metrics)}", flush=True)
+    red = judged(found)
+    facts = {
+        "sequences": count,
+        "tokens": int(few.lengths.sum()),
+        "max_tokens": exact_setting.max_tokens,
+        "updates": UPDATES * EPOCHS,
+        "optimizer": f"SGD, learning rate {options.check_lr}",
+        "errors": found,
+        "metrics": metrics,
+        "limits": {"bf16 over verl's": FACTOR, "float32": EXACT, "float32, way": EXACT_WAY},
+        "red": red,
+    }
+    return Check(facts, found["verl, bf16"], red)
+
+
+def judged(found: dict[str, dict[str, float]]) -> list[str]:
+    """The errors that are too large; NaN is."""
+    red = []
+    for name, error in found["packed, float32"].items():
+        if not error <= (EXACT_WAY if name == "parameters" else EXACT):
+            red.append(f"float32 {name} {error:.2g}")
+    base, ours = (together(found[name]) for name in ("verl, bf16", "packed, bf16"))
+    for name, error in ours.items():
+        if not error <= FACTOR * base[name]:
+            red.append(f"bf16 {name} {error:.2g}, verl's {base[name]:.2g}")
+    return red
+
+
+def together(found: dict[str, float]) -> dict[str, float]:
+    """The errors with the root mean square of METRICS in their place."""
+    rest = {name: error for name, error in found.items() if name not in METRICS}
+    return rest | {"metrics": math.hypot(*(found[name] for name in METRICS)) / len(METRICS) ** 0.5}
+
+
+def let_go(worker: Any) -> None:
+    """Frees what the worker holds, once the caller has dropped it."""
+    worker.engine.optimizer = worker.engine.lr_scheduler = worker.engine.module = None
+    worker.engine.checkpoint_manager = None
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def run_side(
+    side: str,
+    folder: Path,
+    turns: Turns,
+    checked: Check,
+    known: dict[str, Any],
+    options: argparse.Namespace,
+    ranks: Ranks,
+) -> Row:
+    """Times one side; `known` keeps the log-probabilities of the first for the others."""
+    row: Row = {"red": [x for x in checked.red if side == "packed"]}
+    if row["red"]:
+        return row
+    engine = "prefixtree" if side == "packed" else "verl"
+    setting = Setting(
+        engine=engine,
+        attention=options.attention.get(side, ""),
+        dtype=options.dtype,
+        max_tokens=options.max_tokens,
+        is_gpu=options.is_gpu,
+    )
+    worker = make_worker(folder, setting)
+    worker.set_loss_fn(policy_loss(entropy=0.0, kl=0.001))
+    indices = dealt(turns, engine, ranks)[ranks.rank]
+    mine = turns.take(indices)
+    sizes = micro_batches(worker, mine, setting)
+
+    def update() -> tuple[list[torch.Tensor], dict[str, Any], list[float]]:
+        synchronize(options)
+        begin = time.perf_counter()
+        old = scores(worker, mine, 1.0)["log_probs"]
+        synchronize(options)
+        middle = time.perf_counter()
+        metrics = train(worker, mine, old, mine.beside(old)[1], 1.0, len(turns))
+        synchronize(options)
+        return old, metrics, [middle - begin, time.perf_counter() - middle]
+
+    # the first compiles, and makes the optimizer's states
+    old, metrics, _ = update()
+    found = ranks.joined(dict(zip(indices, old, strict=True)))
+    logprobs = torch.cat(
+        [found[i][turns.response_masks[i].bool()] for i in range(len(turns))]
+    ).double()
+    reference = known.setdefault("logprobs", logprobs)
+    row |= {name: float(metrics[name][0]) for name in ("loss", "grad_norm", "kl_loss")}
+    row["drift"] = float((logprobs - reference).square().mean().sqrt())
+    limit = (1 + FACTOR) * checked.base["log_probs"]
+    if not row["drift"] <= limit:
+        row["red"] = [f"log-probabilities of all samples differ by {row['drift']:.3f} from verl's"]
+    row = ranks.agree(row)
+    if row["red"]:
+        let_go(worker)
+        return row
+    if options.is_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    every = []
+    for _ in range(options.repeats):
+        # all begin together, and the last one counts
+        ranks.most(0.0)
+        _, _, phases = update()
+        every.append(ranks.most(sum(phases), *phases))
+    peak = ranks.most(torch.cuda.max_memory_allocated())[0] if options.is_gpu else None
+    let_go(worker)
+    seconds, scoring, training = (float(x) for x in np.median(np.array(every), axis=0))
+    computed, steps = ranks.total(sum(sizes), len(sizes))
+    replicated = int(turns.lengths.sum())
+    return row | {
+        "seconds": seconds,
+        "all_seconds": [one[0] for one in every],
+        "log_prob_seconds": scoring,
+        "update_seconds": training,
+        "peak_bytes": peak,
+        "micro_batches": int(steps),
+        "replicated": replicated,
+        "computed": int(computed),
+        "distinct": known["distinct"],
+        "tokens_per_s": replicated / seconds,
+        "distinct_per_s": known["distinct"] / seconds,
+    }
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    """Waits for the GPU, where there is one."""
+    if options.is_gpu:
+        torch.cuda.synchronize()
+
+
+# ---- the run ------------------------------------------------------------------------------------
+
+
+def shape_of(options: argparse.Namespace) -> Any:
+    """The configuration of the model."""
+    if options.shape == SHAPES[0]:
+        out = policy.config(options.is_tiny)
+        if options.layers is not None:
+            out.num_hidden_layers = options.layers
+            out.layer_types = out.layer_types[: options.layers]
+        return out
+    return layers.config(options.layers or (2 if options.is_tiny else 8), options.is_tiny)
+
+
+def save(shape: Any, folder: Path, options: argparse.Namespace, ranks: Ranks) -> int:
+    """A checkpoint of random weights in bf16, by the first rank; -> its number of parameters."""
+    parameters = 0
+    if ranks.rank == 0:
+        model = layers.model_of(shape, options.device, "bfloat16", "sdpa")
+        parameters = sum(p.numel() for p in model.parameters())
+        model.save_pretrained(folder)
+        del model
+        gc.collect()
+        if options.is_gpu:
+            torch.cuda.empty_cache()
+    return ranks.agree(parameters)
+
+
+def run(options: argparse.Namespace, ranks: Ranks, folder: Path) -> int:
+    """The exit code."""
+    shape = shape_of(options)
+    turns = Turns.of(*turn_samples(options, shape.vocab_size))
+    turns = turns.take(range(len(turns) // MULTIPLE * MULTIPLE))
+    if options.is_tiny:
+        options.max_tokens = 2 * int(turns.lengths.max())
+    if options.check_lr is None:
+        # no step so long that rounding decides what is clipped in the next
+        options.check_lr = 0.003 if options.is_tiny else 0.03
+    parameters = save(shape, folder, options, ranks)
+    checked = check(folder, turns, options, ranks)
+    if ranks.rank > 0:
+        options.out = None
+    report = Report(
+        options,
+        shape=options.shape,
+        parameters=parameters,
+        layers=shape.num_hidden_layers,
+        ranks=ranks.count,
+        tasks=options.tasks,
+        sequences=len(turns),
+        max_tokens=options.max_tokens,
+        check=checked.facts,
+        attention=options.attention,
+        cross_entropy=cross_entropy(),
+        packages={name: installed(name) for name in ("verl", "tensordict", "ray")},
+        stand_ins=options.stand_ins,
+    )
+    known: dict[str, Any] = {
+        "distinct": PrefixForest.from_sequences(turns.sequences).num_tokens,
+    }
+    for side in options.sides:
+        one = partial(run_side, side, folder, turns, checked, known, options, ranks)
+        row = report.attempt({"side": side, "ranks": ranks.count}, one)
+        if ranks.rank == 0 or "failed" in row:
+            got = verdict(row) or f"{row['seconds']:.3f} s {row['all_seconds']}"
+            print(f"{side}, {ranks.count} ranks, rank {ranks.rank}: {got}", flush=True)
+        if ranks.count > 1 and ("failed" in row or "out_of_memory" in row):
+            # the others wait in a collective: torchrun ends them
+            os._exit(1)
+    base = report.rows[0].get("seconds")
+    for row in report.rows:
+        if base is not None and "seconds" in row:
+            row["speedup"] = base / row["seconds"]
+    return report.finish(tables) if ranks.rank == 0 else 0
+
+
+def installed(name: str) -> str | None:
+    """The version of a package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def tables(*runs: Row) -> Parts:
+    """A line per side of every run, and the errors of the check."""
+    if not runs:
+        yield "Not measured yet."
+        return
+
+    def of_row(head: str, text: Callable[[Row], str], is_detail: bool = False) -> Column:
+        return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "", is_detail)
+
+    def seconds(line: Any) -> str:
+        return verdict(line[1])[:60] or f"{line[1]['seconds']:.2f}"
+
+    def model(line: Any) -> str:
+        run = line[0]
+        return f"{run['shape']} shape, {run['layers']} layers"
+
+    data = runs[0]
+    yield (
+        f"{machine(data['environment'], 'triton')}, verl {data['packages']['verl']}; "
+        f"{data['sequences']} samples of {data['tasks']} tasks, micro-batches of at most "
+        f"{data['max_tokens']:,} tokens. An update is `compute_log_prob` and `update_actor`."
+    )
+    yield Table(
+        [
+            Column("model", model),
+            Column("GPUs", lambda line: str(line[0]["ranks"])),
+            Column("engine", lambda line: SIDES[line[1]["side"]]),
+            of_row("micro-batches", lambda row: str(row["micro_batches"])),
+            of_row("tokens computed", lambda row: f"{row['computed']:,}"),
+            Column("update, s", seconds),
+            of_row("of it log-probs, s", lambda row: f"{row['log_prob_seconds']:.2f}"),
+            of_row("speed-up", lambda row: times_cell(row.get("speedup"))),
+            of_row("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+            of_row("GiB per GPU", lambda row: gib(row["peak_bytes"])),
+            Column("loss", lambda line: number(line[1], "loss", ".6f")),
+            Column("gradient norm", lambda line: number(line[1], "grad_norm", ".4f")),
+        ],
+        [(run, row) for run in runs for row in run["rows"]],
+    )
+    yield (
+        "The check: the same PPO updates by both engines, against verl's engine in float32 with "
+        "padding and sdpa attention. Log-probabilities and entropies: root mean square in nats. "
+        "Losses and gradient norms: relative. Parameters: how far apart they end over how far they "
+        "went."
+    )
+    names = ("log_probs", "entropy", "loss", "grad_norm", "kl_loss", "parameters")
+    heads = ("log-probabilities", "entropies", "losses", "gradient norms", "KL", "parameters")
+    engines = {"verl, bf16": "verl's, bf16", "packed, bf16": "prefixtree's, bf16"}
+    engines |= {"packed, float32": "prefixtree's, float32"}
+    yield Table(
+        [
+            Column("model", model),
+            Column("GPUs", lambda line: str(line[0]["ranks"])),
+            Column("engine", lambda line: engines[line[1]]),
+            *(Column(head, partial(_error, name)) for name, head in zip(names, heads, strict=True)),
+        ],
+        [(run, name) for run in runs for name in engines],
+    )
+
+
+def _error(name: str, line: Any) -> str:
+    run, engine = line
+    return f"{run['check']['errors'][engine][name]:.2g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    what.set_defaults(repeats=3)
+    add = what.add_argument
+    add("--rollouts", type=Path, help="JSONL; needed but for --read")
+    add("--tasks", type=int, default=2, help="the first of the file")
+    add("--shape", choices=SHAPES, default=SHAPES[0])
+    add("--layers", type=int, help="default: all 28 of qwen3-0.6b, 8 of qwen3-8b")
+    add("--max-tokens", type=int, default=32768, help="of a micro-batch")
+    add("--checked", type=int, default=8, help="samples that are computed in float32 too")
+    add("--check-lr", type=float, help="of the SGD of the check (default: 0.03; 0.003 if tiny)")
+    add("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    add("--folder", type=Path, help="for the checkpoint of random weights (default: in memory)")
+    options = parse(what, arguments)
+    if options.read is not None:
+        return Report.read(options).finish(tables)
+    if options.rollouts is None:
+        what.error("give --rollouts")
+    if options.plot is not None:
+        what.error("this benchmark draws nothing: leave out --plot")
+    if options.backend != "auto" or options.dtype != "bfloat16":
+        what.error("verl's engines choose backend and precision: leave out --backend and --dtype")
+    ranks = join(options)
+    options.is_gpu = torch.device(options.device).type == "cuda"
+    options.attention = attention_kinds(options.device)
+    options.skipped += [s for s in options.sides if s != "packed" and s not in options.attention]
+    options.sides = [side for side in options.sides if side not in options.skipped]
+    if options.checked % (UPDATES * ranks.count):
+        what.error(f"--checked: expected a multiple of {UPDATES * ranks.count}")
+    if MULTIPLE % ranks.count:
+        what.error(f"{ranks.count} ranks: expected 1, 2, 4 or 8")
+    place = ranks.agree(options.folder or new_folder())
+    try:
+        code = run(options, ranks, place)
+        ranks.most(0.0)
+    finally:
+        if ranks.rank == 0 and options.folder is None:
+            shutil.rmtree(place, ignore_errors=True)
+    dist.destroy_process_group()
+    return code
+
+
+def new_folder() -> Path:
+    """An empty one, in memory where that can be."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="verl-update-", dir=memory if memory.exists() else None))
