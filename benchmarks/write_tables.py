@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results.md and README.md from the JSON under results/.
+"""Writes the tables of docs/results.md, docs/verl.md and README.md from the JSON under results/.
 
 python -m benchmarks.write_tables
 """
@@ -11,12 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import verl_update
 from benchmarks.cases.model import cases_by_side
 from benchmarks.lib.tables import Column, Parts, Table, markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 README = HERE.parent / "README.md"
+VERL = HERE.parent / "docs" / "verl.md"
 # what stands between the markers of a name: the function of a case, and its files under results/
 TABLES = {
     "packing": ("packing.tables", "cpu/packing.json"),
@@ -32,6 +34,7 @@ TABLES = {
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),
     "head": ("head.tables", "h200/head.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
+    "verl_update": ("verl_update.tables", "h200/verl*.json"),
     "compiled": ("compiled.tables", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
@@ -125,11 +128,13 @@ def replaced(page: str, name: str, text: str) -> str:
 
 
 def main() -> None:
-    """Replaces what stands between the markers of docs/results.md and README.md."""
+    """Replaces what stands between the markers of the pages."""
     page = PAGE.read_text()
     for name in TABLES:
         page = replaced(page, name, markdown(tables(name)))
     PAGE.write_text(page)
+    headline = verl_update.headline(*read(*TABLES["verl_update"][1:]))
+    VERL.write_text(replaced(VERL.read_text(), "verl_update", markdown(headline)))
     README.write_text(replaced(README.read_text(), "speed", markdown(speed())))
 
 

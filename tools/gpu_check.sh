@@ -7,11 +7,15 @@
 # On a machine with a network, install the project first: pip install --group dev -e '.[fa4,plot]'.
 # For a machine without one, gather here, where there is a network, what its steps need:
 #
-#   bash tools/gpu_check.sh pack       fills the folder .gpu (56 MiB, ignored by git)
+#   bash tools/gpu_check.sh pack       fills the folder .gpu (58 MiB, ignored by git)
 #
 # and carry .gpu to the machine with the checkout. It holds the wheels that the machine may lack
-# (flash-attn-4, einops, prefix-grouper, liger-kernel), the rollouts, and the commit. torch, triton,
-# transformers, numpy, numba, networkx, rich, typer, pytest, pytest-xdist and hypothesis must be there.
+# (flash-attn-4, einops, prefix-grouper, liger-kernel; verl and what its engines import), the rollouts,
+# and the commit. torch, triton, transformers, numpy, numba, networkx, rich, typer, pytest, pytest-xdist
+# and hypothesis must be there, for verl also peft, accelerate and pandas, and Python 3.12 on x86-64.
+# `pack_verl` gathers verl alone: its wheel, tensordict, omegaconf, codetiming, orjson and pyvers, and
+# the files of flash-attn that verl imports and that are Python, for its cross-entropy kernel. Ray,
+# fastapi, uvicorn and datasets are not among them: benchmarks/lib/absent.py stands in for them.
 # `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
 # another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
 # archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without
@@ -28,6 +32,8 @@
 #   memory       2-4   the peak of a micro-batch
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
+#   verl         ?     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
+#   verl_2gpu    ?     the same on two (verl_8b_2gpu)
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -47,7 +53,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
+# UPDATE_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -56,6 +62,7 @@ shared=${SHARED:-../shared}
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
+verl=${UNPACKED:-/tmp}/prefixtree-verl
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
 # without the file, workloads that read it are skipped
@@ -109,10 +116,39 @@ pack() {
   for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
   tar cJf "$files/packages.tar.xz" -C "$work/site" .
   rm -r "$work"
+  [[ -s $files/verl.tar.xz ]] || pack_verl
   if [[ ! -s $files/fa4.tar.xz ]]; then
     "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
   fi
   ls -l "$files"
+}
+
+# verl for Python 3.12. Its transformers is the machine's, newer than verl asks for: the engines run with it
+pack_verl() {
+  set -e
+  local work wheel platform tags=(--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)
+  for platform in manylinux_2_28 manylinux_2_17; do tags+=(--platform ${platform}_x86_64); done
+  tags+=(--platform manylinux2014_x86_64)
+  work=$(mktemp -d)
+  mkdir -p "$files"
+  for wheel in verl==0.9.1 tensordict==0.10.0 codetiming==1.4.0 omegaconf==2.3.1 orjson==3.13.0 pyvers==0.1.0; do
+    python3 -m pip download -q --no-deps --only-binary=:all: "${tags[@]}" -d "$work" "$wheel"
+  done
+  # there are only its sources, which are Python
+  python3 -m pip wheel -q --no-deps -w "$work" antlr4-python3-runtime==4.9.3
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  # verl's wheel has them beside the package
+  rm -rf "$work"/site/{tests,scripts,recipe,tutorial} "$work"/site/*.data
+  # there are only its sources, whose setup.py imports torch
+  FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "${PACK_PYTHON:-.venv/bin/python}" -m pip download -q --no-deps \
+    --no-build-isolation --no-binary :all: -d "$work" flash-attn==2.8.3
+  tar xzf "$work"/flash_attn-*.tar.gz -C "$work"
+  # without the package's __init__.py, which wants the compiled part; flash-attn-4's has none either
+  (cd "$work"/flash_attn-*/ &&
+    cp --parents flash_attn/bert_padding.py flash_attn/ops/{__init__,triton/{__init__,cross_entropy}}.py "$work/site")
+  tar cJf "$files/verl.tar.xz" -C "$work/site" .
+  rm -r "$work"
+  ls -l "$files/verl.tar.xz"
 }
 
 # a test marked gpu skips where there is none, which is no result
@@ -291,6 +327,32 @@ update_2gpu() {
     --out "$out/update_2gpu.json" "${read_rollouts[@]}" ${UPDATE_ARGS:-}
 }
 
+# on_verl NAME SECONDS GPUS ARGUMENT...: the benchmark under verl, a process a GPU
+on_verl() {
+  local name=$1 limit=$2 gpus=$3 launch=()
+  shift 3
+  ours "$name" || return
+  # behind flash-attn-4's, whose namespace it adds to
+  ! unpack "$files/verl.tar.xz" "$verl" || PYTHONPATH=$PYTHONPATH:$verl
+  python3 -c 'from importlib.metadata import version; print("verl", version("verl"))' ||
+    { failed+=("$name (no verl: no $files/verl.tar.xz)"); return 1; }
+  ((gpus == 1)) || launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus")
+  # gloo, beside NCCL, meets on this machine too
+  limited "$name" "$limit" env GLOO_SOCKET_IFNAME=lo "${keep[@]:1}" python3 "${launch[@]}" -m benchmarks verl_update \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "${read_rollouts[@]}" "$@" ${VERL_ARGS:-}
+}
+
+# of an 8B model's layers, so many that float32 weights, gradients and AdamW fit; fewer samples in the check
+of_8b=(--shape qwen3-8b --layers 8 --checked 4 --repeats 2 --sides verl packed)
+
+verl() { on_verl verl 575 1; }
+
+verl_8b() { on_verl verl_8b 575 1 "${of_8b[@]}"; }
+
+verl_2gpu() { on_verl verl_2gpu 575 2; }
+
+verl_8b_2gpu() { on_verl verl_8b_2gpu 575 2 "${of_8b[@]}"; }
+
 sanitize() {
   ours sanitize && cuda sanitize || return
   local tool sanitizer
@@ -307,10 +369,10 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
-[[ $* == pack ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+[[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 for step in "$@"; do "$step"; done
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
 echo "all done: $*"

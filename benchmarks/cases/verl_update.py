@@ -20,9 +20,10 @@ epochs, SGD, KL and entropy in the loss) in float32 by verl's own engine with pa
 transformers' sdpa attention, by ours in float32, by verl's own engine in bf16 and by ours in bf16.
 Compared are the log-probabilities, entropies, losses, gradient norms of every update, and how far
 the parameters end from where the first run's do. The updates' old log-probabilities lie 1 nat
-below, at or above those of the first run: the clip acts, and no rounding decides where. In float32 ours may differ by a thousandth. In
-bf16 our errors may be twice those of verl's own engine, those of losses and norms taken together.
-Then the log-probabilities of all samples are compared with verl's. Red has no time.
+below, at or above those of the first run: the clip acts, and no rounding decides where. In float32
+ours may differ by a thousandth. In bf16 our errors may be twice those of verl's own engine, those
+of losses and norms taken together. Then the log-probabilities of all samples are compared with
+verl's. Red has no time.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ METRICS = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss"
 # the share of ratios that the loss clips, for which verl takes means of micro-batches
 CLIPPED = "actor/pg_clipfrac"
 UPDATES, EPOCHS = 2, 2
+# what pages say while there is no file of results
+MISSING = "Not measured yet."
 TEMPERATURE = 0.7
 
 
@@ -191,12 +194,13 @@ def check(folder: Path, turns: Turns, options: argparse.Namespace, ranks: Ranks)
     some = np.linspace(0, len(turns) - 1, count).round().astype(np.int64)
     few = turns.take(some.tolist())
     mine = few.take(dealt(few, "verl", ranks)[ranks.rank])
-    # several micro-batches
+    longest = int(few.lengths.max())
     exact_setting = Setting(
         engine="verl",
         attention="sdpa",
         dtype="float32",
-        max_tokens=2 * int(few.lengths.max()),
+        # several micro-batches; float32 logits of 8,192 tokens are 5 GB
+        max_tokens=max(longest, min(2 * longest, 8192)),
         is_gpu=options.is_gpu,
         remove_padding=False,
         optimizer="SGD",
@@ -453,28 +457,19 @@ def installed(name: str) -> str | None:
 def tables(*runs: Row) -> Parts:
     """A line per side of every run, and the errors of the check."""
     if not runs:
-        yield "Not measured yet."
+        yield MISSING
         return
 
-    def of_row(head: str, text: Callable[[Row], str], is_detail: bool = False) -> Column:
-        return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "", is_detail)
+    def of_row(head: str, text: Callable[[Row], str]) -> Column:
+        return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "")
 
     def seconds(line: Any) -> str:
         return verdict(line[1])[:60] or f"{line[1]['seconds']:.2f}"
 
-    def model(line: Any) -> str:
-        run = line[0]
-        return f"{run['shape']} shape, {run['layers']} layers"
-
-    data = runs[0]
-    yield (
-        f"{machine(data['environment'], 'triton')}, verl {data['packages']['verl']}; "
-        f"{data['sequences']} samples of {data['tasks']} tasks, micro-batches of at most "
-        f"{data['max_tokens']:,} tokens. An update is `compute_log_prob` and `update_actor`."
-    )
+    yield _about(runs[0])
     yield Table(
         [
-            Column("model", model),
+            Column("model", _model),
             Column("GPUs", lambda line: str(line[0]["ranks"])),
             Column("engine", lambda line: SIDES[line[1]["side"]]),
             of_row("micro-batches", lambda row: str(row["micro_batches"])),
@@ -501,13 +496,53 @@ def tables(*runs: Row) -> Parts:
     engines |= {"packed, float32": "prefixtree's, float32"}
     yield Table(
         [
-            Column("model", model),
+            Column("model", _model),
             Column("GPUs", lambda line: str(line[0]["ranks"])),
             Column("engine", lambda line: engines[line[1]]),
             *(Column(head, partial(_error, name)) for name, head in zip(names, heads, strict=True)),
         ],
         [(run, name) for run in runs for name in engines],
     )
+
+
+def headline(*runs: Row) -> Parts:
+    """A line per run: verl's own engine and ours."""
+    if not runs:
+        yield MISSING
+        return
+    yield _about(runs[0])
+    lines = [
+        (run, sides["verl"], sides["packed"])
+        for run in runs
+        for sides in [{row["side"]: row for row in run["rows"] if "seconds" in row}]
+        if {"verl", "packed"} <= set(sides)
+    ]
+    yield Table(
+        [
+            Column("model", _model),
+            Column("GPUs", lambda line: str(line[0]["ranks"])),
+            Column("verl's engine", lambda line: f"{line[1]['seconds']:#.3g} s"),
+            Column("prefixtree's", lambda line: f"{line[2]['seconds']:#.3g} s"),
+            Column("speed-up", lambda line: f"{line[1]['seconds'] / line[2]['seconds']:.1f}x"),
+            Column("tokens/s", lambda line: f"{line[2]['tokens_per_s']:,.0f}"),
+            Column("verl's GiB per GPU", lambda line: gib(line[1]["peak_bytes"])),
+            Column("prefixtree's", lambda line: gib(line[2]["peak_bytes"])),
+        ],
+        lines,
+    )
+
+
+def _about(run: Row) -> str:
+    return (
+        f"{machine(run['environment'], 'triton')}, verl {run['packages']['verl']}; "
+        f"{run['sequences']} samples of {run['tasks']} tasks, micro-batches of at most "
+        f"{run['max_tokens']:,} tokens. An update is `compute_log_prob` and `update_actor`."
+    )
+
+
+def _model(line: Any) -> str:
+    run = line[0]
+    return f"{run['shape']} shape, {run['layers']} layers"
 
 
 def _error(name: str, line: Any) -> str:
@@ -538,6 +573,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what.error("this benchmark draws nothing: leave out --plot")
     if options.backend != "auto" or options.dtype != "bfloat16":
         what.error("verl's engines choose backend and precision: leave out --backend and --dtype")
+    is_own = not dist.is_initialized()
     ranks = join(options)
     options.is_gpu = torch.device(options.device).type == "cuda"
     options.attention = attention_kinds(options.device)
@@ -554,7 +590,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if ranks.rank == 0 and options.folder is None:
             shutil.rmtree(place, ignore_errors=True)
-    dist.destroy_process_group()
+    if is_own:
+        dist.destroy_process_group()
     return code
 
 

@@ -97,6 +97,10 @@ def varlen(kernel: str) -> str:
     ) -> tuple[torch.Tensor, None]:
         assert attention_mask is None and dropout == 0 and sliding_window is None
         assert scaling is None or np.isclose(scaling, query.shape[-1] ** -0.5)
+        if torch.is_autocast_enabled(query.device.type):
+            # as transformers does where rotary embeddings left float32
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
         runs = vars(position_ids).setdefault("runs", {})
         if query.dtype not in runs:
             starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
@@ -182,7 +186,7 @@ class Turns:
         return old, reference
 
     def batch(self, **extra: Any) -> Any:
-        """verl's TensorDict; in `extra` lists hold a tensor [r] per sample, the rest is as it is."""
+        """verl's TensorDict; in `extra` lists are of a tensor [r] per sample."""
         from verl.utils import tensordict_utils as tu
 
         ids = [torch.from_numpy(np.asarray(s, np.int64)) for s in self.sequences]
