@@ -18,11 +18,8 @@ from benchmarks.cases import (
     peers,
     planning,
 )
-from tests.benchmarks.support import (
-    TINY,
-    case_named,
-    result,
-)
+from tests.benchmarks.support import TINY, case_named
+from tests.support.benchmark_runs import result
 
 
 def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

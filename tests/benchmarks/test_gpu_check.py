@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.benchmarks.support import (
-    ROOT,
-    TINY_ATTENTION,
-    gpu_check,
-    result,
-)
+from tests.benchmarks.support import ROOT, TINY_ATTENTION
+from tests.support.benchmark_runs import gpu_check, result
 
 
 def test_the_script_runs_the_benchmark_and_keeps_its_results(tmp_path: Path) -> None:

@@ -23,12 +23,8 @@ from benchmarks.lib import (
     runs,
 )
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from tests.benchmarks.support import (
-    TINY,
-    case_named,
-    causal,
-    result,
-)
+from tests.benchmarks.support import TINY, case_named, causal
+from tests.support.benchmark_runs import result
 from tests.support.models import let_wrong_masks_run
 
 

@@ -19,7 +19,8 @@ from benchmarks.cases import update
 from benchmarks.lib import policy
 from prefixtree import PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
-from tests.benchmarks.support import ROOT, TINY, causal, gpu_check, result
+from tests.benchmarks.support import ROOT, TINY, causal
+from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
 from tests.support.models import let_wrong_masks_run
 

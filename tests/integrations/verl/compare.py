@@ -49,7 +49,8 @@ def check_same(stock: Any, packed: Any, settings: Settings) -> dict[str, float]:
     assert ("kl_loss" if settings.algorithm == "grpo" else "critic/vf_loss") in compared
     for role in roles:
         before, after = stock["start"][role], stock["parameters"][role]
-        moved = [float((after[n] - before[n]).abs().max()) for n in after]
+        adapted = [n for n in after if "lora_" in n]
+        moved = [float((after[n] - before[n]).abs().max()) for n in adapted or after]
         # equal parameters show something only where updates changed them
         assert sum(m > 1e-3 for m in moved) >= len(moved) // 2, sorted(moved)
         names = list(after)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,21 +64,20 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """A tiny model with random weights ("qwen3", "qwen3_moe", "qwen3_tied", or of a family with
-    recurrent layers) and a tokenizer."""
+    """A tiny model with random weights ("qwen3", "qwen3_moe", or of a family with recurrent layers;
+    "_tied" behind it: with tied embeddings) and a tokenizer."""
     config: Any
-    if (hybrid := HYBRIDS.get(kind.removesuffix("_text"))) is not None:
+    family = kind.removesuffix("_tied")
+    tied = family != kind
+    if (hybrid := HYBRIDS.get(family.removesuffix("_text"))) is not None:
         sizes = {**TINY, **hybrid.get("text_config", hybrid), "vocab_size": VOCABULARY}
         lists = {name: list(value) for name, value in sizes.items() if isinstance(value, tuple)}
-        config = AutoConfig.for_model(
-            kind, **{**sizes, **lists, "eos_token_id": 1, "initializer_range": 0.2}
-        )
+        more = {"eos_token_id": 1, "initializer_range": 0.2, "tie_word_embeddings": tied}
+        config = AutoConfig.for_model(family, **{**sizes, **lists, **more})
     elif kind == "qwen3_moe":
         config = Qwen3MoeConfig(**_SIZES, **_EXPERTS, architectures=["Qwen3MoeForCausalLM"])
     else:
-        config = Qwen3Config(
-            **_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=kind == "qwen3_tied"
-        )
+        config = Qwen3Config(**_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=tied)
     torch.manual_seed(0)
     path = folder / kind
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -219,6 +219,29 @@ HYBRID_CASES: dict[str, Settings] = {
     "grpo, qwen3_5_text": Settings(model="qwen3_5_text", score_tolerance=1e-4),
     # a critic is a token classifier, which neither of the two has
     "ppo, qwen3_next": Settings(algorithm="ppo", model="qwen3_next", score_tolerance=5e-5),
+    # of all linear layers; PEFT refuses that of Mamba's out_proj
+    "grpo, qwen3_5_text, lora": Settings(
+        model="qwen3_5_text",
+        model_options={"lora_rank": 4, "lora_alpha": 8},
+        lr=1.0,
+        score_tolerance=1e-4,
+    ),
+    "grpo, nemotron_h, lora": Settings(
+        model="nemotron_h",
+        model_options={
+            "lora_rank": 4,
+            "lora_alpha": 8,
+            "target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj"],
+        },
+        lr=1.0,
+    ),
+    # without a reference, which FSDP1 offloads, and torch then asks for an accelerator
+    "ppo, qwen3_next, fsdp1": Settings(
+        algorithm="ppo",
+        model="qwen3_next_tied",
+        engine={"strategy": "fsdp"},
+        score_tolerance=5e-5,
+    ),
 }
 
 
@@ -284,6 +307,11 @@ def make_worker(vendor: str, *args: Any, **kwargs: Any) -> TrainingWorker:
     torch.manual_seed(7)  # a critic's head is drawn as it is made
     worker = TrainingWorker(worker_config(vendor, *args, **kwargs))
     worker.reset()
+    is_first = worker.engine_config.strategy == "fsdp"
+    kind = FullyShardedDataParallel if is_first else FSDPModule
+    assert isinstance(worker.engine.module, kind), type(worker.engine.module)
+    adapted = [n for n, _ in worker.engine.module.named_parameters() if "lora_" in n]
+    assert bool(adapted) == (worker.model_config.lora_rank > 0)
     return worker
 
 

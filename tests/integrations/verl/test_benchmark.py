@@ -17,7 +17,7 @@ from benchmarks.lib import verl_worker
 from benchmarks.lib.policy import Ranks
 from prefixtree import PrefixForest
 from prefixtree.integrations.verl import PackedActorEngine
-from tests.benchmarks.support import gpu_check, result
+from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts
 
 TINY = ["--device", "cpu", "--scale", "0.4", "--repeats", "1"]
