@@ -15,7 +15,7 @@
 # and hypothesis must be there, for verl also peft, accelerate and pandas, and Python 3.12 on x86-64.
 # `pack_verl` gathers verl alone: its wheel, tensordict, omegaconf, codetiming, orjson and pyvers, and
 # the files of flash-attn that verl imports and that are Python, for its cross-entropy kernel. Ray,
-# fastapi, uvicorn and datasets are not among them: benchmarks/lib/absent.py stands in for them.
+# fastapi, uvicorn, pydantic and datasets are not among them: benchmarks/lib/absent.py stands in for them.
 # `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
 # another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
 # archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without

@@ -1,7 +1,7 @@
 """Stand-ins for packages that a library imports and that a benchmark never calls.
 
-verl's `TrainingWorker` imports ray, fastapi, uvicorn and datasets with the code that controls and
-serves; a worker in one's own process needs none of them. On a machine without them `stand_in` makes
+verl's `TrainingWorker` imports ray, fastapi, uvicorn, pydantic and datasets with the code that
+controls and serves; a worker in one's own process needs none of them. On a machine without them `stand_in` makes
 them importable, in this process alone. What is taken from a stand-in can be named in annotations
 and `isinstance`, decorates a function into itself, and does nothing else.
 """
@@ -59,7 +59,7 @@ class _StandIn(ModuleType):
         elif name == "is_initialized":
             value = _no
         elif name[0].isupper():
-            value = type(name, (), {"__module__": self.__name__})
+            value = type(name, (), {"__module__": self.__name__, "__init__": _takes_anything})
         else:
             return importlib.import_module(f"{self.__name__}.{name}")
         setattr(self, name, value)
@@ -72,6 +72,10 @@ def _undecorated(*given: Any, **options: Any) -> Any:
         return given[0]
     keep: Callable[[Any], Any] = lambda what: what  # noqa: E731
     return keep
+
+
+def _takes_anything(self: Any, *given: Any, **options: Any) -> None:
+    pass
 
 
 def _no() -> bool:

@@ -27,7 +27,7 @@ from benchmarks.lib.policy import Ranks
 from benchmarks.lib.replicated import in_pieces, missing
 
 # verl imports them for its controller and its servers
-UNUSED = ("ray", "fastapi", "uvicorn", "datasets")
+UNUSED = ("ray", "fastapi", "uvicorn", "pydantic", "datasets")
 FULL = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 

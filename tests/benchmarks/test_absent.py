@@ -38,6 +38,7 @@ def test_what_is_taken_can_be_named_and_does_nothing() -> None:
     assert package.remote(num_cpus=1)(function) is function
     assert not package.is_initialized()
     assert not isinstance(function, package.ObjectRef)
+    assert isinstance(package.Field(default=1), package.Field)
     assert package.ObjectRef is package.ObjectRef and package.actor.Handle is not inner.Handle
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("another_imaginary_package")
