@@ -1,9 +1,9 @@
 """Stand-ins for packages that a library imports and that a benchmark never calls.
 
 verl's `TrainingWorker` imports ray, fastapi, uvicorn, pydantic and datasets with the code that
-controls and serves; a worker in one's own process needs none of them. On a machine without them `stand_in` makes
-them importable, in this process alone. What is taken from a stand-in can be named in annotations
-and `isinstance`, decorates a function into itself, and does nothing else.
+controls and serves; a worker in one's own process needs none of them. On a machine without them
+`stand_in` makes them importable, in this process alone. What is taken from a stand-in can be named
+in annotations and `isinstance`, decorates a function into itself, and does nothing else.
 """
 
 from __future__ import annotations
