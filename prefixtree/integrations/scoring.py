@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
+from prefixtree.kernels.logit_statistics import check_statistics
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
@@ -43,10 +44,13 @@ class SequenceScores:
         entropy: one float32 tensor [n - 1] per sequence, in nats: the entropies of the
             distributions of those tokens; 0 where the loss mask is 0. None without
             `return_entropy`.
+        statistics: name -> one float32 tensor [n - 1] per sequence, without gradients; 0 where the
+            loss mask is 0. It has the names of `return_statistics`.
     """
 
     logprobs: list[torch.Tensor]
     entropy: list[torch.Tensor] | None
+    statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 def sequence_logprobs(
@@ -57,6 +61,7 @@ def sequence_logprobs(
     return_entropy: bool = False,
     chunk_size: int | None = None,
     recompute: Recompute = None,
+    return_statistics: Sequence[str] = (),
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -79,19 +84,24 @@ def sequence_logprobs(
             allows, planned anew for each forest (`plan_recomputation`). "all" (gradient
             checkpointing), "attention kept" (all but attention and recurrences) or "nothing": the
             same in all layers. Or a `RecomputePlan`. Default: None, as the model is set.
+        return_statistics: which statistics of the distributions to compute too, without gradients:
+            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
+            "is_top1", 1 where the token has the largest logit (the first of equal ones);
+            "log_sum_sq_probs", log sum p^2. Default: none.
 
     Returns:
-        SequenceScores: log-probabilities (and entropies), one tensor per sequence.
+        SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
         TypeError: anything but a PackedForest, or a temperature that is no number.
         UnsupportedError: a model that does not run exactly on packed forests, with the reason.
         ForestError: masks that do not match the sequences, or a forest without token ids.
-        ValueError: temperatures that do not match the sequences, or are not finite and above 0; an
-            unknown `recompute`, or a plan for another model.
+        ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
+            statistic that is not known; an unknown `recompute`, or a plan for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
+    statistics = check_statistics(return_statistics)
     if not isinstance(packed, PackedForest):
         raise TypeError(
             f"sequence_logprobs takes a packed forest, got {type(packed).__name__}; "
@@ -106,13 +116,17 @@ def sequence_logprobs(
     with (
         recomputed_forward(model, causal_lm, packed, len(units.target), recompute),
         every_layer_attends(causal_lm, packed),
-        scoring_lm_head(causal_lm, units, rule, return_entropy, chunk_size) as handed,
+        scoring_lm_head(causal_lm, units, rule, return_entropy, chunk_size, statistics) as handed,
     ):
         output = model(**inputs, logits_to_keep=units.predictors)
     scores = handed.returned(output)
     columns = gather(scores, units.to_sequences).split(units.lengths)
     entropy = [c[:, 1] for c in columns] if return_entropy else None
-    return SequenceScores([c[:, 0] for c in columns], entropy)
+    others = {
+        name: [c[:, at].detach() for c in columns]
+        for at, name in enumerate(statistics, 1 + return_entropy)
+    }
+    return SequenceScores([c[:, 0] for c in columns], entropy, others)
 
 
 # ---- what is scored --------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +130,7 @@ def scoring_lm_head(
     rule: LogitRule,
     with_entropy: bool,
     chunk_size: int | None,
+    statistics: Sequence[str],
 ) -> Iterator[Handed]:
     """While open, the output embedding scores `units` and the model's logits are the scores.
 
@@ -149,7 +150,7 @@ def scoring_lm_head(
             _check_whole(hidden, lm_head.weight if plain else None)
             _check_rows(causal_lm, hidden, len(units.predictors))
             rows = gather(hidden[0], units.to_predictors)
-            rest = (units.target, units.temperature, rule, with_entropy, chunk_size)
+            rest = (units.target, units.temperature, rule, with_entropy, chunk_size, statistics)
             if plain:
                 result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
             else:

@@ -6,7 +6,7 @@ Legend: E rows to score, V vocabulary, d hidden size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from prefixtree.kernels import device_info
 from prefixtree.kernels import lm_head as eager
 from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.logit_statistics import write_statistics
 
 # The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
 # 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
@@ -40,6 +41,7 @@ def linear_logprobs(
     rule: LogitRule,
     with_entropy: bool,
     chunk: int | None = None,
+    statistics: Sequence[str] = (),
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
@@ -57,9 +59,11 @@ def linear_logprobs(
         with_entropy: whether to compute the entropy too.
         chunk: rows per chunk. Default: with the Triton kernels, as many as keep the logits near
             512 MiB; without them, chunk x V is near 2^26 (2^22 on a CPU).
+        statistics: names of `kernels.logit_statistics`, which have no gradients. Default: none.
 
     Returns:
-        float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats.
+        float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats; and one more
+        column per statistic.
     """
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
@@ -67,9 +71,11 @@ def linear_logprobs(
     rows = chunk_rows(weight.shape[0], hidden.device, chunk)
     if chunk is None and _kernels_for(hidden) is not eager:
         rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
-    return _LinearLogprobs.apply(
-        hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype
+    scores, others = _LinearLogprobs.apply(
+        *(hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype),
+        tuple(statistics),
     )
+    return torch.cat([scores, others], 1) if statistics else scores
 
 
 def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
@@ -95,6 +101,7 @@ def lm_head_logprobs(
     rule: LogitRule,
     with_entropy: bool,
     chunk: int | None = None,
+    statistics: Sequence[str] = (),
 ) -> torch.Tensor:
     """`linear_logprobs` for an lm_head that is more than a weight and a bias.
 
@@ -103,12 +110,15 @@ def lm_head_logprobs(
     """
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
-        z = rule.apply(lm_head(h).float()) / temp[:, None]
+        x = lm_head(h)
+        z = rule.apply(x.float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
         if with_entropy:
             columns.append(-(logp.exp() * logp).sum(-1))
-        return torch.stack(columns, -1)
+        others = z.new_empty(len(z), len(statistics))
+        write_statistics(x, t, temp, rule, statistics, others)
+        return torch.cat([torch.stack(columns, -1), others], 1)
 
     rows = chunk_rows(vocabulary, hidden.device, chunk)
     parts = [
@@ -134,8 +144,10 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy: bool,
         rows: int,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+        statistics: tuple[str, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=torch.float32)
+        others = out.new_empty(len(out), len(statistics))
         # a temperature for all rows may come expanded
         target, temperature = target.contiguous(), temperature.contiguous()
         kernels = _kernels_for(hidden)
@@ -144,16 +156,20 @@ class _LinearLogprobs(torch.autograd.Function):
             for at in range(0, hidden.shape[0], rows):
                 part = slice(at, at + rows)
                 logits = F.linear(hidden[part].to(dtype), *weights)
-                kernels.score(logits, target[part], temperature[part], rule, out[part])
+                rest = (target[part], temperature[part], rule)
+                # first: the logits are overwritten as they are scored
+                write_statistics(logits, *rest, statistics, others[part])
+                kernels.score(logits, *rest, out[part])
                 # not beside the next chunk's
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype = rule, rows, dtype
-        return out
+        ctx.mark_non_differentiable(others)
+        return out, others
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, temperature, out = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad = grad.float().contiguous()
@@ -182,7 +198,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 

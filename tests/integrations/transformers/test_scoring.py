@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any
 
@@ -60,6 +61,61 @@ def test_shapes_dtypes_and_zeros():
 
 def test_entropy_only_on_request():
     assert sequence_logprobs(build("qwen3"), ragged_packed()).entropy is None
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain head", "adapter"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_statistics_are_those_of_each_sequence(model_type, adapted):
+    """From the logits of every sequence alone; 0 where the mask is 0, and without gradients."""
+    model = build(model_type)
+    if adapted:
+        model.lm_head = AdaptedHead(model.lm_head)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+
+    def logits_of(tokens: np.ndarray) -> torch.Tensor:
+        with torch.no_grad():
+            return eager(input_ids=torch.from_numpy(tokens)[None]).logits[0]
+
+    # each goes on with its likeliest token
+    objective = make_objective(
+        [np.append(tokens, logits_of(tokens)[-1].argmax()) for tokens in ragged_sequences()]
+    )
+    packed = pack_sequences(objective.sequences)
+    names = ["log_sum_sq_probs", "mean_logits", "is_top1"]
+    rest = {"temperature": objective.temperatures, "loss_mask": objective.loss_masks}
+    scores = sequence_logprobs(
+        model, packed, **rest, return_entropy=True, return_statistics=names, chunk_size=7
+    )
+    assert list(scores.statistics) == names
+    plain = sequence_logprobs(model, packed, **rest, return_entropy=True, chunk_size=7)
+    assert plain.statistics == {}
+    hits = 0
+    for at, (tokens, mask, temperature) in enumerate(
+        zip(objective.sequences, objective.loss_masks, objective.temperatures, strict=True)
+    ):
+        ids = torch.from_numpy(tokens)
+        z = logits_of(tokens)[:-1].double() / temperature
+        wanted = {
+            "mean_logits": z.mean(-1),
+            "is_top1": (z.argmax(-1) == ids[1:]).double(),
+            "log_sum_sq_probs": z.softmax(-1).square().sum(-1).log(),
+        }
+        scored = torch.from_numpy(mask[1:] != 0)
+        hits += int(wanted["is_top1"][scored].sum())
+        for name, values in scores.statistics.items():
+            got = values[at]
+            assert got.dtype == torch.float32 and not got.requires_grad
+            expected = wanted[name].where(scored, 0.0)
+            torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+        assert torch.equal(scores.logprobs[at], plain.logprobs[at])
+        assert torch.equal(scores.entropy[at], plain.entropy[at])
+    assert hits > 0
+
+
+def test_statistics_that_are_not_known():
+    with pytest.raises(ValueError, match=r"return_statistics takes .*; got 'perplexity'"):
+        sequence_logprobs(build("qwen3"), ragged_packed(), return_statistics=["perplexity"])
 
 
 def test_the_defaults_are_temperature_1_and_every_token():
