@@ -70,6 +70,26 @@ def check_grpo(trainer_class: type) -> None:
         check_parameters(getattr(trainer_class, name, None), f"GRPOTrainer.{name}", expected)
 
 
+def check_dpo(trainer_class: type) -> None:
+    """Refuses a `DPOTrainer` whose overridden methods take other arguments than those tested."""
+    _check_version()
+    for name, expected in (
+        ("_compute_loss", ("self", "model", "inputs", "return_outputs")),
+        ("compute_ref_log_probs", ("self", "model", "inputs")),
+        ("_precompute_ref_logps", ("self", "dataset", "name", "batch_size")),
+    ):
+        check_parameters(getattr(trainer_class, name, None), f"DPOTrainer.{name}", expected)
+
+
+def check_sft(trainer_class: type) -> None:
+    """Refuses an `SFTTrainer` whose overridden method takes other arguments than those tested."""
+    _check_version()
+    expected = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
+    check_parameters(
+        getattr(trainer_class, "compute_loss", None), "SFTTrainer.compute_loss", expected
+    )
+
+
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
     """Refuses an attention that is not TRL's for trees, or takes other tree keywords.
 

@@ -11,6 +11,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from prefixtree.errors import UnsupportedError
 
 
+class KeepsOutputs:
+    """A trainer of TRL whose models keep their outputs: see `keep_outputs`. Stands first of bases.
+
+    The accelerator is made within TRL's constructor, before it shards the models.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        trainer: Any = super()
+        trainer.create_accelerator_and_postprocess()
+        this: Any = self
+        if this.is_fsdp_enabled:
+            keep_outputs(this.accelerator.state.fsdp_plugin)
+
+
 def keep_outputs(plugin: Any) -> None:
     """Lets models under mixed precision return what they computed: log-probabilities in float32.
 

@@ -15,18 +15,11 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
-from prefixtree.integrations.trl.fsdp import keep_outputs
+from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
-from prefixtree.integrations.trl.refusals import (
-    AUX_LOSS,
-    check_arguments,
-    check_attention,
-    check_distribution,
-    check_model,
-)
+from prefixtree.integrations.trl.refusals import AUX_LOSS, check_attention, prepare_trainer
 from prefixtree.integrations.trl.sharing import SharingReport
 from prefixtree.packing.layout import pack
 
@@ -34,7 +27,7 @@ from prefixtree.packing.layout import pack
 _ROW = "prefixtree_row"
 
 
-class PrefixTreeGRPOTrainer(GRPOTrainer):
+class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     """`trl.GRPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -62,28 +55,10 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_grpo(GRPOTrainer)
         super().__init__(*args, **kwargs)
-        check_arguments(self.args)
-        check_distribution(self)
-        if self._is_vlm:
-            raise UnsupportedError(
-                f"processing_class is a {type(self.processing_class).__name__}: images are not "
-                "packed yet; for a text-only run pass its tokenizer"
-            )
-        if self.aux_loss_enabled:
-            raise UnsupportedError(AUX_LOSS)
-        for model in filter(None, (self.model, self.ref_model)):
-            check_model(model)
-            transformer_of(model).set_attn_implementation("prefixtree")
-        self._sharing = SharingReport(sharing_advice(self.args))
-        self.add_callback(self._sharing)
+        prepare_trainer(self)
+        self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args)
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        # before the reference is sharded, which is within TRL's constructor
-        if self.is_fsdp_enabled:
-            keep_outputs(self.accelerator.state.fsdp_plugin)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -159,8 +134,6 @@ class PrefixTreeGRPOTrainer(GRPOTrainer):
             )
         if torch.is_grad_enabled():
             self._sharing.saw(packed.forest)
-            ratio = packed.forest.replication_ratio
-            self._metrics["train"]["prefixtree/replication_ratio"].append(ratio)
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:
             return logps, None

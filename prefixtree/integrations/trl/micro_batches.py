@@ -1,7 +1,8 @@
-"""Warnings about TRL's micro-batches, given once when the trainer is made.
+"""Warnings about TRL's micro-batches, each given once.
 
-The cut of a generation batch into micro-batches decides how much is shared and, with some settings,
-the loss.
+The cut of the data into micro-batches decides how much is shared and, for GRPO with some settings,
+the loss. What the settings tell is said when the trainer is made, and what only the batches tell,
+after the first of them.
 """
 
 from __future__ import annotations

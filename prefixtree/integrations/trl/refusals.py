@@ -38,12 +38,40 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         "logits are computed in the dtype of the hidden states, and everything after them in "
         "float32: set it to False",
     ),
+    (
+        "activation_offloading",
+        (False, None),
+        "not verified on packed batches: set it to False",
+    ),
     ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
 )
 
 
+def prepare_trainer(trainer: Any) -> None:
+    """Refuses a trainer that is not verified, and sets the attention of its models.
+
+    Args:
+        trainer: a trainer of TRL with a model and perhaps a ref_model.
+
+    Raises:
+        UnsupportedError: arguments, a distribution, images, the loss of experts or a model.
+    """
+    check_arguments(trainer.args)
+    check_distribution(trainer)
+    if trainer._is_vlm:
+        raise UnsupportedError(
+            f"processing_class is a {type(trainer.processing_class).__name__}: images are not "
+            "packed yet; for a text-only run pass its tokenizer"
+        )
+    if trainer.aux_loss_enabled:
+        raise UnsupportedError(AUX_LOSS)
+    for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+        check_model(model)
+        transformer_of(model).set_attn_implementation("prefixtree")
+
+
 def check_arguments(args: Any) -> None:
-    """Refuses arguments (a `GRPOConfig` or `AsyncGRPOConfig`) that are not verified."""
+    """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified."""
     for name, fine, why in _ARGUMENTS:
         if (value := getattr(args, name, None)) not in fine:
             raise UnsupportedError(f"{name}={value!r}: {why}")

@@ -1,4 +1,4 @@
-"""The warning of a run that computes nothing once where TRL computes it several times."""
+"""How much is shared: the metric of every batch, and one warning where nothing is."""
 
 from __future__ import annotations
 
@@ -9,21 +9,33 @@ from transformers import TrainerCallback
 
 from prefixtree.forest import PrefixForest
 
+DATA_SET_ADVICE = (
+    "put samples that begin alike next to each other in the data set, set "
+    "train_sampling_strategy='sequential', and make per_device_train_batch_size at least their "
+    "number; or use TRL's trainer"
+)
+
 
 class SharingReport(TrainerCallback):
-    """Warns once, after the first optimiser step, if nothing was shared or packed in it.
+    """Logs `prefixtree/replication_ratio`, and warns once if nothing was shared or packed.
 
-    It warns on the main process, about the micro-batches of that process.
+    The warning comes after the first optimiser step, on the main process, about the batches of that
+    process.
+
+    Args:
+        trainer: a trainer of TRL, which gets the callback.
+        advice: what to set where sequences share no token; it follows a semicolon.
     """
 
-    def __init__(self, advice: str) -> None:
-        """`advice` says what to set where sequences share no token; it follows a semicolon."""
-        self._advice = advice
+    def __init__(self, trainer: Any, advice: str) -> None:
+        self._metrics, self._advice = trainer._metrics["train"], advice
         self._tokens = self._distinct = 0
         self._done = False
+        trainer.add_callback(self)
 
     def saw(self, forest: PrefixForest) -> None:
-        """Counts a micro-batch that is trained on."""
+        """Takes a batch that is trained on."""
+        self._metrics["prefixtree/replication_ratio"].append(forest.replication_ratio)
         self._tokens += forest.num_replicated_tokens
         self._distinct += forest.num_tokens
 

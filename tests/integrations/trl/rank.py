@@ -39,6 +39,7 @@ from tests.integrations.trl.runs import (
     worst_metric,
     worst_parameter,
 )
+from tests.integrations.trl.sample_runs import compare_on_ranks
 
 CONFIGS = {
     "tied": lambda: tiny_config(tie_word_embeddings=True),
@@ -193,6 +194,14 @@ def in_bfloat16(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def samples(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainers for DPO and SFT against TRL's."""
+    arguments: dict[str, Any] = dict(case.arguments)
+    if case.fsdp is not None:
+        arguments |= {"fsdp": True, "fsdp_config": dict(case.fsdp)}
+    return compare_on_ranks(folder, **arguments)
+
+
 def _plain(name: str) -> str:
     """A parameter's name without those of wrappers."""
     return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
@@ -255,6 +264,8 @@ CASES: dict[str, tuple[Ask, Case]] = {
         in_bfloat16,
         Case({"learning_rate": 1.0, "epsilon": 1e6}, {}, lora=True),
     ),
+    "dpo and sft": (samples, Case()),
+    "dpo and sft, sharded": (samples, Case(fsdp={})),
     # four ranks: the prompts suffice for one micro-batch per rank
     "hsdp": (
         compare,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,6 +58,13 @@ class SameOrder(PrefixTreeGRPOTrainer):
             model.set_attn_implementation("sdpa")
         # it packs nothing, as it should
         self.remove_callback(SharingReport)
+
+
+def sharing_report(metrics: dict[str, list[float]] | None = None) -> SharingReport:
+    """One that belongs to no trainer, and logs into `metrics`."""
+    logged = defaultdict(list) if metrics is None else metrics
+    trainer = SimpleNamespace(_metrics={"train": logged}, add_callback=lambda report: None)
+    return SharingReport(trainer, "set more")
 
 
 def tiny_config(**changes: Any) -> Qwen3Config:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import trl
 from packaging.version import Version
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import grpo_trainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import contract
@@ -230,6 +231,121 @@ def test_attributes() -> None:
         assert hasattr(GRPOConfig, name) or name in GRPOConfig.__dataclass_fields__, (
             f"GRPOConfig has no {name}: is what it did refused under another name?"
         )
+
+
+# ---- DPO and SFT -----------------------------------------------------------------------------
+
+_BY_PACKED_MODEL = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+def entries_read(function: Any) -> set[str]:
+    """Entries that a function reads of a model's `outputs`."""
+    nodes = [node for node in ast.walk(source(function)) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if ast.unparse(node.value) == "outputs"}
+
+
+def uses_of_model(function: Any) -> set[str]:
+    """What a function does with its argument `model`, beside calling it."""
+    tree = source(function)
+    called = {id(c.func) for c in ast.walk(tree) if isinstance(c, ast.Call)}
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "model"]
+    return {ast.unparse(n) for n in nodes if id(n) not in called}
+
+
+def test_signatures_of_dpo_and_sft() -> None:
+    contract.check_dpo(DPOTrainer)
+    contract.check_sft(SFTTrainer)
+    for check, name in ((contract.check_dpo, "DPOTrainer"), (contract.check_sft, "SFTTrainer")):
+        with pytest.raises(UnsupportedError, match=f"has no {name}"):
+            check(object)
+
+
+def test_the_fused_heads_entries() -> None:
+    names = set(FusedCausalLMOutput.__dataclass_fields__)
+    assert names == {"loss", "label_mask", "aux_loss", *_BY_PACKED_MODEL}
+    # logits are those of temperature 1
+    for trainer in (DPOTrainer, SFTTrainer):
+        for call in calls(trainer.__init__, "add_fused_lm_head"):
+            assert keywords(call).keys() <= {"outputs"}
+
+
+def test_dpo_scores_in_two_methods() -> None:
+    """Policy, logits, and the reference with an adapter or without; all with the fused head but
+    the logits."""
+
+    def forwards(function: Any) -> list[ast.Call]:
+        return [c for name in ("model", "ref_model") for c in calls(function, name)]
+
+    assert methods(DPOTrainer, forwards) == {"_compute_loss": 4, "compute_ref_log_probs": 1}
+    for function in (DPOTrainer._compute_loss, DPOTrainer.compute_ref_log_probs):
+        assert uses_of_model(function) == set()
+        code = ast.unparse(source(function))
+        for line in (
+            "{'completion_mask', 'ref_chosen_logps', 'ref_rejected_logps'}",
+            "{k: v for k, v in inputs.items() if k not in _non_model_keys}",
+            "if self.ref_model is None and is_peft_model(self.model)"
+            if function is DPOTrainer.compute_ref_log_probs
+            else "if is_peft_model(self.model) and self.ref_model is None",
+            "adapter_name='ref' if 'ref' in ",
+            "disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)",
+            "comp_pos > shared_lens.unsqueeze(1)",
+        ):
+            assert line in code, f"{function.__name__} no longer says: {line}"
+    assert entries_read(DPOTrainer._compute_loss) == {*_BY_PACKED_MODEL, "aux_loss"}
+    assert methods(DPOTrainer, lambda f: calls(f, "compute_ref_log_probs")) == {
+        "_precompute_ref_logps": 1
+    }
+
+
+def test_where_dpo_takes_its_reference_from() -> None:
+    """From the batch if `precompute_ref_logps` says so: the adapter puts them there."""
+    code = ast.unparse(source(DPOTrainer._compute_loss))
+    assert code.count("precompute_ref_logps") == 1
+    assert (
+        "if self.precompute_ref_logps:\n        ref_chosen_logps, ref_rejected_logps = "
+        "(inputs['ref_chosen_logps'], inputs['ref_rejected_logps'])"
+    ) in code
+    assert names_read(DPOTrainer._compute_loss, "inputs") == {
+        *("input_ids", "attention_mask", "completion_mask"),
+        *("ref_chosen_logps", "ref_rejected_logps"),
+    }
+    assert "self.padding_free = False" in ast.unparse(source(DPOTrainer.__init__))
+
+
+def test_sft_scores_in_one_method() -> None:
+    forwards = methods(SFTTrainer, lambda f: calls(f, "model"))
+    # with the fused head three times; logits for two losses that are refused, and for metrics
+    assert forwards == {"compute_loss": 6}
+    heads = [k for c in calls(SFTTrainer.compute_loss, "model") for k in keywords(c)]
+    assert heads.count("fused_lm_head") == 3
+    assert entries_read(SFTTrainer.compute_loss) == {
+        *("log_probs", "label_mask", "entropy", "is_top1", "aux_loss")
+    }
+    code = ast.unparse(source(SFTTrainer.compute_loss))
+    for line in (
+        "per_token_loss = -outputs.log_probs",
+        "if self.compute_loss_func is not None:",
+        "elif self.label_smoother is not None and self.args.loss_type == 'nll':",
+        # the one that hands the model on, under sequence parallelism, which is refused
+        "parallelism_config.sp_backend == 'deepspeed'",
+    ):
+        assert line in code, f"SFTTrainer.compute_loss no longer says: {line}"
+    assert len(calls(SFTTrainer.compute_loss, "compute_loss")) == 1
+
+
+@pytest.mark.parametrize("trainer", [DPOTrainer, SFTTrainer])
+def test_attributes_of_dpo_and_sft(trainer: type) -> None:
+    code = ast.unparse(source(trainer.__init__))
+    for name in ("aux_loss_enabled", "_is_vlm", "_metrics", "padding_free"):
+        assert f"self.{name} = " in code, f"{trainer.__name__}.__init__ no longer sets {name}"
+    assert ("self.ref_model = " in code) == (trainer is DPOTrainer)
+    # what is checked there exists when TRL's constructor computes references
+    if trainer is DPOTrainer:
+        first = code.index("self._precompute_ref_logps(")
+        for name in ("aux_loss_enabled", "_is_vlm", "ref_model"):
+            assert code.index(f"self.{name} = ") < first
+    for name in ("packing", "eval_packing", "padding_free", "label_smoothing_factor"):
+        assert name in SFTConfig.__dataclass_fields__, f"SFTConfig has no {name}"
 
 
 # ---- AsyncGRPO -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing import SharingReport
-from tests.integrations.trl.runs import SameOrder, rollouts, train
+from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, train
 
 FIRST = "the first optimiser step"
 
@@ -63,10 +63,10 @@ def test_who_warns_and_when() -> None:
     # 400 tokens, of which two, and then one, are there twice
     forests = [[[1] * shared + [2] * (200 - shared), [1] * shared + [3] * 200] for shared in (2, 1)]
     for sequences, counts in zip(forests, (0, 1), strict=True):
-        report = SharingReport("set more")
+        report = sharing_report()
         report.saw(PrefixForest.from_sequences(sequences))
         assert step(report, main=False) == []
-        report = SharingReport("set more")
+        report = sharing_report()
         report.saw(PrefixForest.from_sequences(sequences))
         messages = step(report, main=True)
         assert len(messages) == counts and all(m.endswith("; set more") for m in messages)

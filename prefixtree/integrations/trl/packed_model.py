@@ -1,0 +1,131 @@
+"""What TRL's trainers call in place of a model with TRL's fused head.
+
+`DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
+their losses and metrics from the log-probabilities that come back. `PackedModel` answers that call
+from the packed forest of the batch's rows.
+
+Legend: B rows, padded right to L columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.trl.refusals import check_attention
+from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.packing.layout import pack
+
+_NO_LABEL = -100
+
+
+class PackedModel:
+    """A model as TRL calls it, with every distinct token of a batch computed once.
+
+    Args:
+        model: the model, wrapped (DDP, PEFT) or not, with attn_implementation="prefixtree".
+        outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
+            `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
+        sharing: sees every forest that is trained on. Default: none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Sequence[str] = (),
+        sharing: SharingReport | None = None,
+    ) -> None:
+        self._model = model
+        self._with_entropy = "entropy" in outputs
+        self._statistics = [name for name in outputs if name != "entropy"]
+        self._sharing = sharing
+
+    def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        """The scores of the labels; without `fused_lm_head`, what the model returns.
+
+        Args:
+            fused_lm_head: TRL's request for scores in place of logits.
+            inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
+                or -100; use_cache, ignored; nothing else.
+
+        Returns:
+            FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool. 0 where there
+            is no label.
+
+        Raises:
+            UnsupportedError: another entry, padding on the left, or labels other than the input
+                ids.
+        """
+        if not fused_lm_head:
+            return self._model(**inputs)
+        check_attention(self._model)
+        input_ids, attention_mask, labels = _entries(inputs)
+        packed = pack(PrefixForest.from_padded(input_ids.cpu(), attention_mask.cpu()))
+        if self._sharing is not None and torch.is_grad_enabled():
+            self._sharing.saw(packed.forest)
+        masks = labels.cpu().numpy() != _NO_LABEL
+        lengths = packed.forest.sequence_lengths
+        scores = sequence_logprobs(
+            self._model,
+            packed.to(input_ids.device),
+            loss_mask=[row[:n] for row, n in zip(masks, lengths, strict=True)],
+            return_entropy=self._with_entropy,
+            return_statistics=self._statistics,
+        )
+
+        def rows(values: list[torch.Tensor]) -> torch.Tensor:
+            padded = nn.utils.rnn.pad_sequence(values, batch_first=True)
+            return F.pad(padded, (0, labels.shape[1] - 1 - padded.shape[1]))
+
+        entries = {name: rows(values) for name, values in scores.statistics.items()}
+        if "is_top1" in entries:
+            entries["is_top1"] = entries["is_top1"].bool()
+        if scores.entropy is not None:
+            entries["entropy"] = rows(scores.entropy)
+        return FusedCausalLMOutput(
+            log_probs=rows(scores.logprobs), label_mask=labels[:, 1:] != _NO_LABEL, **entries
+        )
+
+
+def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids, attention_mask and labels of a batch that can be packed."""
+    given = {name: value for name, value in inputs.items() if value is not None}
+    given.pop("use_cache", None)
+    needed = ("input_ids", "attention_mask", "labels")
+    if missing := [name for name in needed if name not in given]:
+        raise UnsupportedError(
+            f"the batch has no {', '.join(missing)}: rows are packed from input_ids [B, L], their "
+            "attention_mask and labels, as TRL's collators make them without padding_free"
+        )
+    if others := sorted(given.keys() - set(needed)):
+        raise UnsupportedError(
+            f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
+            "with the entries input_ids, attention_mask and labels (or completion_mask)"
+        )
+    ids, mask, labels = (given[name] for name in needed)
+    _check_rows(*(x.detach().cpu().numpy() for x in (ids, mask, labels)))
+    return ids, mask, labels
+
+
+def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
+    for bad in np.flatnonzero(mask[:, 0] == 0)[:1]:
+        raise UnsupportedError(
+            f"row {bad} begins with padding: rows must be padded on the right, as TRL's collators "
+            "for DPO and SFT pad them"
+        )
+    wrong = (labels != _NO_LABEL) & ((labels != ids) | (mask == 0))
+    for row, column in np.argwhere(wrong)[:1]:
+        raise UnsupportedError(
+            f"labels[{row}, {column}] is {labels[row, column]} where input_ids has "
+            f"{ids[row, column]} and attention_mask {mask[row, column]}: a label must be -100 or "
+            "the row's token"
+        )

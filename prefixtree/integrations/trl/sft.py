@@ -1,0 +1,72 @@
+"""`PrefixTreeSFTTrainer`: TRL's SFT with every distinct token of a batch computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from trl import SFTTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl.contract import check_sft
+from prefixtree.integrations.trl.fsdp import KeepsOutputs
+from prefixtree.integrations.trl.packed_model import PackedModel
+from prefixtree.integrations.trl.refusals import prepare_trainer
+from prefixtree.integrations.trl.sharing import DATA_SET_ADVICE, SharingReport
+
+
+class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
+    """`trl.SFTTrainer` on prefix forests.
+
+    It gives the same losses, gradients and metrics, and computes each distinct token of a batch
+    once. It is for samples that begin alike: the turns of an agent's conversation, one sample per
+    turn, or several answers to one prompt. It takes the arguments of `SFTTrainer`. The model gets
+    attn_implementation="prefixtree".
+
+    A token that several samples share is computed once and learnt once per sample in which it has a
+    label, as in the replicated batch. Losses, their masks, the order of the data and logging are
+    TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a batch divided
+    by its distinct tokens, on the logging process.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
+            TRL's trainer. Settings and models are checked when the trainer is made, batches when
+            they come. `docs/trl.md` has the list.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_sft(SFTTrainer)
+        super().__init__(*args, **kwargs)
+        prepare_trainer(self)
+        _check_loss(self)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L]."""
+        packed = PackedModel(model, ("entropy", "is_top1"), self._sharing)
+        return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
+
+
+def _check_loss(trainer: Any) -> None:
+    """Refuses settings under which rows share nothing, or TRL takes its loss from logits."""
+    args = trainer.args
+    if args.packing or args.eval_packing or trainer.padding_free:
+        raise UnsupportedError(
+            "packing, eval_packing and padding_free join samples to rows, which share no prefix: "
+            "set them to False; what samples share is packed without them"
+        )
+    logits = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": args.label_smoothing_factor > 0 and args.loss_type == "nll",
+    }
+    for name in (name for name, used in logits.items() if used):
+        raise UnsupportedError(
+            f"with {name} TRL computes the loss from the logits of all rows, which a packed batch "
+            "does not have: leave it out, or use TRL's SFTTrainer"
+        )

@@ -1,0 +1,171 @@
+"""Runs of TRL's trainers for DPO and SFT and of the adapter's, from the same weights and seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
+from tests.integrations.trl.runs import moved, worst_metric, worst_parameter
+
+SYSTEM = {"role": "system", "content": "Count the letters."}
+
+
+def letters(seed: Any, least: int, most: int) -> str:
+    draw = random.Random(str(seed))
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(least, most)))
+
+
+def pairs(prompts: int = 4, each: int = 2) -> Dataset:
+    """Neighbouring pairs of one prompt; the answers of a pair, of several lengths, begin alike."""
+    rows = []
+    for prompt in range(prompts):
+        chat = [SYSTEM, {"role": "user", "content": letters(prompt, 6, 20)}]
+        for pair in range(each):
+            start = letters((prompt, pair), 0, 4)
+            answers = [start + letters((prompt, pair, side), 2, 14) for side in "cr"]
+            chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
+            rows.append({"prompt": chat, "chosen": chosen, "rejected": rejected})
+    return Dataset.from_list(rows)
+
+
+def turns(conversations: int = 4, each: int = 3) -> Dataset:
+    """A sample per turn of an agent's conversation: everything before it, and its answer."""
+    rows = []
+    for conversation in range(conversations):
+        chat = [SYSTEM]
+        for turn in range(each):
+            seed = (conversation, turn)
+            chat = [*chat, {"role": "user", "content": letters((*seed, "user"), 3, 9)}]
+            answer = {"role": "assistant", "content": letters((*seed, "assistant"), 2, 12)}
+            rows.append({"prompt": chat, "completion": [answer]})
+            chat = [*chat, answer]
+    return Dataset.from_list(rows)
+
+
+# as tests/integrations/trl/runs.py has them for GRPO
+_SMALL: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_accumulation_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "adam_epsilon": 1e-6,
+    "gradient_checkpointing": True,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def make_dpo(
+    trainer: type[DPOTrainer],
+    folder: Path,
+    *,
+    model: Any = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> DPOTrainer:
+    """A DPO trainer with small defaults: steps of two batches of two pairs. `arguments` are the
+    DPOConfig's, `options` the trainer's."""
+    small = {"per_device_train_batch_size": 2, "max_steps": 4, "output_dir": str(folder / "out")}
+    return trainer(
+        model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
+        args=DPOConfig(**{**_SMALL, **small, **arguments}),
+        **{
+            "processing_class": AutoTokenizer.from_pretrained(folder),
+            "train_dataset": pairs(),
+            **(options or {}),
+        },
+    )
+
+
+def make_sft(
+    trainer: type[SFTTrainer],
+    folder: Path,
+    *,
+    model: Any = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> SFTTrainer:
+    """An SFT trainer with small defaults: steps of two batches, each of two conversations of three
+    turns. `arguments` are the SFTConfig's, `options` the trainer's."""
+    small = {
+        "per_device_train_batch_size": 6,
+        "max_steps": 4,
+        "train_sampling_strategy": "sequential",
+        "output_dir": str(folder / "out"),
+    }
+    return trainer(
+        model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
+        args=SFTConfig(**{**_SMALL, **small, **arguments}),
+        **{
+            "processing_class": AutoTokenizer.from_pretrained(folder),
+            "train_dataset": turns(),
+            **(options or {}),
+        },
+    )
+
+
+def assert_equal_runs(ours: Any, theirs: Any, tolerance: float = 1e-5, **options: Any) -> None:
+    """All logged numbers (or those that are `wanted`) and all parameters."""
+    metric, parameter = worst_metric(ours, theirs, **options), worst_parameter(ours, theirs)
+    print(f"metrics {metric}, parameters {parameter}")
+    assert metric[0] < tolerance, metric
+    assert parameter[0] < tolerance, parameter
+
+
+def ratios(trainer: Any) -> list[float]:
+    """The replication ratio of every step."""
+    return [
+        log["prefixtree/replication_ratio"] for log in trainer.state.log_history if "loss" in log
+    ]
+
+
+def rows_of_calls(model: Any) -> list[int]:
+    """A list that grows by the rows of every batch the model is called with: 1 if it is packed."""
+    rows: list[int] = []
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[0]))
+    return rows
+
+
+def compare_on_ranks(folder: Path, **arguments: Any) -> dict[str, dict[str, Any]]:
+    """DPO and SFT with both trainers, on every rank of a process group: how far they are apart.
+
+    Args:
+        folder: the saved model.
+        arguments: of all configs.
+
+    Returns:
+        "dpo" and "sft" -> "wrapper", "parameters", "moved", "ratio", and on the logging rank "metrics".
+    """
+    arguments = {
+        "ddp_find_unused_parameters": False,
+        "output_dir": str(folder / f"out{os.environ['RANK']}"),
+        **arguments,
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, make, ours, theirs in (
+        ("dpo", make_dpo, PrefixTreeDPOTrainer, DPOTrainer),
+        ("sft", make_sft, PrefixTreeSFTTrainer, SFTTrainer),
+    ):
+        runs = [make(trainer, folder, **arguments) for trainer in (ours, theirs)]
+        for run in runs:
+            run.train()
+        found[name] = {
+            "wrapper": type(runs[0].model_wrapped).__name__,
+            "parameters": worst_parameter(*runs)[0],
+            "moved": moved(runs[1], folder),
+            "ratio": ratios(runs[0]),
+        }
+        if runs[0].accelerator.is_main_process:
+            found[name]["metrics"] = worst_metric(*runs)[0]
+    return found

@@ -1,0 +1,169 @@
+"""What TRL calls in place of a model: the batches it takes, and the trainers it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
+from prefixtree.integrations.trl.packed_model import PackedModel
+from tests.integrations.trl.runs import tiny_mixture
+from tests.integrations.trl.sample_runs import make_dpo, make_sft
+
+OUTPUTS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> tuple[Any, Any]:
+    """The model on forests, and as TRL has it."""
+    found = []
+    for implementation in ("prefixtree", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+        add_fused_lm_head(model, outputs=("log_probs", *OUTPUTS))
+        found.append(model)
+    return found[0], found[1]
+
+
+def make_batch(rows: int = 4, length: int = 12) -> dict[str, torch.Tensor]:
+    """Rows of several lengths that share five tokens, labelled from the fourth on."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 256, (rows, length), generator=g)
+    ids[:, :5] = ids[0, :5]
+    mask = (torch.arange(length) < torch.arange(length, length - rows, -1)[:, None]).long()
+    labels = ids.where((mask == 1) & (torch.arange(length) > 2), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def test_every_entry_is_trls(models: tuple[Any, Any]) -> None:
+    batch = make_batch()
+    with torch.no_grad():
+        # so that some tokens are the likeliest, and some are not
+        likeliest = models[1](**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits
+    batch["input_ids"][0, 8] = batch["labels"][0, 8] = likeliest[0, 7].argmax()
+    metrics: dict[str, list[float]] = {"prefixtree/replication_ratio": []}
+    ours = PackedModel(models[0], OUTPUTS, sharing_report(metrics))(
+        **batch, fused_lm_head=True, use_cache=False
+    )
+    theirs = models[1](**batch, fused_lm_head=True, use_cache=False)
+    assert ours.keys() == theirs.keys() - {"loss"}
+    assert ours.is_top1.any() and not ours.is_top1.all()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype, name
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-5)
+    weights = torch.randn(2, *ours.log_probs.shape)
+    gradients = [
+        torch.autograd.grad(
+            (weights[0] * out.log_probs + weights[1] * out.entropy).sum(), model.parameters()
+        )
+        for out, model in zip((ours, theirs), models, strict=True)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert metrics["prefixtree/replication_ratio"] == [42 / 27]
+
+
+def test_only_what_is_asked_for(models: tuple[Any, Any]) -> None:
+    metrics: dict[str, list[float]] = {"prefixtree/replication_ratio": []}
+    with torch.no_grad():
+        packed = PackedModel(models[0], sharing=sharing_report(metrics))
+        out = packed(**make_batch(), fused_lm_head=True)
+    assert set(out.keys()) == {"log_probs", "label_mask"}
+    # no gradients: an evaluation
+    assert metrics["prefixtree/replication_ratio"] == []
+
+
+def test_without_the_head_it_is_the_model(models: tuple[Any, Any]) -> None:
+    batch = {k: v for k, v in make_batch().items() if k != "labels"}
+    with torch.no_grad():
+        logits = PackedModel(models[0])(**batch, use_cache=False).logits
+        wanted = models[1](**batch, use_cache=False).logits
+    kept = batch["attention_mask"].bool()
+    torch.testing.assert_close(logits[kept], wanted[kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": None}, "the batch has no attention_mask: rows are packed from"),
+        ({"labels": None}, "the batch has no labels"),
+        ({"pixel_values": torch.ones(1)}, "the batch has pixel_values, which is not packed yet"),
+        ({"position_ids": torch.ones(1)}, "the batch has position_ids, which is not packed"),
+        ({"output_router_logits": True}, "the batch has output_router_logits"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_entries(models: tuple[Any, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        PackedModel(models[0])(**{**make_batch(), **changes}, fused_lm_head=True)
+
+
+def test_rows(models: tuple[Any, Any]) -> None:
+    def call(**changes: torch.Tensor) -> None:
+        PackedModel(models[0])(**{**make_batch(), **changes}, fused_lm_head=True)
+
+    batch = make_batch()
+    call()
+    # one token further, and no row is padded on the right alone
+    left = {name: value.roll(1, 1) for name, value in batch.items()}
+    left["attention_mask"][:, 0] = 0
+    with pytest.raises(UnsupportedError, match="row 0 begins with padding"):
+        call(**left)
+    labels = batch["labels"].clone()
+    labels[1, 6] = 7
+    with pytest.raises(UnsupportedError, match=r"labels\[1, 6\] is 7 where input_ids has"):
+        call(labels=labels)
+    labels = batch["labels"].clone()
+    labels[3, 11] = batch["input_ids"][3, 11]
+    with pytest.raises(UnsupportedError, match=r"labels\[3, 11\] .* and attention_mask 0"):
+        call(labels=labels)
+    mask = batch["attention_mask"].clone()
+    mask[0, 1] = 0
+    with pytest.raises(ForestError, match="a hole"):
+        call(attention_mask=mask)
+
+
+# ---- trainers --------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["dpo", "sft"])
+def maker(request: pytest.FixtureRequest) -> Any:
+    """-> (makes a trainer, the adapter's class)."""
+    if request.param == "dpo":
+        return make_dpo, PrefixTreeDPOTrainer
+    return make_sft, PrefixTreeSFTTrainer
+
+
+def test_the_trainer_asks(folder: Path, maker: Any) -> None:
+    """The checks are those of the trainer for GRPO, in test_refusals.py."""
+    make, ours = maker
+    with pytest.raises(UnsupportedError, match=r"neftune_noise_alpha=5\.0: a shared token"):
+        make(ours, folder, neftune_noise_alpha=5.0)
+
+
+def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Any) -> None:
+    """Turns share nothing then; the two answers of a pair share their prompt."""
+    make, ours = maker
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make(ours, folder, per_device_train_batch_size=1).train()
+    messages = [text for each in found if "shared nothing" in (text := str(each.message))]
+    assert len(messages) == (make is make_sft)
+    assert all("set train_sampling_strategy='sequential'" in text for text in messages)
+
+
+def test_experts_and_their_loss(folder: Path, maker: Any) -> None:
+    make, ours = maker
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_mixture())
+    options = {"ref_model": AutoModelForCausalLM.from_config(tiny_mixture())}
+    options = options if make is make_dpo else {}
+    with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
+        make(ours, folder, model=model, options=options, router_aux_loss_coef=0.1)
+    make(ours, folder, model=model, options=options, router_aux_loss_coef=0.0)

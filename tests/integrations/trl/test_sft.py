@@ -1,0 +1,222 @@
+"""SFT: the adapter's trainer against TRL's, through `train()` and `evaluate()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import SFTTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl import PrefixTreeSFTTrainer
+from tests.integrations.trl.runs import moved, parameters, worst_parameter
+from tests.integrations.trl.sample_runs import (
+    assert_equal_runs,
+    make_sft,
+    ratios,
+    rows_of_calls,
+    turns,
+)
+from tests.support.chat_tokenizer import CHATML
+
+# marks what an assistant says, with the end of its turn
+_MARKED = CHATML.replace(
+    "{{ m.content }}", "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+).replace("<|im_end|>\n{% endfor %}{% if add", "{% endfor %}{% if add")
+
+
+def make_both(folder: Path, **arguments: Any) -> tuple[SFTTrainer, SFTTrainer]:
+    return (
+        make_sft(PrefixTreeSFTTrainer, folder, **arguments),
+        make_sft(SFTTrainer, folder, **arguments),
+    )
+
+
+def train_both(folder: Path, **arguments: Any) -> tuple[SFTTrainer, SFTTrainer]:
+    runs = make_both(folder, **arguments)
+    for run in runs:
+        run.train()
+    assert type(runs[1]) is SFTTrainer
+    return runs
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
+def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
+    ours, theirs = make_both(
+        folder,
+        optim=optimizer,
+        learning_rate=0.3 if optimizer == "sgd" else 1e-3,
+        eval_strategy="steps",
+        eval_steps=2,
+        options={"eval_dataset": turns(3)},
+    )
+    rows = rows_of_calls(ours.model)
+    ours.train()
+    theirs.train()
+    assert type(theirs) is SFTTrainer
+    assert moved(theirs, folder) > 1e-3
+    assert theirs.state.log_history[-2]["eval_mean_token_accuracy"] > 0
+    assert_equal_runs(ours, theirs)
+    # two conversations of three turns, of which the last holds the others
+    assert min(ratios(ours)) > 1.6
+    # 4 steps of 2 batches, and 2 evaluations of 2
+    assert rows == [1] * 12
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_type": "dft"},
+        {"completion_only_loss": False},
+        {"train_sampling_strategy": "random", "shuffle_dataset": True},
+        # steps whose batches have other numbers of rows and of labels
+        {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3},
+        {"average_tokens_across_devices": False},
+        {"max_length": 70, "pad_to_multiple_of": 8},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing_kwargs": {"selective": True}},
+    ],
+    ids=lambda arguments: "-".join(map(str, [*arguments, *arguments.values()])),
+)
+def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
+    ours, theirs = train_both(folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+def test_whole_conversations_and_the_assistants_mask(folder: Path) -> None:
+    """One sample per conversation, several answers to one question: all answers are learnt."""
+    rows = [
+        {"messages": [*row["prompt"], *row["completion"], question, answer]}
+        for row in turns(2)
+        for question in [{"role": "user", "content": "why"}]
+        for answer in [{"role": "assistant", "content": f"say {i}"} for i in range(3)]
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = _MARKED
+    arguments = {
+        "options": {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    }
+    ours, theirs = train_both(folder, assistant_only_loss=True, **arguments)
+    labels = [row["labels"] for row in ours.train_dataset]
+    assert all(-100 in row and max(row) > 0 for row in labels)
+    assert_equal_runs(ours, theirs)
+    assert min(ratios(ours)) > 2
+    everything = make_sft(PrefixTreeSFTTrainer, folder, **arguments)
+    everything.train()
+    assert worst_parameter(ours, everything)[0] > 1e-3
+
+
+def test_token_ids_with_labels(folder: Path) -> None:
+    """A data set with labels of its own: a sample without any, and a batch without any."""
+    trainer = make_sft(SFTTrainer, folder)
+    rows = [
+        {"input_ids": row["input_ids"], "labels": row["labels"]} for row in trainer.train_dataset
+    ]
+    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
+    rows[6:] = [{**row, "labels": [-100] * len(row["labels"])} for row in rows[6:]]
+    ours, theirs = train_both(
+        folder,
+        options={"train_dataset": Dataset.from_list(rows)},
+        gradient_accumulation_steps=1,
+        # or TRL drops these samples
+        max_length=None,
+    )
+    assert moved(theirs, folder) > 1e-3
+    assert [log["loss"] > 0 for log in ours.state.log_history[:4]] == [True, False] * 2
+    assert_equal_runs(ours, theirs)
+
+
+def test_a_token_counts_once_per_sample(folder: Path) -> None:
+    """The same sample three times beside another: the shared tokens weigh three times."""
+    trainer = make_sft(SFTTrainer, folder)
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
+    thrice, once = [rows[2], rows[2], rows[2], rows[5]], [rows[2], rows[5]]
+    arguments = {"gradient_accumulation_steps": 1, "max_steps": 1}
+    ours, theirs = train_both(
+        folder, options={"train_dataset": Dataset.from_list(thrice)}, **arguments
+    )
+    assert_equal_runs(ours, theirs)
+    assert ratios(ours)[0] > 2
+    other = make_sft(
+        PrefixTreeSFTTrainer,
+        folder,
+        options={"train_dataset": Dataset.from_list(once)},
+        **arguments,
+    )
+    other.train()
+    assert worst_parameter(ours, other)[0] > 1e-4
+
+
+def test_an_adapter(folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    runs = []
+    for trainer in (PrefixTreeSFTTrainer, SFTTrainer):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+        options = {"peft_config": config}
+        runs.append(make_sft(trainer, folder, options=options, learning_rate=1.0))
+        runs[-1].train()
+    b = max(float(p.abs().max()) for n, p in parameters(runs[1].model).items() if "lora_B" in n)
+    assert b > 1e-3
+    assert_equal_runs(*runs)
+
+
+def test_metrics_of_logits(folder: Path) -> None:
+    """For `compute_metrics` TRL runs the model again, on the rows as they are."""
+
+    def compute_metrics(predictions: Any) -> dict[str, float]:
+        return {"spread": float(predictions.predictions.std())}
+
+    ours, theirs = make_both(
+        folder, options={"eval_dataset": turns(2), "compute_metrics": compute_metrics}
+    )
+    mine, other = ours.evaluate(), theirs.evaluate()
+    assert other["eval_spread"] > 0
+    assert mine["eval_spread"] == pytest.approx(other["eval_spread"], rel=1e-5)
+    assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def test_mixed_precision(folder: Path) -> None:
+    """`bf16=True`, TRL's default: as near to a float32 run as TRL's own."""
+    exact = make_sft(SFTTrainer, folder)
+    runs = [exact, *make_both(folder, bf16=True)]
+    for run in runs:
+        run.train()
+    wanted = parameters(exact.model)
+    errors = [
+        sum(float((p - wanted[name]).square().sum()) for name, p in parameters(run.model).items())
+        for run in runs[1:]
+    ]
+    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
+    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
+    assert moved(exact, folder) > 10 * worst_parameter(runs[1], exact)[0]
+
+
+# ---- refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"packing": True, "gradient_checkpointing": False}, "join samples to rows"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "join samples to rows"),
+        ({"eval_packing": True}, "join samples to rows"),
+        ({"padding_free": True, "max_length": None}, "join samples to rows"),
+        ({"label_smoothing_factor": 0.1}, "with label_smoothing_factor TRL computes the loss"),
+        (
+            {"options": {"compute_loss_func": lambda *args, **kwargs: torch.zeros(())}},
+            "with compute_loss_func TRL computes the loss",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_losses_of_logits_and_joined_rows(
+    folder: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        make_sft(PrefixTreeSFTTrainer, folder, **arguments)
