@@ -186,6 +186,14 @@ def test_precomputed_references(
     assert_equal_runs(*runs, wanted=lambda name: name != "rewards/accuracies")
     for ours, theirs in zip(runs[0].train_dataset, runs[1].train_dataset, strict=True):
         assert ours["ref_chosen_logps"] == pytest.approx(theirs["ref_chosen_logps"], rel=1e-6)
+    if not with_adapter:
+        return  # TRL has no reference left
+    losses = []
+    for run in runs:
+        data = pairs(3).add_column("of", [f"evaluated {type(run)}"] * 6)
+        losses.append(run.evaluate(data)["eval_loss"])
+    assert len(calls) == 12
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_metrics_of_logits(folder: Path) -> None:

@@ -1,10 +1,11 @@
-"""The example runs, and what docs/trl.md shows does what it says."""
+"""The examples run, and what docs/trl.md shows does what it says."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixtree.cli import app
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, PrefixTreeSFTTrainer
 from tests.integrations.trl.runs import make, prompts, reward
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,19 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_grpo", ROOT / "examples" / "trl_grpo.py")
+    return load("trl_grpo")
+
+
+@pytest.fixture(scope="module")
+def sft_example() -> Iterator[ModuleType]:
+    # it imports the other, which stands beside it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield load("trl_sft_turns")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,6 +74,45 @@ def test_the_prompts(example: ModuleType) -> None:
     assert rows["solution"] == ["2", "3", "4"]
     assert len({row["prompt"][0]["content"] for row in rows}) == 1
     assert "1?\nso\n#### 1" in rows[0]["prompt"][0]["content"]
+
+
+def test_turns_of_conversations(sft_example: ModuleType, tmp_path: Path) -> None:
+    """From a file of JSON lines, with both trainers."""
+    tiny = ["--tiny", "--output"]
+    ours = sft_example.main([*tiny, str(tmp_path / "ours")])
+    theirs = sft_example.main([*tiny, str(tmp_path / "theirs"), "--stock"])
+    assert type(ours) is PrefixTreeSFTTrainer and type(theirs) is not PrefixTreeSFTTrainer
+    losses = [
+        [(log["loss"], log["grad_norm"]) for log in run.state.log_history if "loss" in log]
+        for run in (ours, theirs)
+    ]
+    # 12 conversations of 8 answers, 16 a step
+    assert len(losses[0]) == 6 and losses[0][-1][0] < losses[0][0][0] - 0.5
+    for mine, other in zip(*losses, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert ours.state.log_history[0]["prefixtree/replication_ratio"] > 3
+    assert (tmp_path / "ours" / "model.safetensors").exists()
+    # the same from a file
+    file = tmp_path / "conversations.jsonl"
+    sft_example.sums(count=12, answers=8).to_json(file)
+    model = str(tmp_path / "ours" / "model")
+    with pytest.raises(SystemExit):
+        sft_example.main(["--model", model])
+    read = sft_example.load_dataset("json", data_files=str(file), split="train")
+    expected = sft_example.turns(sft_example.sums(count=12, answers=8))
+    assert sft_example.turns(read).to_list() == expected.to_list()
+
+
+def test_a_sample_per_turn(sft_example: ModuleType) -> None:
+    user, answer, tool = (
+        {"role": role, "content": role} for role in ("user", "assistant", "tool")
+    )
+    rows = [{"messages": [user, answer, tool, answer], "tools": [{"name": "f"}]}] * 2
+    got = sft_example.turns(sft_example.Dataset.from_list(rows)).to_list()
+    assert got == [
+        {"prompt": [user], "completion": [answer], "tools": [{"name": "f"}]},
+        {"prompt": [user, answer, tool], "completion": [answer], "tools": [{"name": "f"}]},
+    ] * 2
 
 
 def test_rollouts_written_as_the_page_says(folder: Path, tmp_path: Path) -> None:
