@@ -73,6 +73,8 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
     assert max(abs(log.get("rewards/margins", 0)) for log in logs) > 1e-2
     assert max(abs(log.get("logits/chosen", 0)) for log in logs) > 1e-3
     assert_equal_runs(ours, theirs)
+    # the policy is where its reference is, in the same packed rows
+    assert ours.state.log_history[0]["rewards/margins"] == 0
     # two pairs of one prompt or of two
     assert min(ratios(ours)) > 1.8
 

@@ -104,15 +104,17 @@ def test_turns_of_conversations(sft_example: ModuleType, tmp_path: Path) -> None
 
 
 def test_a_sample_per_turn(sft_example: ModuleType) -> None:
-    user, answer, tool = (
-        {"role": role, "content": role} for role in ("user", "assistant", "tool")
-    )
+    user, answer, tool = ({"role": role, "content": role} for role in ("user", "assistant", "tool"))
     rows = [{"messages": [user, answer, tool, answer], "tools": [{"name": "f"}]}] * 2
     got = sft_example.turns(sft_example.Dataset.from_list(rows)).to_list()
-    assert got == [
-        {"prompt": [user], "completion": [answer], "tools": [{"name": "f"}]},
-        {"prompt": [user, answer, tool], "completion": [answer], "tools": [{"name": "f"}]},
-    ] * 2
+    assert (
+        got
+        == [
+            {"prompt": [user], "completion": [answer], "tools": [{"name": "f"}]},
+            {"prompt": [user, answer, tool], "completion": [answer], "tools": [{"name": "f"}]},
+        ]
+        * 2
+    )
 
 
 def test_rollouts_written_as_the_page_says(folder: Path, tmp_path: Path) -> None:
