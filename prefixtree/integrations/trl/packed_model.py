@@ -69,15 +69,16 @@ class PackedModel:
             return self._model(**inputs)
         check_attention(self._model)
         input_ids, attention_mask, labels = _entries(inputs)
-        packed = pack(PrefixForest.from_padded(input_ids.cpu(), attention_mask.cpu()))
+        ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
+        _check_rows(ids, mask, targets)
+        packed = pack(PrefixForest.from_padded(ids, mask))
         if self._sharing is not None and torch.is_grad_enabled():
             self._sharing.saw(packed.forest)
-        masks = labels.cpu().numpy() != _NO_LABEL
         lengths = packed.forest.sequence_lengths
         scores = sequence_logprobs(
             self._model,
             packed.to(input_ids.device),
-            loss_mask=[row[:n] for row, n in zip(masks, lengths, strict=True)],
+            loss_mask=[row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)],
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
         )
@@ -97,7 +98,7 @@ class PackedModel:
 
 
 def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids, attention_mask and labels of a batch that can be packed."""
+    """input_ids, attention_mask and labels of a batch that has nothing else."""
     given = {name: value for name, value in inputs.items() if value is not None}
     given.pop("use_cache", None)
     needed = ("input_ids", "attention_mask", "labels")
@@ -111,12 +112,11 @@ def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.
             f"the batch has {', '.join(others)}, which is not packed yet; train on text alone, "
             "with the entries input_ids, attention_mask and labels (or completion_mask)"
         )
-    ids, mask, labels = (given[name] for name in needed)
-    _check_rows(*(x.detach().cpu().numpy() for x in (ids, mask, labels)))
-    return ids, mask, labels
+    return given["input_ids"], given["attention_mask"], given["labels"]
 
 
 def _check_rows(ids: np.ndarray, mask: np.ndarray, labels: np.ndarray) -> None:
+    """Refuses rows whose scores would not be where TRL looks for them, or of other tokens."""
     for bad in np.flatnonzero(mask[:, 0] == 0)[:1]:
         raise UnsupportedError(
             f"row {bad} begins with padding: rows must be padded on the right, as TRL's collators "

@@ -15,7 +15,13 @@ from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer
-from tests.integrations.trl.runs import moved, parameters, worst_parameter
+from tests.integrations.trl.runs import (
+    moved,
+    parameters,
+    save_model,
+    tiny_hybrid,
+    worst_parameter,
+)
 from tests.integrations.trl.sample_runs import (
     assert_equal_runs,
     make_dpo,
@@ -196,6 +202,15 @@ def test_precomputed_references(
         losses.append(run.evaluate(data)["eval_loss"])
     assert len(calls) == 12
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_recurrent_layers(tmp_path: Path) -> None:
+    """A hybrid model; the reference, which TRL loads, is prepared by its first forward."""
+    folder = save_model(tmp_path, tiny_hybrid("qwen3_5_text"))
+    ours, theirs = train_both(folder, max_steps=2)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    assert min(ratios(ours)) > 1.8
 
 
 def test_metrics_of_logits(folder: Path) -> None:
