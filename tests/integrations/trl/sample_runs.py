@@ -145,7 +145,8 @@ def compare_on_ranks(folder: Path, **arguments: Any) -> dict[str, dict[str, Any]
         arguments: of all configs.
 
     Returns:
-        "dpo" and "sft" -> "wrapper", "parameters", "moved", "ratio", and on the logging rank "metrics".
+        "dpo" and "sft" -> "wrapper", "parameters", "moved", "ratio", and "metrics" on the logging
+        rank.
     """
     arguments = {
         "ddp_find_unused_parameters": False,

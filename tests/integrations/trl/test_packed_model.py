@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
 from prefixtree.integrations.trl.packed_model import PackedModel
-from tests.integrations.trl.runs import tiny_mixture
+from tests.integrations.trl.runs import sharing_report, tiny_mixture
 from tests.integrations.trl.sample_runs import make_dpo, make_sft
 
 OUTPUTS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
