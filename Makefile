@@ -44,13 +44,17 @@ TRL ?= 1.16.0
 test-trl: .venvs/trl-$(TRL)/.ready
 	$(TEST_ENV) .venvs/trl-$(TRL)/bin/python -m pytest -n auto --dist worksteal tests/integrations/trl $(ARGS)
 
-# everything from $(VENV), which comes first, so that only what is missing there is installed
+# everything from $(VENV), which comes first, so that only what is missing there is installed. DeepSpeed
+# comes as a source, for which nothing is compiled
+DEEPSPEED ?= 0.19.8
 .venvs/trl-%/.ready: $(READY)
 	@echo "setting up .venvs/trl-$*"
 	@$(PYTHON) -m venv .venvs/trl-$*
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  "$$(.venvs/trl-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/trl-$*/bin/python -m pip install --quiet --disable-pip-version-check "trl==$*" requests
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu .venvs/trl-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  "deepspeed==$(DEEPSPEED)"
 	@touch $@
 
 # the adapter for veRL, with real verl; a file a process, as some start ranks or Ray

@@ -8,6 +8,8 @@ with TRL's own trainer instead: the losses are the same, and it is slower.
     accelerate launch examples/trl_grpo.py --model Qwen/Qwen3-0.6B     # --vllm generates with it
     accelerate launch --config_file examples/configs/fsdp2.yaml examples/trl_grpo.py \
         --model Qwen/Qwen3-8B     # sharded over 8 GPUs; --num_processes 2 for 2
+    # DeepSpeed, or zero2.yaml
+    accelerate launch --config_file examples/configs/zero3.yaml examples/trl_grpo.py
     python examples/trl_grpo.py --tiny     # a random model on a CPU, in seconds, without network
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -42,6 +42,13 @@ _KNOWN_PACKAGES = (
     "prefixtree",
     "functools",
 )
+# whose hooks gather and release parameters around a forward, and hand on what it gives
+_KNOWN_HOOKS = (
+    *_KNOWN_PACKAGES,
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.utils.nvtx",
+)
 
 
 def find_causal_lm(model: nn.Module) -> Any:
@@ -74,6 +81,7 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
         UnsupportedError: with the part of the model and the way to mend it.
         ValueError: tokens or a device that do not match the model.
     """
+    _check_gathered(causal_lm)
     config, text = causal_lm.config, causal_lm.config.get_text_config()
     check_config(config, causal_lm.training)
     if text is not config:
@@ -93,6 +101,28 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
             f"the packed forest is on {packed.device}, the model on {device}: "
             "call packed = packed.to(model.device)"
         )
+
+
+def _check_gathered(causal_lm: nn.Module) -> None:
+    """Refuses parameters that ZeRO-3 has partitioned where no hook gathers them for a forward."""
+    partitioned = next(
+        (
+            name
+            for name, p in causal_lm.named_parameters()
+            if getattr(getattr(p, "ds_status", None), "name", None) == "NOT_AVAILABLE"
+        ),
+        None,
+    )
+    # DeepSpeed gives every module its hooks at once
+    hooks = causal_lm._forward_pre_hooks.values()
+    if partitioned is None or any((_foreign(h) or "").startswith("deepspeed.") for h in hooks):
+        return
+    raise UnsupportedError(
+        f"{partitioned} is partitioned by DeepSpeed ZeRO-3 (its shape is [0] here), and "
+        f"{type(causal_lm).__name__} has no hooks that would gather it: give the model to "
+        "deepspeed.initialize or Accelerator.prepare before it is scored, or score within "
+        "deepspeed.zero.GatheredParameters(model.parameters())"
+    )
 
 
 @contextmanager
@@ -220,15 +250,16 @@ def _check_treatment_of_logits(causal_lm: Any) -> None:
 
 def check_hook(hook: Callable[..., Any], owner: str) -> None:
     """Refuses a forward hook that would see scores where it expects logits."""
-    if _foreign(hook) is not None:
+    if _foreign(hook, _KNOWN_HOOKS) is not None:
         raise UnsupportedError(
             f"{owner} has a forward hook ({hook!r}): it would see scores, never logits; remove it "
             "while scoring"
         )
 
 
-def _foreign(function: Any) -> str | None:
-    """The module of a function from an unknown package: this one, or one that it wraps."""
+def _foreign(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
+    """The module of a function that is outside of `known` (packages and modules): that of this
+    one, or of one that it wraps."""
     left, seen = [function], set()
     while left:
         function = left.pop()
@@ -241,7 +272,7 @@ def _foreign(function: Any) -> str | None:
         # not __module__, which a wrapper takes over from what it wraps
         names = getattr(function, "__globals__", None)
         module = type(function).__module__ if names is None else names.get("__name__", "?")
-        if module.partition(".")[0] not in _KNOWN_PACKAGES:
+        if not any(f"{module}.".startswith(f"{name}.") for name in known):
             return str(module)
         left.append(getattr(function, "__wrapped__", None))
         # what a wrapper calls need not be what it says it wraps

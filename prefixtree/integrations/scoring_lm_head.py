@@ -59,14 +59,31 @@ class Handed:
     version: int | None = None
     times: int = 0
 
+    def give(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the output embedding returns for scores [U, columns], before the hooks of its
+        wrapper."""
+        self.values = scores.detach()
+        # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
+        self._hold(scores[None].clone())
+        assert self.output is not None
+        return self.output
+
     def keep(self, output: torch.Tensor) -> None:
         """Takes the output of the output embedding after the hooks of its wrapper.
 
         A wrapper can only follow the tensors that its hooks return.
+
+        Raises:
+            UnsupportedError: the hooks cast or changed it.
         """
         _check_dtype(output, "a wrapper of the output embedding cast")
-        self.output, self.times = output, self.times + 1
-        self.version = None if output.is_inference() else output._version
+        if self.output is not None and not self._is_unchanged(output):
+            raise UnsupportedError(
+                "a hook changed the output embedding's output, which are the scores here: what it "
+                "does to logits cannot be done to log-probabilities; remove it while scoring"
+            )
+        self._hold(output)
+        self.times += 1
 
     def returned(self, output: Any) -> torch.Tensor:
         """The scores [U, columns] of what the outermost module returned.
@@ -87,17 +104,26 @@ class Handed:
                 "starts threads"
             )
         _check_dtype(scores, "a wrapper cast")
-        # the same tensor, unwritten: without a look at values, which would wait for a GPU
-        same = self.version is not None and scores.data_ptr() == self.output.data_ptr()
-        if same and scores.shape == self.output.shape and scores._version == self.version:
-            return scores[0]
-        if scores.shape != self.output.shape or not torch.equal(scores[0], self.values):
+        if not self._is_unchanged(scores):
             raise UnsupportedError(
                 "a wrapper or a hook changed the model's logits on the way out, which are the "
                 "scores here: what it does to logits cannot be done to log-probabilities; remove "
                 "it while scoring"
             )
         return scores[0]
+
+    def _hold(self, output: torch.Tensor) -> None:
+        self.output = output
+        self.version = None if output.is_inference() else output._version
+
+    def _is_unchanged(self, scores: torch.Tensor) -> bool:
+        """Whether `scores` are those that were handed over."""
+        assert self.output is not None and self.values is not None
+        if scores.shape != self.output.shape:
+            return False
+        # the same memory, unwritten: without a look at values, which would wait for a GPU
+        same = self.version is not None and scores.data_ptr() == self.output.data_ptr()
+        return (same and scores._version == self.version) or torch.equal(scores[0], self.values)
 
 
 def logit_rule(causal_lm: Any) -> LogitRule:
@@ -157,9 +183,7 @@ def scoring_lm_head(
                 _check_rowwise(lm_head, lm_head_forward, hidden[0])
                 vocabulary = causal_lm.config.get_text_config().vocab_size
                 result = lm_head_logprobs(lm_head_forward, vocabulary, rows, *rest)
-            handed.values = result.detach()
-            # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
-            return result[None].clone()
+            return handed.give(result)
 
         def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if threading.get_ident() != thread:

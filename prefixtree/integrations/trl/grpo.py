@@ -55,7 +55,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_grpo(GRPOTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
+        prepare_trainer(
+            self, verified=("use_liger_kernel", "torch_compile", "fp16"), deepspeed=True
+        )
         self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args)

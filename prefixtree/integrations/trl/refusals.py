@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
-from prefixtree.integrations.families import check_config, check_modules
+from prefixtree.integrations.families import LIGER_LAYERS, check_config, check_modules
 from prefixtree.integrations.model_checks import transformer_of
+from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from prefixtree.integrations.trl.fsdp import check_fsdp
 
 AUX_LOSS = (
@@ -19,9 +21,7 @@ AUX_LOSS = (
 
 # (argument, values that are fine, what is wrong with the others)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("use_liger_kernel", (False, None), "its layers replace those of the model: set it to False"),
     ("neftune_noise_alpha", (None,), "a shared token would draw one noise: leave it None"),
-    ("torch_compile", (False, None), "not verified under TRL: set it to False"),
     (
         "use_transformers_continuous_batching",
         (False, None),
@@ -35,29 +35,35 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (
         "cast_lm_head_to_fp32",
         (False, None),
-        "logits are computed in the dtype of the hidden states, and everything after them in "
-        "float32: set it to False",
+        "under autocast the lm_head would still compute in its dtype; everything after the logits "
+        "is computed in float32 anyway: set it to False",
     ),
     (
         "activation_offloading",
         (False, None),
         "not verified on packed batches: set it to False",
     ),
-    ("fp16", (False, None), "not verified under TRL: use bf16, or float32"),
+    ("use_liger_kernel", (False, None), "not verified with this trainer: set it to False"),
+    ("torch_compile", (False, None), "not verified with this trainer: set it to False"),
+    ("fp16", (False, None), "not verified with this trainer: use bf16, or float32"),
 )
+# what is verified alone, and not where another library splits the model or wraps its layers
+_ALONE = ("use_liger_kernel", "torch_compile", "fp16")
 
 
-def prepare_trainer(trainer: Any) -> None:
+def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
     """Refuses a trainer that is not verified, and sets the attention of its models.
 
     Args:
         trainer: a trainer of TRL with a model and perhaps a ref_model.
+        verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
 
     Raises:
         UnsupportedError: arguments, a distribution, images, the loss of experts or a model.
     """
-    check_arguments(trainer.args)
-    check_distribution(trainer)
+    check_arguments(trainer.args, verified)
+    check_distribution(trainer, deepspeed)
+    check_liger(trainer.args, trainer.model)
     if trainer._is_vlm:
         raise UnsupportedError(
             f"processing_class is a {type(trainer.processing_class).__name__}: images are not "
@@ -65,24 +71,48 @@ def prepare_trainer(trainer: Any) -> None:
         )
     if trainer.aux_loss_enabled:
         raise UnsupportedError(AUX_LOSS)
-    for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+    # not by truth value: a compiled model has none
+    models = (trainer.model, getattr(trainer, "ref_model", None))
+    for model in (m for m in models if m is not None):
         check_model(model)
         transformer_of(model).set_attn_implementation("prefixtree")
 
 
-def check_arguments(args: Any) -> None:
-    """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified."""
+def check_arguments(args: Any, verified: Collection[str] = ()) -> None:
+    """Refuses arguments (a `GRPOConfig`, `DPOConfig`, ...) that are not verified.
+
+    Args:
+        args: the trainer's arguments.
+        verified: names of arguments that are verified with this trainer, and not with all.
+
+    Raises:
+        UnsupportedError: with the argument and what to set.
+    """
     for name, fine, why in _ARGUMENTS:
-        if (value := getattr(args, name, None)) not in fine:
+        if (value := getattr(args, name, None)) not in fine and name not in verified:
             raise UnsupportedError(f"{name}={value!r}: {why}")
 
 
-def check_distribution(trainer: Any) -> None:
-    """Refuses ways to spread a model over processes other than DDP, FSDP2 and HSDP."""
+def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
+    """Refuses ways to spread a model over processes that are not verified.
+
+    Args:
+        trainer: the trainer, made.
+        deepspeed: whether DeepSpeed is verified with this trainer. Default: False.
+
+    Raises:
+        UnsupportedError: with the way and what to use.
+    """
     if trainer.is_deepspeed_enabled:
-        raise UnsupportedError("DeepSpeed is not verified under TRL: use DDP (accelerate launch)")
+        if not deepspeed:
+            raise UnsupportedError(
+                "DeepSpeed is not verified with this trainer: use DDP (accelerate launch)"
+            )
+        check_deepspeed(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        _check_alone(trainer.args, "DeepSpeed")
     if trainer.is_fsdp_enabled:
         check_fsdp(trainer.accelerator.state.fsdp_plugin)
+        _check_alone(trainer.args, "FSDP2")
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     if parallelism is not None and parallelism.non_data_parallel_size != 1:
         raise UnsupportedError(
@@ -101,6 +131,26 @@ def check_attention(model: nn.Module) -> None:
             '"prefixtree" when it was made, and something else has been set since (by a callback, '
             "a patch or a library for faster generation); take that out, or call "
             'model.set_attn_implementation("prefixtree") after it'
+        )
+
+
+def _check_alone(args: Any, library: str) -> None:
+    for name in _ALONE:
+        if value := getattr(args, name, None):
+            instead = "use bf16, or float32" if name == "fp16" else "set it to False"
+            raise UnsupportedError(f"{name}={value!r} is not verified under {library}: {instead}")
+
+
+def check_liger(args: Any, model: nn.Module) -> None:
+    """Refuses Liger Kernel's layers in a family in which they were not compared.
+
+    TRL turns off its fused loss, and a packed forward asks for no loss. So only layers change.
+    """
+    model_type = transformer_of(model).config.get_text_config().model_type
+    if args.use_liger_kernel and model_type not in LIGER_LAYERS:
+        raise UnsupportedError(
+            f"use_liger_kernel=True: Liger's layers were not compared in {model_type}, only in "
+            f"{', '.join(LIGER_LAYERS)}; set it to False"
         )
 
 

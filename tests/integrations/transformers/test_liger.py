@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from prefixtree.integrations.families import LIGER_LAYERS
+from tests.support.liger import keep_transformers
 from tests.support.models import (
     build,
     cases,
@@ -26,11 +26,7 @@ liger = pytest.importorskip("liger_kernel.transformers", reason="needs liger-ker
 
 @pytest.fixture(autouse=True)
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts back what Liger replaces in transformers' modules, for every model of the process."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.models.") and ".modeling_" in name:
-            for attribute, value in list(vars(module).items()):
-                monkeypatch.setattr(module, attribute, value)
+    keep_transformers(monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")

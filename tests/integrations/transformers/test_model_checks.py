@@ -287,23 +287,6 @@ def test_a_subclass_that_keeps_the_forward():
     assert_same(run_packed(model, ragged_packed(), ragged_objective()), run_eager(build("llama")))
 
 
-def _edit(module: nn.Module, args: Any, output: Any) -> Any:
-    output.logits = output.logits * 0.5
-    return output
-
-
-def _look(module: nn.Module, args: Any, output: Any) -> None:
-    output.logits.argmax()
-
-
-@pytest.mark.parametrize("hook", [_edit, _look])
-def test_a_hook_on_the_language_model(hook):
-    model = build("llama")
-    model.register_forward_hook(hook)
-    with pytest.raises(pt.UnsupportedError, match=r"language model, has a forward hook.*remove it"):
-        sequence_logprobs(model, ragged_packed())
-
-
 class _Wrapper(nn.Module):
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

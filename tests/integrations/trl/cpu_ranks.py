@@ -10,19 +10,14 @@ Run a script behind this module, in place of `accelerate launch SCRIPT`:
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
-
-ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
@@ -43,27 +38,6 @@ def fsdp_on_a_cpu() -> Iterator[None]:
         yield
     finally:
         PartialState.set_device = before
-
-
-def start(arguments: list[str]) -> list[str]:
-    """Runs a launcher, a module and its arguments; the lines that all processes printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "ACCELERATE_USE_CPU": "true",
-        },
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout.splitlines()
 
 
 if __name__ == "__main__":

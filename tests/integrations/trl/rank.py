@@ -6,7 +6,6 @@ with how far they are apart.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
+from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import (
     SameOrder,
     make,
@@ -289,8 +289,7 @@ def main(folder: Path, names: list[str]) -> None:
         dist.barrier()
         with nullcontext() if case.fsdp is None else fsdp_on_a_cpu():
             result = ask(case, folder)
-        if dist.get_rank() == 0:
-            print("RESULT " + json.dumps({"case": name, **result}), flush=True)
+        report(name, result)
     dist.destroy_process_group()
 
 

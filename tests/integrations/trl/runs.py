@@ -54,7 +54,7 @@ class SameOrder(PrefixTreeGRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for model in filter(None, (self.model, self.ref_model)):
+        for model in (m for m in (self.model, self.ref_model) if m is not None):
             model.set_attn_implementation("sdpa")
         # it packs nothing, as it should
         self.remove_callback(SharingReport)

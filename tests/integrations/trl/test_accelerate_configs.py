@@ -9,7 +9,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
-from tests.integrations.trl.cpu_ranks import ROOT, start
+from tests.integrations.trl.launch import ROOT, start
 from tests.integrations.trl.runs import parameters, squared_distance
 
 FSDP2 = ROOT / "examples" / "configs" / "fsdp2.yaml"
@@ -37,7 +37,7 @@ def test_the_example_runs_with_fsdp2(tmp_path: Path) -> None:
         accelerate.commands.launch --config_file {FSDP2} --num_processes 2
         -m tests.integrations.trl.cpu_ranks examples/trl_grpo.py --tiny --output {tmp_path}
     """
-    lines = start(arguments.split())
+    lines = start(arguments.split(), ACCELERATE_USE_CPU="true")
     sharded = [line.split()[1:] for line in lines if line.startswith("SHARDED")]
     assert len(sharded) == 2
     for kinds in sharded:

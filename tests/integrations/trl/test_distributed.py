@@ -5,23 +5,20 @@ A launch is dear, so one runs many cases (`rank.CASES`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.trl.cpu_ranks import start
+from tests.integrations.trl.launch import launch
 from tests.integrations.trl.rank import CASES, compare, in_bfloat16, resume, samples
 from tests.integrations.trl.runs import save_model
 
 
-def launch(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
+def run_cases(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
     """What rank 0 found, per case."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    lines = start([*launcher, "tests.integrations.trl.rank", str(save_model(folder)), *names])
-    found = [json.loads(line.removeprefix("RESULT ")) for line in lines if "RESULT " in line]
-    results = {result.pop("case"): result for result in found}
+    module = "tests.integrations.trl.rank"
+    results = launch(module, save_model(folder), *names, processes=ranks, ACCELERATE_USE_CPU="true")
     assert list(results) == names
     for name, result in results.items():
         print(name, result)
@@ -67,7 +64,7 @@ TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
 
 def test_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    results = launch(tmp_path, 2, TWO)
+    results = run_cases(tmp_path, 2, TWO)
     for name, result in results.items():
         ask = CASES[name][0]
         if ask is samples:
@@ -96,13 +93,13 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_one_rank(tmp_path: Path) -> None:
     """A group of one, which shards nothing and runs through the same wrappers."""
-    (result,) = launch(tmp_path, 1, ["rollouts"]).values()
+    (result,) = run_cases(tmp_path, 1, ["rollouts"]).values()
     check_run("rollouts", result, 1)
     check_equality(result)
 
 
 def test_replicas_of_shards(tmp_path: Path) -> None:
     """HSDP: two by two."""
-    (result,) = launch(tmp_path, 4, ["hsdp"]).values()
+    (result,) = run_cases(tmp_path, 4, ["hsdp"]).values()
     check_run("hsdp", result, 4)
     check_equality(result)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import trl
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from transformers import AutoModelForCausalLM, StableLmConfig
+from accelerate.state import AcceleratorState
+from transformers import AutoConfig, AutoModelForCausalLM, StableLmConfig
 from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
@@ -34,19 +35,16 @@ def model_of(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"use_liger_kernel": True},
-            "use_liger_kernel=True: its layers replace those of the model",
-        ),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True: not verified with this trainer"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: a shared token would draw one"),
-        ({"torch_compile": True}, "torch_compile=True: not verified under TRL"),
+        ({"torch_compile": True}, "torch_compile=True: not verified with this trainer"),
         ({"use_transformers_continuous_batching": True}, "it needs a paged attention"),
         ({"cache_implementation": "static"}, "'static': only the dynamic cache is verified"),
         (
             {"cast_lm_head_to_fp32": True},
-            "cast_lm_head_to_fp32=True: logits are computed in the dtype",
+            "cast_lm_head_to_fp32=True: under autocast the lm_head",
         ),
-        ({"fp16": True}, "fp16=True: not verified under TRL"),
+        ({"fp16": True}, "fp16=True: not verified with this trainer: use bf16"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -67,7 +65,7 @@ def test_the_trainer_asks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("is_deepspeed_enabled", True, "DeepSpeed is not verified"),
+        ("is_deepspeed_enabled", True, "DeepSpeed is not verified with this trainer"),
         (
             "accelerator",
             SimpleNamespace(parallelism_config=ParallelismConfig(tp_size=2)),
@@ -133,6 +131,73 @@ def test_what_mixed_precision_casts() -> None:
     old = FSDP(fsdp_version=1)
     old.set_mixed_precision("bf16")
     keep_outputs(old)  # is refused later, with a reason
+
+
+def with_deepspeed(
+    trainer: GRPOTrainer, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> SimpleNamespace:
+    """Its plugin; test_deepspeed.py has real ones."""
+    plugin = SimpleNamespace(deepspeed_config=config)
+    monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
+    trainer.is_deepspeed_enabled = True
+    return plugin
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hybrid_engine": {"enabled": True}}, "'hybrid_engine' of the DeepSpeed config"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "'tensor_parallel' of the DeepSpeed config"),
+        ({"sequence_parallel_size": 2}, "'sequence_parallel_size' of the DeepSpeed config"),
+        ({"torch_autocast": {"enabled": True}}, "'torch_autocast' of the DeepSpeed config"),
+        ({"compile": {"deepcompile": True}}, "'compile' of the DeepSpeed config"),
+        ({"fp16": {"enabled": True}}, "'fp16' of the DeepSpeed config"),
+        ({"data_types": {"param_dtype": "fp16"}}, "'data_types' of the DeepSpeed config"),
+        ({"what is new": 1}, "'what is new' of the DeepSpeed config is not verified"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights=True"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow={'topk_ratio': 0.1}"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "offload_param to 'nvme' is not verified under TRL, expected 'cpu' or 'none'",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_deepspeed_configurations(
+    folder: Path, config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": True},
+        "hybrid_engine": {"enabled": False},
+        "compile": {},
+        "gradient_clipping": "auto",
+    }
+    trainer = make(GRPOTrainer, folder, beta=0.0)
+    plugin = with_deepspeed(trainer, fine, monkeypatch)
+    refusals.check_distribution(trainer, deepspeed=True)
+    plugin.deepspeed_config = {**fine, **config}
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_distribution(trainer, deepspeed=True)
+
+
+@pytest.mark.parametrize("name", ["use_liger_kernel", "torch_compile", "fp16"])
+def test_what_is_not_verified_under_deepspeed(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(GRPOTrainer, folder, beta=0.0)
+    with_deepspeed(trainer, {}, monkeypatch)
+    setattr(trainer.args, name, True)
+    with pytest.raises(UnsupportedError, match=f"{name}=True is not verified under DeepSpeed"):
+        refusals.check_distribution(trainer, deepspeed=True)
+
+
+def test_ligers_layers_of_another_family(folder: Path) -> None:
+    """Of gpt2, which is on the list of models."""
+    model = model_of(AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=260))
+    message = "use_liger_kernel=True: Liger's layers were not compared in gpt2, only in deepseek_v2"
+    refused(folder, message, model=model, beta=0.0, use_liger_kernel=True, disable_dropout=True)
 
 
 def test_model_types_outside_the_allow_list(folder: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
@@ -28,6 +31,7 @@ from tests.integrations.trl.runs import (
     worst_metric,
     worst_parameter,
 )
+from tests.support.liger import interpret, keep_transformers
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 
@@ -186,6 +190,94 @@ def test_mixed_precision(folder: Path) -> None:
     print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
     assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
     assert moved(exact, folder) > 10 * worst_parameter(ours, exact)[0]
+
+
+class ScalesLosses:
+    """`fp16=True` on a CPU, where accelerate leaves out both autocast and the loss scale."""
+
+    scale = 2.0**16
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, backoff_factor=2.0**-24)
+        self.accelerator.native_amp = True  # type: ignore[attr-defined]
+        self.accelerator.scaler = scaler  # type: ignore[attr-defined]
+
+
+class OursScaled(ScalesLosses, PrefixTreeGRPOTrainer): ...
+
+
+class TheirsScaled(ScalesLosses, SameOrder): ...
+
+
+def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fp16=True`: as near to a float32 run as TRL's own; steps that overflow are skipped."""
+    arguments = {**SGD, "num_iterations": 1, "options": {"rollout_func": rollouts}}
+    exact = train(SameOrder, folder, **arguments)
+    ours, theirs = (train(k, folder, fp16=True, **arguments) for k in (OursScaled, TheirsScaled))
+    wanted = parameters(exact.model)
+    errors = [squared_distance(parameters(run.model), wanted) for run in (ours, theirs)]
+    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
+    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
+    # half precision it was, and finer than bfloat16
+    assert 1e-5 < worst_parameter(ours, exact)[0] < 0.05 * moved(exact, folder)
+    assert ours.accelerator.scaler.get_scale() == 2.0**16
+    # gradients of float16 overflow
+    monkeypatch.setattr(ScalesLosses, "scale", 2.0**40)
+    ours, theirs = (train(k, folder, fp16=True, **arguments) for k in (OursScaled, TheirsScaled))
+    for run in (ours, theirs):
+        norms = [log["grad_norm"] for log in run.state.log_history if "grad_norm" in log]
+        assert not math.isfinite(norms[0]) and all(map(math.isfinite, norms[1:]))
+        assert run.accelerator.scaler.get_scale() == 2.0**16
+    assert moved(theirs, folder) > 10 * worst_parameter(ours, theirs)[0]
+
+
+# dynamo looks at it while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers(folder: Path) -> None:
+    """`torch_compile=True`: the policy and the reference are compiled, and a few graphs serve all
+    shapes."""
+    arguments = {**SGD, "max_steps": 4, "options": {"rollout_func": rollouts}}
+    torch._dynamo.reset()
+    counters.clear()
+    ours = train(
+        PrefixTreeGRPOTrainer,
+        folder,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        **arguments,
+    )
+    for model in (ours.model_wrapped, ours.ref_model):
+        assert type(model).__name__ == "OptimizedModule"
+    assert 1 <= counters["stats"]["unique_graphs"] <= 6
+    theirs = train(SameOrder, folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
+def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_liger_kernel=True` as TRL applies it, without its fused loss."""
+    pytest.importorskip("liger_kernel")
+    keep_transformers(monkeypatch)
+    interpret(monkeypatch)
+    arguments = {
+        **SGD,
+        "max_steps": 2,
+        "num_iterations": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"rms_norm": False},
+        "options": {"rollout_func": rollouts},
+    }
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    assert ours.args.liger_kernel_config["fused_linear_cross_entropy"] is False
+    assert "LigerSwiGLU" in repr(ours.model)
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__.startswith("liger_kernel")
+    theirs = train(SameOrder, folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
 
 
 def test_a_checkpoint_knows_nothing_of_prefixtree(folder: Path, tmp_path: Path) -> None:

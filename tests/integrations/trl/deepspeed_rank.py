@@ -1,0 +1,306 @@
+"""What test_deepspeed.py starts on every rank: DeepSpeed's ZeRO under both trainers.
+
+accelerate starts DeepSpeed only where it found an accelerator. `_gloo` tells it that gloo serves
+the CPU, and all that follows (process group, plugin, engine) is accelerate's and DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, training_args
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from trl import GRPOTrainer
+
+import prefixtree as pt
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from tests.integrations.trl.launch import report
+from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
+
+ARGUMENTS: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "max_steps": 2,
+    # 2 ranks x 2 micro-batches of 4: every rank has groups of its own
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 40,
+    "shuffle_dataset": False,
+    # DeepSpeed asks for it, and finds the CPU by DS_ACCELERATOR
+    "use_cpu": False,
+    # as people load models: within the trainer, so that ZeRO-3 partitions them while loading
+    "model_init_kwargs": {"dtype": "float32"},
+}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+Weights = dict[str, torch.Tensor]
+
+
+def zero(stage: int, **changes: Any) -> dict[str, Any]:
+    """A configuration of DeepSpeed; at stage 3 every weight is partitioned."""
+    optimization: dict[str, Any] = {"stage": stage, **changes}
+    if stage == 3:
+        # what has fewer elements is kept whole: by default all of a tiny model
+        optimization["stage3_param_persistence_threshold"] = 0
+        optimization["stage3_gather_16bit_weights_on_model_save"] = True
+    return {
+        "zero_optimization": optimization,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        # its Adam for offloaded states would be compiled
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a trainer.
+
+    Attributes:
+        config: DeepSpeed's. arguments: of the GRPOConfig, beside ARGUMENTS.
+        rollout: makes completions. None: the model generates.
+        model: the folder with the model, below the one with a Qwen3.
+        lora: whether an adapter and the lm_head are trained.
+    """
+
+    config: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rollout: Callable[..., Any] | None = rollouts
+    model: str = "."
+    lora: bool = False
+
+    def trainer(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
+        options: dict[str, Any] = {}
+        if self.rollout is not None:
+            options["rollout_func"] = self.rollout
+        if self.lora:
+            from peft import LoraConfig
+
+            options["peft_config"] = LoraConfig(**LORA)
+        config = {k: dict(v) if isinstance(v, dict) else v for k, v in self.config.items()}
+        arguments = {**ARGUMENTS, "output_dir": str(folder / "out"), **self.arguments, **changes}
+        model = folder / self.model
+        return make(kind, model, model=str(model), options=options, deepspeed=config, **arguments)
+
+    def train(self, kind: type[GRPOTrainer], folder: Path, **changes: Any) -> GRPOTrainer:
+        trainer = self.trainer(kind, folder, **changes)
+        trainer.train()
+        return trainer
+
+    def starting_weights(self, folder: Path) -> Weights:
+        return load_file(folder / self.model / "model.safetensors")
+
+
+def unequal(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Rollouts of which rank 1 has longer prompts, and no completion that ends."""
+    batch = rollouts(chats, trainer)
+    if dist.get_rank() == 1:
+        for row in range(len(chats)):
+            batch["prompt_ids"][row] *= 3
+            # every second rollout ends with the end of text
+            end = len(batch["completion_ids"][row]) - row % 2
+            batch["completion_ids"][row] = batch["completion_ids"][row][:end]
+            batch["env_mask"][row] = batch["env_mask"][row][:end]
+    return batch
+
+
+def by_step(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+    """Completions that depend on the optimiser's step, so that a resumed run gets the same."""
+    ids: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+    for row, chat in enumerate(chats):
+        draw = random.Random(str((trainer.state.global_step, row, chat[-1]["content"])))
+        ids["prompt_ids"].append(list(chat[-1]["content"].encode()))
+        ids["completion_ids"].append([draw.randrange(256) for _ in range(draw.randint(3, 9))])
+    return ids
+
+
+# ---- what is asked of a case -----------------------------------------------------------------
+
+
+def compare(case: Case, folder: Path) -> dict[str, Any]:
+    """Our trainer against TRL's forward on the same batches."""
+    runs = [case.train(kind, folder) for kind in (PrefixTreeGRPOTrainer, SameOrder)]
+    return _differences(*runs, case.starting_weights(folder))
+
+
+def generate(case: Case, folder: Path) -> dict[str, Any]:
+    """As `compare`, and again without gathering all of the model to generate.
+
+    TRL's own forward cannot be asked then: its fused head reads a weight that is partitioned.
+    """
+    result = compare(case, folder)
+    theirs = case.train(SameOrder, folder)
+    ours = case.train(PrefixTreeGRPOTrainer, folder, ds3_gather_for_generation=False)
+    return {**result, "layer by layer": _differences(ours, theirs, case.starting_weights(folder))}
+
+
+def _differences(ours: GRPOTrainer, theirs: GRPOTrainer, start: Weights) -> dict[str, Any]:
+    wanted = whole(theirs)
+    result = {"parameters": largest_difference(whole(ours), wanted)}
+    # metrics are gathered, and logged on one rank
+    if dist.get_rank() == 0:
+        result["metrics"], result["metric"] = worst_metric(ours, theirs)
+    scored: list[Any] = [None] * dist.get_world_size()
+    masks = [batch["completion_mask"] for batch in ours._buffered_inputs or []]
+    dist.all_gather_object(scored, int(sum(mask.sum() for mask in masks)))
+    # the head's weight is read by an autograd function of ours
+    head = next(name for name in wanted if "lm_head" in name or "embed_tokens" in name)
+    before = start.get("lm_head.weight", start["model.embed_tokens.weight"])
+    logs = [log for log in ours.state.log_history if "loss" in log]
+    return {
+        **result,
+        **_ways(ours),
+        "head moved": float((wanted[head] - before).abs().max()),
+        "trained": len(wanted),
+        "scored": scored,
+        "kl": max(log["kl"] for log in logs),
+        "ratio": min(log["prefixtree/replication_ratio"] for log in logs),
+    }
+
+
+def resume(case: Case, folder: Path) -> dict[str, Any]:
+    """Four steps at once against two from the checkpoint of the second, and what files hold."""
+    out = folder / f"saved-{case.config['zero_optimization']['stage']}"
+    complete = whole(case.train(PrefixTreeGRPOTrainer, folder, output_dir=str(out)))
+    resumed = case.trainer(PrefixTreeGRPOTrainer, folder, output_dir=str(out))
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    files = {step: load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4)}
+    result = {
+        **_ways(resumed),
+        "steps": resumed.state.global_step,
+        "parameters": largest_difference(whole(resumed), complete),
+        "second half": largest_difference(files[2], complete),
+    }
+    # without what would partition it too
+    unset_hf_deepspeed_config()
+    loaded = AutoModelForCausalLM.from_pretrained(out / "checkpoint-4")
+    result["attention"] = loaded.config._attn_implementation
+    result["loaded"] = largest_difference(parameters(loaded), complete)
+    return result
+
+
+def in_bfloat16(case: Case, folder: Path) -> dict[str, Any]:
+    """How far both trainers' parameters are from a float32 run, squared."""
+    # transformers asks CUDA whether it has bfloat16
+    training_args.is_torch_bf16_gpu_available = lambda: True
+    exact = whole(case.train(SameOrder, folder))
+    runs = [case.train(kind, folder, bf16=True) for kind in (PrefixTreeGRPOTrainer, SameOrder)]
+    errors = [
+        sum(float((p - exact[name]).square().sum()) for name, p in whole(run).items())
+        for run in runs
+    ]
+    dtypes = {str(p.dtype) for p in runs[0].model.parameters()}
+    return {**_ways(runs[0]), "ours": errors[0], "theirs": errors[1], "dtypes": sorted(dtypes)}
+
+
+def without_hooks(case: Case, folder: Path) -> dict[str, Any]:
+    """A model that ZeRO-3 partitioned while it was loaded, before DeepSpeed prepares it."""
+    packed = pt.pack(pt.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
+    model = case.trainer(PrefixTreeGRPOTrainer, folder).model
+    try:
+        sequence_logprobs(model, packed)
+        message = ""
+    except pt.UnsupportedError as error:
+        message = str(error)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        gathered = sequence_logprobs(model, packed).logprobs
+    unset_hf_deepspeed_config()
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder / case.model, attn_implementation="prefixtree"
+    )
+    wanted = sequence_logprobs(plain, packed).logprobs
+    return {
+        "message": message,
+        "error": max(float((a - b).abs().max()) for a, b in zip(gathered, wanted, strict=True)),
+    }
+
+
+def whole(trainer: GRPOTrainer) -> Weights:
+    """What is trained, gathered: every rank must ask."""
+    parts = [p for p in trainer.model.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(parts):
+        return {name: p.float() for name, p in parameters(trainer.model).items()}
+
+
+def largest_difference(a: Weights, b: Weights) -> float:
+    assert a.keys() == b.keys() and a
+    return max(float((p.float() - b[name].float()).abs().max()) for name, p in a.items())
+
+
+def _ways(trainer: GRPOTrainer) -> dict[str, Any]:
+    """Whether the run was what it was meant to be."""
+    models = [trainer.model] + [trainer.ref_model] * (trainer.ref_model is not None)
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "wrappers": [type(trainer.model_wrapped).__name__, type(trainer.ref_model).__name__],
+        "stage": trainer.model_wrapped.zero_optimization_stage(),
+        # between two forwards, in all ranks
+        "partitioned": [
+            sum(p.shape == (0,) for p in model.parameters()) / len(list(model.parameters()))
+            for model in models
+        ],
+    }
+
+
+def _gloo(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+    return "gloo", DistributedType.MULTI_CPU
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+LONG = {"max_steps": 4}
+# with moments, which a checkpoint has to hold
+SAVING = {
+    **LONG,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+SHORT = {"max_completion_length": 10}
+TRUNCATED = {"mask_truncated_completions": True}
+CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
+    "stage 1": (compare, Case(zero(1), SHORT, None)),
+    "stage 2": (compare, Case(zero(2), LONG)),
+    "stage 3": (compare, Case(zero(3), LONG)),
+    "generation": (generate, Case(zero(3), SHORT, None)),
+    "unequal ranks": (compare, Case(zero(2), TRUNCATED, unequal)),
+    "unequal ranks, tied": (compare, Case(zero(3), TRUNCATED, unequal, "tied")),
+    "offload": (compare, Case(zero(3, **OFFLOAD), {"gradient_checkpointing": False})),
+    "hybrid": (compare, Case(zero(3), {}, rollouts, "hybrid")),
+    "lora 2": (compare, Case(zero(2), {"learning_rate": 1.0}, lora=True)),
+    "lora 3": (compare, Case(zero(3), {"learning_rate": 1.0, **SHORT}, None, lora=True)),
+    "resume 2": (resume, Case(zero(2), SAVING, by_step)),
+    "resume 3": (resume, Case(zero(3), SAVING, by_step)),
+    # one iteration: a token that rounding puts on the other side of a clip drowns the rest
+    "bfloat16": (in_bfloat16, Case(zero(3), {"num_iterations": 1})),
+    "without hooks": (without_hooks, Case(zero(3), {"beta": 0.0})),
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    PartialState._prepare_backend = _gloo
+    for name in names:
+        ask, case = CASES[name]
+        report(name, ask(case, folder))
+        # what the next trainer does not want
+        unset_hf_deepspeed_config()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,154 @@
+"""DeepSpeed's ZeRO through TRL: our trainer against TRL's forward, on one and two processes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import DeepSpeedPlugin
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl.deepspeed import check_deepspeed
+from tests.integrations.trl.launch import ROOT, launch
+from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid
+
+RANK = "tests.integrations.trl.deepspeed_rank"
+COMPARED = {
+    "stage 1": 1,
+    "stage 2": 2,
+    "stage 3": 3,
+    "generation": 3,
+    "unequal ranks": 2,
+    "unequal ranks, tied": 3,
+    "offload": 3,
+    "hybrid": 3,
+    "lora 2": 2,
+    "lora 3": 3,
+}
+RESUMED = {"resume 2": 2, "resume 3": 3}
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert find_spec("deepspeed"), "needs DeepSpeed: rm -r .venvs/trl-*, then `make test-trl`"
+    folder = save_model(tmp_path_factory.mktemp("deepspeed"))
+    save_model(folder / "tied", tiny_config(tie_word_embeddings=True))
+    save_model(folder / "hybrid", tiny_hybrid("qwen3_5_text"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(models: Path) -> Results:
+    """Of two ranks, which start once for all cases."""
+    cases = [*COMPARED, *RESUMED, "bfloat16", "without hooks"]
+    return launch(RANK, models, *cases, DS_ACCELERATOR="cpu")
+
+
+def assert_equal_runs(result: dict[str, Any]) -> None:
+    print(result)
+    assert result["head moved"] > 1e-3
+    assert result["kl"] > 1e-5
+    assert result["ratio"] > 1.4
+    assert result["metrics"] < 1e-5, result["metric"]
+    assert result["parameters"] < 1e-5
+
+
+def assert_partitioned(result: dict[str, Any], stage: int, processes: int) -> None:
+    """It was DeepSpeed, at that stage; between forwards, stage 3 leaves no weight whole."""
+    assert result["processes"] == processes
+    assert result["stage"] == stage
+    assert set(result["wrappers"]) <= {"DeepSpeedEngine", "NoneType"}
+    assert result["wrappers"][0] == "DeepSpeedEngine"
+    assert result["partitioned"] == [float(stage == 3)] * len(result["partitioned"])
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_runs_are_trls_own(results: Results, case: str) -> None:
+    result = results[case]
+    assert_equal_runs(result)
+    assert_partitioned(result, COMPARED[case], processes=2)
+    # an adapter's reference is the model without it; an lm_head beside 12 matrices is trained too
+    references = result["wrappers"][1] == "DeepSpeedEngine"
+    assert references is not case.startswith("lora")
+    if case.startswith("lora"):
+        assert result["trained"] == 13
+
+
+def test_generation_layer_by_layer(results: Results) -> None:
+    """`ds3_gather_for_generation=False`, under which TRL's own forward does not run."""
+    assert_equal_runs(results["generation"]["layer by layer"])
+
+
+@pytest.mark.parametrize("case", ["unequal ranks", "unequal ranks, tied"])
+def test_a_rank_with_nothing_to_score(results: Results, case: str) -> None:
+    scored = results[case]["scored"]
+    assert scored[0] > 0 and scored[1] == 0
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_is_the_whole_one(results: Results, case: str) -> None:
+    result = results[case]
+    print(result)
+    assert_partitioned(result, RESUMED[case], processes=2)
+    assert result["steps"] == 4
+    assert result["second half"] > 1e-4
+    assert result["parameters"] < 1e-6
+    # what was saved loads with transformers alone
+    assert result["attention"] == "sdpa"
+    assert result["loaded"] < 1e-6
+
+
+def test_bfloat16(results: Results) -> None:
+    """As near to a float32 run as TRL's own forward; DeepSpeed trains float32 copies."""
+    result = results["bfloat16"]
+    print(result)
+    assert_partitioned(result, 3, processes=2)
+    assert result["dtypes"] == ["torch.bfloat16"]
+    assert 0.5 * result["theirs"] < result["ours"] < 1.5 * result["theirs"]
+
+
+def test_partitioned_parameters_that_nothing_gathers(results: Results) -> None:
+    """A model that ZeRO-3 partitioned while loading it, scored before DeepSpeed has it."""
+    result = results["without hooks"]
+    assert "model.embed_tokens.weight is partitioned by DeepSpeed ZeRO-3" in result["message"]
+    assert "deepspeed.zero.GatheredParameters" in result["message"]
+    assert result["error"] == 0.0
+
+
+def test_one_process(models: Path) -> None:
+    found = launch(RANK, models, "stage 2", "stage 3", processes=1, DS_ACCELERATOR="cpu")
+    for stage in (2, 3):
+        assert_equal_runs(found[f"stage {stage}"])
+        assert_partitioned(found[f"stage {stage}"], stage, processes=1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerates_configurations(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `accelerate launch` reads them, and hands them to the ranks."""
+    file = ROOT / "examples" / "configs" / f"zero{stage}.yaml"
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), "trl_grpo.py"])
+    arguments, defaults, precision = _validate_launch_command(arguments)
+    assert defaults.distributed_type == "DEEPSPEED" and arguments.use_deepspeed
+    arguments.deepspeed_fields_from_accelerate_config = list(defaults.deepspeed_config)
+    arguments.mixed_precision = arguments.mixed_precision or precision
+    _, environment = prepare_deepspeed_cmd_env(arguments)
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == stage
+    assert plugin.zero3_init_flag is plugin.zero3_save_16bit_model is (stage == 3)
+    check_deepspeed(plugin.deepspeed_config)
+    # the comments are right
+    with monkeypatch.context() as changed:
+        changed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+        check_deepspeed(DeepSpeedPlugin().deepspeed_config)
+        changed.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
+        with pytest.raises(UnsupportedError, match="offload_optimizer to 'nvme'"):
+            check_deepspeed(DeepSpeedPlugin().deepspeed_config)
