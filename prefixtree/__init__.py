@@ -23,6 +23,7 @@ from prefixtree.packing.micro_batches import (
 )
 
 if TYPE_CHECKING:
+    from prefixtree.integrations.compiled import compile_layers
     from prefixtree.integrations.recompute.forward import (
         RecomputePlan,
         max_micro_batch_tokens,
@@ -48,6 +49,7 @@ __all__ = [
     "TileShape",
     "TreeMask",
     "UnsupportedError",
+    "compile_layers",
     "explain",
     "max_micro_batch_tokens",
     "pack",
@@ -60,6 +62,7 @@ __all__ = [
 
 
 _LATER = {
+    "prefixtree.integrations.compiled": ("compile_layers",),
     "prefixtree.integrations.transformers": ("SequenceScores", "prepare", "sequence_logprobs"),
     "prefixtree.integrations.recompute.forward": (
         "RecomputePlan",

@@ -60,7 +60,8 @@ def layers_of(model: Any) -> list[nn.Module]:
     layers = [m for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
     if not layers or not model.supports_gradient_checkpointing:
         raise UnsupportedError(
-            f"transformers does not checkpoint {type(model).__name__}: leave recompute=None"
+            f"transformers does not checkpoint the layers of {type(model).__name__}, so nothing "
+            "can be said of them one by one: leave recompute=None, and compile no layers"
         )
     return layers
 

@@ -26,7 +26,6 @@ from tests.support.models import (
     build,
     counted,
     enable_checkpointing,
-    errors,
     ragged_objective,
     ragged_packed,
     run_eager,
@@ -350,22 +349,6 @@ def test_a_sharded_unit_that_casts_its_output(unit):
     match = r"cast the log-probabilities to torch\.bfloat16.*output_dtype=torch\.float32"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, ragged_packed())
-
-
-# ---- compiled ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
-# dynamo's own look at .grad of its inputs
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers(model_type):
-    """One graph for every forest, without a break."""
-    model = build(model_type)
-    expected = run_packed(model, ragged_packed(), ragged_objective())
-    attention = model.model.layers[1].self_attn
-    attention.forward = torch.compile(attention.forward, backend="eager", fullgraph=True)
-    assert errors(run_packed(model, ragged_packed(), ragged_objective()), expected).largest <= 1e-6
-    torch._dynamo.reset()
 
 
 # ---- precision -----------------------------------------------------------------------------------

@@ -313,30 +313,6 @@ def test_adapters_of_recurrent_layers(family: str, first: str) -> None:
     assert any("lora" in name for name in run.gradients) and found.largest < 5e-5, found
 
 
-@needs_states
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("family", FEW)
-def test_compiled_layers(family: str) -> None:
-    """Each in one graph, which serves every forest."""
-    torch._dynamo.reset()
-    model = pt.prepare(build(family))
-    compiled = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal compiled
-        compiled += 1
-        return graph.forward
-
-    for layer in hybrids.transformer_of(model).get_decoder().layers:
-        layer.compile(backend=backend, fullgraph=True, dynamic=True)
-    assert _errors(model, family).largest < 5e-5
-    first = compiled
-    sequences = [s[: len(s) - 1] for s in ragged_objective().sequences]
-    packed = pt.pack(pt.PrefixForest.from_sequences(sequences))
-    pt.sequence_logprobs(model, packed)
-    assert compiled == first > 0
-
-
 # ---- what it relies on ---------------------------------------------------------------------------
 
 
