@@ -158,9 +158,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("name", CANNOT_CHECKPOINT)
 def test_a_family_that_is_not_checkpointed(name):
-    with pytest.raises(
-        pt.UnsupportedError, match="does not checkpoint the layers"
-    ):
+    with pytest.raises(pt.UnsupportedError, match="does not checkpoint the layers"):
         pt.sequence_logprobs(build(name), ragged_packed(), recompute="auto")
 
 
