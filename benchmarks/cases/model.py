@@ -19,7 +19,8 @@ the bound over the packed time. MFU is the useful FLOPs over time and --peak: th
 tokens, nothing recomputed; `own_mfu` counts the tokens that a side computes. Out of memory is a
 row; where the replicated sides are out of memory, the case runs again with the next smaller of
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
---layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would.
+--layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would,
+--recompute gives a row each to what layers compute again in the backward.
 --shape names the model; of hybrids (Qwen3.5, Qwen3-Next) the sides are own and packed.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,11 @@ from benchmarks.lib.tables import (
     times_cell,
     verdict,
 )
-from prefixtree import pack, plan_micro_batches
+from prefixtree import pack, plan_micro_batches, plan_recomputation
 from prefixtree.cost import model_cost
+from prefixtree.integrations.recompute.forward import memory_of
+from prefixtree.integrations.recompute.layers import MODES
+from prefixtree.integrations.recompute.plan import Work, scoring_bytes
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.testing.attention import pieces
 
@@ -160,8 +165,28 @@ def drift(mine: dict[bytes, torch.Tensor], theirs: dict[bytes, torch.Tensor]) ->
     return float(gap[scored].mean())
 
 
+def predicted_bytes(update: Update) -> int:
+    """Weights, gradients, and the most that `prefixtree` predicts for a micro-batch's activations."""
+    model = update.model
+    held = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
+    memory = memory_of(model, model.device)
+    peaks = []
+    for step in update.steps:
+        work = Work(step.packed.forest, sum(int(m[1:].sum()) for m in step.masks))
+        modes = update.recompute
+        if modes == "auto":
+            modes = plan_recomputation(model, step.packed, scored=work.scored).modes
+        peaks.append(memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work)))
+    return held + max(peaks)
+
+
 def run_side(
-    side: str, model: Any, case: dict[str, list[Batch]], known: Row, options: argparse.Namespace
+    side: str,
+    recompute: str,
+    model: Any,
+    case: dict[str, list[Batch]],
+    known: Row,
+    options: argparse.Namespace,
 ) -> Row:
     """Times one side; `known` keeps the first side's log-probabilities for the others."""
     batches = case["packed" if side == "packed" else "replicated"]
@@ -170,6 +195,8 @@ def run_side(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     update = Update.of_batches(side, model, batches, options)
+    update.recompute = recompute
+    predicted = predicted_bytes(update)
     olds = by_sequence(batches, [update.old(step) for step in update.steps])
     row: Row = {"red": []}
     if "logprobs" in known:
@@ -190,6 +217,7 @@ def run_side(
         "seconds": time,
         "all_seconds": [ms / 1e3 for ms in seconds["all_ms"]],
         "peak_bytes": seconds["peak_with_held_bytes"],
+        "predicted_bytes": predicted,
         "micro_batches": len(batches),
         "replicated": replicated,
         "computed": sum(
@@ -200,6 +228,7 @@ def run_side(
         "distinct_per_s": sum(b.forest.num_tokens for b in case["packed"]) / time,
         "mfu": useful.total(*whole) / time / peak,
         "own_mfu": mine.total(*whole) / time / peak,
+        # what a backward computes again counts: all of it where every layer is recomputed
         "machine_flops": mine.total(*(x + y for x, y in zip(FORWARD, CHECKPOINTED, strict=True))),
     }
     return row
@@ -263,9 +292,11 @@ def run_layers(
     for title, case in cases.items():
         known: Row = {}
         rows = []
-        for side in options.sides:
+        for side, recompute in itertools.product(options.sides, options.recompute):
 
-            def one(side: str = side, case: Any = case, known: Row = known) -> Row:
+            def one(
+                side: str = side, recompute: str = recompute, case: Any = case, known: Row = known
+            ) -> Row:
                 nonlocal model
                 if checks[side]["red"]:
                     return {"red": checks[side]["red"]}
@@ -273,13 +304,15 @@ def run_layers(
                     shape = config(layers, options.is_tiny, shape=options.shape)
                     model = checkpointed(model_of(shape, options.device, options.dtype))
                     faster_layers(model, options.layers_by)
-                return run_side(side, model, case, known, options)
+                return run_side(side, recompute, model, case, known, options)
 
-            row = report.attempt({"case": title, "layers": layers, "side": side}, one)
+            about = {"case": title, "layers": layers, "side": side, "recompute": recompute}
+            row = report.attempt(about, one)
             rows.append(row)
             got = verdict(row) or f"{row['seconds']:.3f} s"
-            print(f"{title}, {layers} layers, {side}: {got}", flush=True)
-        bounds(rows)
+            print(f"{title}, {layers} layers, {side}, recompute {recompute}: {got}", flush=True)
+        for recompute in options.recompute:
+            bounds([row for row in rows if row["recompute"] == recompute])
         if any("out_of_memory" in row for row in rows if row["side"] != "packed"):
             again.append(title)
         if options.profile is not None and model is not None:
@@ -320,9 +353,16 @@ def tables(*runs: Row) -> Parts:
     def rates(row: Row) -> str:
         return f"{row['tokens_per_s']:,.0f} / {row['distinct_per_s']:,.0f}"
 
+    lines = cases_by_side(*runs)
+    recomputed = [
+        Column("recomputed", lambda line: next(iter(line.values()))["recompute"]),
+        of_packed("GiB predicted", lambda row: gib(row["predicted_bytes"], ".1f")),
+    ]
+    chosen = any(row.get("recompute", "all") != "all" for run in runs for row in run["rows"])
     columns = [
         Column("case", lambda line: next(iter(line.values()))["case"]),
         Column("layers", lambda line: str(next(iter(line.values()))["layers"])),
+        *(recomputed if chosen else ()),
         *(time(side) for side in names),
         of_packed("over FA2", lambda row: times_cell(row["speedup"].get("fa2"))),
         of_packed("over flash-attn-4", lambda row: times_cell(row["speedup"].get("fa4"))),
@@ -332,7 +372,7 @@ def tables(*runs: Row) -> Parts:
         of_packed("MFU", lambda row: f"{row['mfu']:.1%}"),
     ]
     yield machine(runs[0]["environment"], "transformers")
-    yield Table(columns, cases_by_side(*runs))
+    yield Table(columns, lines)
 
 
 def hybrids(*runs: Row) -> Parts:
@@ -367,9 +407,14 @@ def hybrids(*runs: Row) -> Parts:
 
 
 def cases_by_side(*runs: Row) -> list[dict[str, Row]]:
-    """Rows by side, a dict per case and number of layers."""
+    """Rows by side, a dict per case, number of layers and what is recomputed."""
     rows = (row for run in runs for row in run["rows"])
-    return list(by_key(rows, lambda row: (row["case"], row["layers"]), "side").values())
+    return list(by_key(rows, _case, "side").values())
+
+
+def _case(row: Row) -> tuple[Any, ...]:
+    # runs before there was a choice recomputed every layer
+    return row["case"], row["layers"], row.get("recompute", "all")
 
 
 def layers_by(data: Row) -> Parts:
@@ -401,14 +446,14 @@ def layers_by(data: Row) -> Parts:
 def plot(report: Report) -> None:
     """Replicated tokens per second, and peak memory, one bar per side."""
     rows = [row for row in report.rows if "seconds" in row]
-    groups = list(dict.fromkeys((row["case"], row["layers"]) for row in rows))
+    groups = list(dict.fromkeys(map(_case, rows)))
     sides = list(dict.fromkeys(row["side"] for row in rows))
     fig, axes = figure(2, f"a policy update, Qwen3-8B shapes, {report.where}")
-    measured = {(row["case"], row["layers"], row["side"]): row for row in rows}
+    measured = {(*_case(row), row["side"]): row for row in rows}
     for axis, key, unit in ((axes[0], "tokens_per_s", 1e3), (axes[1], "peak_bytes", GIB)):
         found = {s: [measured.get((*group, s), {}).get(key) for group in groups] for s in sides}
         bars(axis, {s: [None if y is None else y / unit for y in found[s]] for s in sides})
-        labels = [f"{case.replace(', ', chr(10))}\n{layers} layers" for case, layers in groups]
+        labels = [f"{case.replace(', ', chr(10))}\n{layers} layers" for case, layers, _ in groups]
         axis.set_xticks(range(len(groups)), labels, fontsize=6)
     name(axes[0], "", "thousand replicated tokens / s")
     name(axes[1], "", "peak memory, GiB", legend=False)
@@ -432,6 +477,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("transformers", "compile", "liger"),
         default="transformers",
         help="compile: packed and own alone; liger: needs liger-kernel",
+    )
+    what.add_argument(
+        "--recompute",
+        nargs="+",
+        choices=(*MODES, "auto"),
+        default=["all"],
+        help="what layers compute again in the backward, one row each",
     )
     what.add_argument("--profile", type=Path, help="top kernels, a text file")
     options = parse(what, arguments)

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 
 from benchmarks.lib.replicated import attending, chains, in_pieces
-from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree import PackedForest, PrefixForest, compile_layers, pack
 from prefixtree.cost import ModelCost
 from prefixtree.testing.attention import Attention
 from prefixtree.testing.compare import (
@@ -198,8 +198,7 @@ def faster_layers(model: Any, by: str) -> None:
             of tokens) or liger (the kernels of the package liger-kernel).
     """
     if by == "compile":
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
+        compile_layers(model)
     elif by == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 

@@ -267,10 +267,15 @@ def deal(
 
 
 class Update:
-    """One side's policy update: its micro-batches made, ready for the model."""
+    """One side's policy update: its micro-batches made, ready for the model.
+
+    Attributes:
+        recompute: of `sequence_logprobs`, in the forwards that have a backward.
+    """
 
     def __init__(self, model: Any, steps: Sequence[Step]) -> None:
         self.model, self.steps = model, list(steps)
+        self.recompute: Any = None
 
     @classmethod
     def of_samples(
@@ -312,7 +317,9 @@ class Update:
         return cls(model, steps)
 
     def _score(self, step: Step) -> list[torch.Tensor]:
-        return sequence_logprobs(self.model, step.packed, loss_mask=step.masks).logprobs
+        return sequence_logprobs(
+            self.model, step.packed, loss_mask=step.masks, recompute=self.recompute
+        ).logprobs
 
     def old(self, step: Step) -> list[torch.Tensor]:
         """Log-probabilities without gradients."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -162,9 +162,8 @@ def available_bytes(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
-        page = os.sysconf("SC_PAGE_SIZE")
-        free = page * os.sysconf("SC_AVPHYS_PAGES")
-        total = page * os.sysconf("SC_PHYS_PAGES")
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(facts[k].split()[0]) << 10 for k in ("MemAvailable", "MemTotal"))
     return int(free - reserve(total))
 
 
