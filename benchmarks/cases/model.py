@@ -166,7 +166,7 @@ def drift(mine: dict[bytes, torch.Tensor], theirs: dict[bytes, torch.Tensor]) ->
 
 
 def predicted_bytes(update: Update) -> int:
-    """Weights, gradients, and the most that `prefixtree` predicts for a micro-batch's activations."""
+    """Weights, gradients, and the most that is predicted for a micro-batch's activations."""
     model = update.model
     held = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
     memory = memory_of(model, model.device)

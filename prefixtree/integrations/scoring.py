@@ -82,8 +82,9 @@ def sequence_logprobs(
             (2^22 / vocabulary on a CPU).
         recompute: what layers compute again in the backward. "auto": as little as the free memory
             allows, planned anew for each forest (`plan_recomputation`). "all" (gradient
-            checkpointing), "attention kept" (all but attention and recurrences) or "nothing": the
-            same in all layers. Or a `RecomputePlan`. Default: None, as the model is set.
+            checkpointing), "all_but_attention" (outputs of attention and of recurrences are kept)
+            or "nothing": the same in all layers. Or a `RecomputePlan`. Default: None, as the model
+            is set.
         return_statistics: which statistics of the distributions to compute too, without gradients:
             "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
             "is_top1", 1 where the token has the largest logit (the first of equal ones);

@@ -147,7 +147,8 @@ def recomputed_forward(
 def memory_of(causal_lm: Any, device: torch.device) -> ModelMemory:
     """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision."""
     layer = layers_of(causal_lm)[0]
-    dtype = next(layer.parameters()).dtype
+    # FSDP1 takes a layer's parameters away
+    dtype = next(causal_lm.parameters()).dtype
     if isinstance(layer, FSDPModule):
         dtype = layer._get_fsdp_state()._mp_policy.param_dtype or dtype
     autocast = None

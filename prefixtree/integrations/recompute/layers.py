@@ -23,8 +23,8 @@ from prefixtree.kernels.recurrence.operator import TREE_DELTA_RULE, TREE_SSD
 
 #: What a layer computes again in its backward: all of it, all but attention and recurrences, or
 #: nothing.
-Mode = Literal["all", "attention kept", "nothing"]
-MODES: tuple[Mode, ...] = ("all", "attention kept", "nothing")
+Mode = Literal["all", "all_but_attention", "nothing"]
+MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
 
 #: Operators whose outputs are kept where attention is.
 KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
@@ -33,7 +33,7 @@ KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 _FUNCTIONS: dict[Mode, Any] = {
     "all": _checkpoint,
-    "attention kept": partial(
+    "all_but_attention": partial(
         _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
     ),
     "nothing": None,

@@ -27,7 +27,7 @@ class RecomputePlan:
     """What the layers of a model compute again in one backward.
 
     Attributes:
-        modes: "all", "attention kept" or "nothing", first layer to last.
+        modes: "all", "all_but_attention" or "nothing", first layer to last.
         peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
             weights that are added to kept ones count, weights and kept gradients do not.
     """
@@ -139,7 +139,7 @@ def _peaks(memory: ModelMemory, tokens: int, scoring: float) -> np.ndarray:
     in_last = np.concatenate([np.maximum.accumulate(reach["nothing"][::-1])[::-1], none])
     in_middle = np.full((count, count), -np.inf)
     for a in range(count - 1):
-        in_middle[a, a + 1 :] = np.maximum.accumulate(reach["attention kept"][a:])
+        in_middle[a, a + 1 :] = np.maximum.accumulate(reach["all_but_attention"][a:])
     # of the layers before b, less what they would hold in the last mode
     below = first[:, None] - middle[:, None] + (middle - last)[None, :]
     peaks = np.maximum.reduce(

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from trl import DPOTrainer
 
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.trl.contract import check_dpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.packed_model import PackedModel
-from prefixtree.integrations.trl.refusals import prepare_trainer
+from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import DATA_SET_ADVICE, SharingReport
 
 
@@ -27,6 +28,11 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     `prefixtree/replication_ratio`: all tokens of a batch divided by its distinct tokens, on the
     logging process.
 
+    Args:
+        args, kwargs: of `trl.DPOTrainer`.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, what
+            `gradient_checkpointing` of the arguments says.
+
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
@@ -36,10 +42,11 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     # TRL's: whether batches have the log-probabilities of the reference
     precompute_ref_logps: bool
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_dpo(DPOTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(self)
+        self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
@@ -66,7 +73,7 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
         outputs = ["entropy", "mean_logits", "is_top1"]
         if self.use_weighting:
             outputs.append("log_sum_sq_probs")
-        packed = PackedModel(model, outputs, self._sharing)
+        packed = PackedModel(model, outputs, self._sharing, self._recompute)
         precomputed = self.precompute_ref_logps
         if not precomputed:
             reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)

@@ -15,11 +15,17 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
-from prefixtree.integrations.trl.refusals import AUX_LOSS, check_attention, prepare_trainer
+from prefixtree.integrations.trl.refusals import (
+    AUX_LOSS,
+    check_attention,
+    check_recompute,
+    prepare_trainer,
+)
 from prefixtree.integrations.trl.sharing import SharingReport
 from prefixtree.packing.layout import pack
 
@@ -43,6 +49,11 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a micro-batch
     divided by its distinct tokens, on the logging process.
 
+    Args:
+        args, kwargs: of `trl.GRPOTrainer`.
+        recompute: as in `prefixtree.sequence_logprobs`: what the policy's layers compute again in
+            the backward. Default: None, what `gradient_checkpointing` of the arguments says.
+
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
@@ -52,12 +63,13 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_grpo(GRPOTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(
             self, verified=("use_liger_kernel", "torch_compile", "fp16"), deepspeed=True
         )
+        self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args)
@@ -133,6 +145,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                     torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)
                 ],
                 return_entropy=with_entropy,
+                recompute=self._recompute,
             )
         if torch.is_grad_enabled():
             self._sharing.saw(packed.forest)

@@ -20,6 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.refusals import check_attention
 from prefixtree.integrations.trl.sharing import SharingReport
@@ -36,6 +37,7 @@ class PackedModel:
         outputs: the entries of `FusedCausalLMOutput` to compute beside `log_probs` and
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
         sharing: sees every forest that is trained on. Default: none.
+        recompute: as in `sequence_logprobs`. Default: None.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class PackedModel:
         model: nn.Module,
         outputs: Sequence[str] = (),
         sharing: SharingReport | None = None,
+        recompute: Recompute = None,
     ) -> None:
         self._model = model
         self._with_entropy = "entropy" in outputs
         self._statistics = [name for name in outputs if name != "entropy"]
         self._sharing = sharing
+        self._recompute = recompute
 
     def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """The scores of the labels; without `fused_lm_head`, what the model returns.
@@ -81,6 +85,7 @@ class PackedModel:
             loss_mask=[row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)],
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
+            recompute=self._recompute,
         )
 
         def rows(values: list[torch.Tensor]) -> torch.Tensor:

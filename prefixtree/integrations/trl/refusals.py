@@ -11,6 +11,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import LIGER_LAYERS, check_config, check_modules
 from prefixtree.integrations.model_checks import transformer_of
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from prefixtree.integrations.trl.fsdp import check_fsdp
 
@@ -120,6 +121,29 @@ def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
             "tokens or the heads, which is not verified: set tp_size, cp_size and sp_size to 1 "
             "(dp_replicate_size and dp_shard_size may be any)"
         )
+
+
+def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
+    """What a trainer was asked to recompute, if it is verified with its settings.
+
+    Raises:
+        UnsupportedError: with DeepSpeed or torch_compile.
+    """
+    if recompute is None:
+        return None
+    instead = "leave it None, and set gradient_checkpointing"
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            f"recompute={recompute!r} is not verified under DeepSpeed, which keeps parameters and "
+            f"their gathering to itself: {instead}"
+        )
+    if getattr(trainer.args, "torch_compile", False):
+        raise UnsupportedError(
+            f"recompute={recompute!r} with torch_compile would compile the whole model anew for "
+            f"every plan: {instead}; or leave torch_compile out and call "
+            "prefixtree.compile_layers(model)"
+        )
+    return recompute
 
 
 def check_attention(model: nn.Module) -> None:

@@ -8,10 +8,11 @@ from torch import nn
 from trl import SFTTrainer
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.trl.contract import check_sft
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.packed_model import PackedModel
-from prefixtree.integrations.trl.refusals import prepare_trainer
+from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import DATA_SET_ADVICE, SharingReport
 
 
@@ -28,17 +29,23 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a batch divided
     by its distinct tokens, on the logging process.
 
+    Args:
+        args, kwargs: of `trl.SFTTrainer`.
+        recompute: as in `prefixtree.sequence_logprobs`. Default: None, what
+            `gradient_checkpointing` of the arguments says.
+
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
             they come. `docs/trl.md` has the list.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_sft(SFTTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(self)
         _check_loss(self)
+        self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE)
 
     def compute_loss(
@@ -49,7 +56,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L]."""
-        packed = PackedModel(model, ("entropy", "is_top1"), self._sharing)
+        packed = PackedModel(model, ("entropy", "is_top1"), self._sharing, self._recompute)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
 
 

@@ -34,6 +34,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import check_checkpointing
 from prefixtree.integrations.model_checks import every_layer_attends
+from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.transformers import prepare, sequence_logprobs
 from prefixtree.integrations.verl.batches import (
     scored_tokens,
@@ -43,7 +44,13 @@ from prefixtree.integrations.verl.batches import (
     to_jagged,
 )
 from prefixtree.integrations.verl.metrics import Work, work_metrics
-from prefixtree.integrations.verl.refusals import check_batch, check_loss, check_settings
+from prefixtree.integrations.verl.refusals import (
+    RECOMPUTE,
+    check_batch,
+    check_loss,
+    check_recompute,
+    check_settings,
+)
 from prefixtree.packing.layout import PackedForest, pack
 
 _NAME = "prefixtree"
@@ -52,7 +59,15 @@ _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia
 
 
 class _PackedEngine(FSDPEngineWithLMHead):
-    """The common part of actor, reference and critic."""
+    """The common part of actor, reference and critic.
+
+    Attributes:
+        packs: whether the model's attention is "prefixtree".
+        recompute: as in `sequence_logprobs`.
+        model_output: what the model gives per token.
+    """
+
+    model_output: str
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
@@ -64,6 +79,8 @@ class _PackedEngine(FSDPEngineWithLMHead):
             # verl leaves its override as a plain attribute, which saved configurations would keep:
             # they would load nowhere but here
             vars(hf_config).pop("attn_implementation", None)
+        self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
+        check_recompute(self.recompute, self.packs and self.model_output == "log_probs")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._work = Work()
         self._flops_counter = FlopsCounter(hf_config)
@@ -182,6 +199,8 @@ class _PackedEngine(FSDPEngineWithLMHead):
 class PackedActorEngine(_PackedEngine):
     """Actor and reference: log-probabilities and entropies."""
 
+    model_output = "log_probs"
+
     def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
         """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response."""
         with_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)
@@ -191,6 +210,7 @@ class PackedActorEngine(_PackedEngine):
             temperature=tu.get(micro_batch, "temperature"),
             loss_mask=scored_tokens(micro_batch),
             return_entropy=with_entropy,
+            recompute=self.recompute,
         )
         input_ids = micro_batch["input_ids"]
         outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
@@ -202,6 +222,8 @@ class PackedActorEngine(_PackedEngine):
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)
 class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
     """Critic: a value at every token."""
+
+    model_output = "values"
 
     def _build_module(self) -> Any:
         """A token classifier with one label; verl asks for flash_attention_2 whatever is set."""

@@ -15,6 +15,10 @@ from verl.utils.model import extract_multi_modal_inputs
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import LIGER_LAYERS, check_config
+from prefixtree.integrations.recompute.layers import MODES
+
+# of override_config: as in `sequence_logprobs`
+RECOMPUTE = "prefixtree_recompute"
 
 _PREFIX = 'attn_implementation="prefixtree": '
 
@@ -77,6 +81,29 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
         if refused:
             raise UnsupportedError(f"{_PREFIX}{why}")
     check_config(hf_config, training=not engine_config.forward_only)
+
+
+def check_recompute(recompute: Any, is_served: bool) -> None:
+    """Refuses a setting of override_config that nothing would follow.
+
+    Args:
+        recompute: its value, None where it is not set.
+        is_served: whether the engine is a packed actor's or reference's.
+
+    Raises:
+        UnsupportedError: for a critic, or without attn_implementation="prefixtree".
+        ValueError: an unknown value.
+    """
+    if recompute is None:
+        return
+    setting = f"override_config.{RECOMPUTE}={recompute!r}"
+    if not is_served:
+        raise UnsupportedError(
+            f"{setting} is for actors and references with attn_implementation=prefixtree: take it "
+            "out here; enable_gradient_checkpointing says what is recomputed"
+        )
+    if recompute not in (values := ("auto", *MODES)):
+        raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
 
 
 def check_batch(data: TensorDict) -> None:

@@ -102,14 +102,14 @@ def test_modes_recompute_what_they_say(model_type, calls):
     assert len(ran["nothing"]) >= len(layers_of(model)) / 2
     assert ran["all"] == sorted(2 * ran["nothing"])
     # convolutions are computed again: they are cheaper than what they would keep
-    convolutions = ran["attention kept"].count("recurrence") - ran["nothing"].count("recurrence")
+    convolutions = ran["all_but_attention"].count("recurrence") - ran["nothing"].count("recurrence")
     linear = (getattr(model.config.get_text_config(), "layer_types", None) or []).count(
         "linear_attention"
     )
     assert convolutions == linear
-    assert ran["attention kept"].count("attention") == ran["nothing"].count("attention") > 0
+    assert ran["all_but_attention"].count("attention") == ran["nothing"].count("attention") > 0
     assert same_bits(runs["all"], runs["nothing"])
-    assert same_bits(runs["attention kept"], runs["nothing"])
+    assert same_bits(runs["all_but_attention"], runs["nothing"])
 
 
 def test_what_was_set_before_is_set_again():
@@ -250,7 +250,7 @@ def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share):
     plans = {}
     for a in range(count + 1):
         for b in range(a, count + 1):
-            modes = ("all",) * a + ("attention kept",) * (b - a) + ("nothing",) * (count - b)
+            modes = ("all",) * a + ("all_but_attention",) * (b - a) + ("nothing",) * (count - b)
             cost = sum(
                 (mode != "nothing") * x.weights * 42 + (mode == "all") * x.per_pair * pairs
                 for mode, x in zip(modes, memory.cost.layers, strict=True)

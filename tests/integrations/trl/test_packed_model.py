@@ -14,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
 from prefixtree.integrations.trl.packed_model import PackedModel
+from prefixtree.kernels import operator
 from tests.integrations.trl.runs import sharing_report, tiny_mixture
 from tests.integrations.trl.sample_runs import make_dpo, make_sft
 
@@ -156,6 +157,32 @@ def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Any) -> No
     messages = [text for each in found if "shared nothing" in (text := str(each.message))]
     assert len(messages) == (make is make_sft)
     assert all("set train_sampling_strategy='sequential'" in text for text in messages)
+
+
+def test_layers_recompute_what_is_asked_for(
+    folder: Path, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever TRL's checkpointing says: another number of attentions, the same parameters."""
+    make, ours = maker
+    ran: list[None] = []
+    before = operator.note_call
+
+    def note(mask: Any) -> None:
+        ran.append(None)
+        before(mask)
+
+    monkeypatch.setattr(operator, "note_call", note)
+    counts, ends = [], []
+    for options in ({}, {"recompute": "nothing"}):
+        ran.clear()
+        trainer = make(ours, folder, options=options, max_steps=1)
+        trainer.train()
+        counts.append(len(ran))
+        ends.append(list(trainer.model.parameters()))
+    # two layers, two batches; the reference of DPO recomputes nothing
+    of_reference = 4 if make is make_dpo else 0
+    assert counts == [8 + of_reference, 4 + of_reference]
+    assert all(map(torch.equal, *ends))
 
 
 def test_experts_and_their_loss(folder: Path, maker: Any) -> None:

@@ -193,6 +193,20 @@ def test_what_is_not_verified_under_deepspeed(
         refusals.check_distribution(trainer, deepspeed=True)
 
 
+def test_recomputation_beside_deepspeed_and_compiled_models(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(GRPOTrainer, folder, beta=0.0)
+    assert refusals.check_recompute(trainer, "auto") == "auto"
+    trainer.args.torch_compile = True
+    assert refusals.check_recompute(trainer, None) is None
+    with pytest.raises(UnsupportedError, match=r"recompute='all' with torch_compile .*anew"):
+        refusals.check_recompute(trainer, "all")
+    with_deepspeed(trainer, {}, monkeypatch)
+    with pytest.raises(UnsupportedError, match="recompute='auto' is not verified under DeepSpeed"):
+        refusals.check_recompute(trainer, "auto")
+
+
 def test_ligers_layers_of_another_family(folder: Path) -> None:
     """Of gpt2, which is on the list of models."""
     model = model_of(AutoConfig.for_model("gpt2", n_embd=32, n_layer=1, n_head=2, vocab_size=260))

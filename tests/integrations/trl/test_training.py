@@ -14,6 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.kernels import operator
 from tests.integrations.trl.runs import (
     SameOrder,
     make,
@@ -176,6 +177,31 @@ def test_adapters_with_their_reference(folder: Path, method: str, settings: dict
     assert ours.ref_model is None
     assert max(log.get("kl", 0) for log in ours.state.log_history) > 1e-5
     assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "auto"])
+def test_layers_recompute_what_is_asked_for(
+    folder: Path, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of attentions, whatever TRL's checkpointing says, and the same run."""
+    ran: list[None] = []
+    before = operator.note_call
+
+    def note(mask: Any) -> None:
+        ran.append(None)
+        before(mask)
+
+    monkeypatch.setattr(operator, "note_call", note)
+    arguments = {**SGD, "max_steps": 2, "beta": 0.0, "num_iterations": 1}
+    counts, runs = [], []
+    for options in ({}, {"recompute": recompute}):
+        given = {"rollout_func": rollouts, **options}
+        ran.clear()
+        runs.append(train(PrefixTreeGRPOTrainer, folder, options=given, **arguments))
+        counts.append(len(ran))
+    # two layers, two steps of two micro-batches, which need old log-probabilities of none
+    assert counts == [16, 8]
+    assert_equal_runs(*runs, tolerance=1e-12)
 
 
 def test_mixed_precision(folder: Path) -> None:

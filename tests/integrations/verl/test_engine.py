@@ -21,6 +21,7 @@ import prefixtree as pt
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
+from prefixtree.kernels import operator
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
     CASES,
@@ -269,26 +270,76 @@ class Scaler:
         pass
 
 
+def update(worker: Any, rows: dict[str, list[Any]]) -> list[torch.Tensor]:
+    """One update of all rows; the gradient's norm and the parameters after it."""
+    worker.set_loss_fn(actor_loss(replace(SETTINGS, algorithm="ppo")))
+    response = [torch.full((len(r),), -4.0) for r in rows["responses"]]
+    data = batch_of(
+        rows,
+        old_log_probs=jagged(response),
+        advantages=jagged([r * 0 + 1 for r in response]),
+        temperature=1.0,
+        global_token_num=None,
+        global_batch_size=8,
+    )
+    norm = tu.get(worker.train_batch(data), "metrics")["grad_norm"]
+    return [norm, *parameters(worker).values()]
+
+
 def test_the_scaled_loss_is_what_goes_backward(models: Path) -> None:
     rows = rollouts(8, groups=2, size=4)
     ends = []
     for scaler in (None, Scaler(64.0)):
         worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
         worker.engine.scaler = scaler
-        worker.set_loss_fn(actor_loss(replace(SETTINGS, algorithm="ppo")))
-        response = [torch.full((len(r),), -4.0) for r in rows["responses"]]
-        data = batch_of(
-            rows,
-            old_log_probs=jagged(response),
-            advantages=jagged([r * 0 + 1 for r in response]),
-            temperature=1.0,
-            global_token_num=None,
-            global_batch_size=8,
-        )
-        norm = tu.get(worker.train_batch(data), "metrics")["grad_norm"]
-        ends.append([norm, *parameters(worker).values()])
+        ends.append(update(worker, rows))
     assert difference(*ends) < 1e-6
     assert ends[0][0] > 0.1
+
+
+def test_layers_recompute_what_is_set(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and other operators that run; verl's checkpointing is set beside it."""
+    rows = rollouts(8, groups=2, size=4)
+    ran: list[None] = []
+    before = operator.note_call
+
+    def note(mask: Any) -> None:
+        ran.append(None)
+        before(mask)
+
+    monkeypatch.setattr(operator, "note_call", note)
+    ends, counts = [], []
+    for recompute in (None, "all", "nothing", "auto"):
+        override = {"attn_implementation": "prefixtree", "prefixtree_recompute": recompute}
+        if recompute is None:
+            del override["prefixtree_recompute"]
+        settings = replace(
+            SETTINGS, tokens=10_000, checkpointing=True, model_options={"override_config": override}
+        )
+        worker = make_worker("prefixtree", models / "qwen3", settings)
+        assert worker.engine.recompute == recompute
+        assert not hasattr(worker.engine.model_config.hf_config, "prefixtree_recompute")
+        ran.clear()
+        ends.append(update(worker, rows))
+        counts.append(len(ran))
+    assert all(difference(ends[0], end) == 0 for end in ends[1:])
+    layers = counts[2]
+    assert counts == [2 * layers, 2 * layers, layers, layers] and layers > 0
+
+
+def test_recomputation_that_nothing_would_follow(models: Path) -> None:
+    def make(model_type: str, **override: str) -> None:
+        settings = replace(SETTINGS, model_options={"override_config": override})
+        make_worker("prefixtree", models / "qwen3", settings, model_type)
+
+    packs = {"attn_implementation": "prefixtree"}
+    with pytest.raises(ValueError, match=r"prefixtree_recompute='some': expected one of 'auto'"):
+        make("language_model", **packs, prefixtree_recompute="some")
+    match = "is for actors and references with attn_implementation=prefixtree"
+    with pytest.raises(pt.UnsupportedError, match=match):
+        make("value_model", **packs, prefixtree_recompute="auto")
+    with pytest.raises(pt.UnsupportedError, match=match):
+        make("language_model", attn_implementation="sdpa", prefixtree_recompute="auto")
 
 
 # ---- metrics -----------------------------------------------------------------------------------
