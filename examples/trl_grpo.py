@@ -79,8 +79,12 @@ def digits(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def save_tiny_model(folder: Path) -> None:
-    """Saves a Qwen3 with random weights and a tokenizer of bytes."""
+def save_tiny_model(folder: Path) -> str:
+    """The main process saves a Qwen3 with random weights and a tokenizer of bytes; its folder."""
+    process = PartialState(cpu=True)
+    if not process.is_main_process:
+        process.wait_for_everyone()
+        return str(folder)
     alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(alphabet, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -101,6 +105,8 @@ def save_tiny_model(folder: Path) -> None:
     )
     set_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    process.wait_for_everyone()
+    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> GRPOTrainer:
@@ -114,11 +120,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--tiny", action="store_true", help="a random model on a CPU")
     options = parser.parse_args(arguments)
     if options.tiny:
-        options.model = str(Path(options.output) / "model")
-        process = PartialState(cpu=True)
-        if process.is_main_process:
-            save_tiny_model(Path(options.model))
-        process.wait_for_everyone()
+        options.model = save_tiny_model(Path(options.output) / "model")
         sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(12)]
         data, reward = prompts(Dataset.from_list(sums), num_examples=4), digits
         sizes: dict[str, Any] = {"num_generations": 4, "max_completion_length": 16, "use_cpu": True}

@@ -102,6 +102,8 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
     ],
     ids=lambda arguments: "-".join(arguments),
 )
+# ends of rows, which share nothing
+@pytest.mark.filterwarnings("ignore:the first optimiser step shared nothing")
 def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
     ours, theirs = train_both(folder, **arguments)
     assert moved(theirs, folder) > 1e-3
