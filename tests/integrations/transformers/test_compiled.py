@@ -29,6 +29,8 @@ from tests.support.models import (
     tolerance,
 )
 
+# its experts look at numbers, which a graph cannot
+_IN_PARTS = {"longcat_flash"}
 # dynamo's own look at .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -55,6 +57,9 @@ def test_every_family(model_type):
     want = run_packed(model, ragged_packed(), ragged_objective())
     compile_layers(model, backend="aot_eager")
     assert_same(run_packed(model, ragged_packed(), ragged_objective()), want, tolerance(model_type))
+    if model_type in _IN_PARTS:
+        assert counters["graph_break"]
+        return
     assert 0 < graphs() <= len(layers_of(model))
     assert not counters["graph_break"]
     first = graphs()
