@@ -43,7 +43,7 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.integrations.verl.metrics import Work, work_metrics
+from prefixtree.integrations.verl.metrics import Work, warn_if_nothing_is_shared, work_metrics
 from prefixtree.integrations.verl.refusals import (
     RECOMPUTE,
     check_batch,
@@ -79,6 +79,14 @@ class _PackedEngine(FSDPEngineWithLMHead):
             # verl leaves its override as a plain attribute, which saved configurations would keep:
             # they would load nowhere but here
             vars(hf_config).pop("attn_implementation", None)
+        else:
+            warnings.warn(
+                f"nothing is packed: the model runs {hf_config._attn_implementation!r}; set "
+                "+actor_rollout_ref.model.override_config.attn_implementation=prefixtree (for a "
+                "critic +critic.model...), or leave external_lib out",
+                stacklevel=2,
+            )
+        self._has_trained = False
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
         check_recompute(self.recompute, self.packs and self.model_output == "log_probs")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -91,6 +99,9 @@ class _PackedEngine(FSDPEngineWithLMHead):
         """One optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""
         start = time.perf_counter()
         outputs = super().train_batch(data, loss_function)
+        if self.packs and not self._has_trained:
+            self._has_trained = True
+            warn_if_nothing_is_shared(self._work)
         # the gradient norm came to the host: the work is done
         return self._with_metrics(outputs, time.perf_counter() - start, forward_only=False)
 

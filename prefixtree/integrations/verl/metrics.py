@@ -6,9 +6,11 @@ what an unpacked run would have needed for this speed, and may exceed 1.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
 from prefixtree.cost import visible_pairs
@@ -35,6 +37,18 @@ class Work:
         self.packed += forest.num_tokens
         # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
         self.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
+
+
+def warn_if_nothing_is_shared(work: Work) -> None:
+    """Warns of a mini-batch that packing did not make smaller, on the first rank."""
+    if dist.get_rank() == 0 and work.replicated < 1.005 * work.packed:
+        warnings.warn(
+            f"the first mini-batch shared nothing: rank 0 had {work.replicated} tokens, of which "
+            f"{work.packed} are distinct, so packing saves nothing. Keep the samples of a prompt "
+            "on one rank (trainer.v1.trainer_mode=prefixtree_sync) and in one mini-batch "
+            "(actor.shuffle=False), or look at `prefixtree report` for what differs between them",
+            stacklevel=2,
+        )
 
 
 def work_metrics(

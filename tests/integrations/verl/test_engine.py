@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,27 @@ def test_recomputation_that_nothing_would_follow(models: Path) -> None:
         make("value_model", **packs, prefixtree_recompute="auto")
     with pytest.raises(pt.UnsupportedError, match=match):
         make("language_model", attn_implementation="sdpa", prefixtree_recompute="auto")
+
+
+def test_what_packs_nothing_says_so_once(models: Path) -> None:
+    settings = replace(SETTINGS, model_options={"override_config": {"attn_implementation": "sdpa"}})
+    with pytest.warns(UserWarning, match="nothing is packed: the model runs 'sdpa'"):
+        make_worker("prefixtree", models / "qwen3", settings)
+    for shared in (True, False):
+        worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+        rows = rollouts(8, groups=2, size=4)
+        if not shared:
+            # no two begin alike
+            rows["prompts"] = [p + 0 for p in rows["prompts"]]
+            for row, prompt in enumerate(rows["prompts"]):
+                prompt[0] = 2 + row
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                update(worker, rows)
+        messages = [t for each in found if "shared nothing" in (t := str(each.message))]
+        assert len(messages) == (not shared)
+        assert all("trainer_mode=prefixtree_sync" in text for text in messages)
 
 
 # ---- metrics -----------------------------------------------------------------------------------
