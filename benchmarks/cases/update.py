@@ -16,6 +16,9 @@ Sides: fa2, every sequence by itself through FA2, in micro-batches of at most --
 verl's `rearrange_micro_batches` makes them; verl, the same micro-batches, each as a forest; packed,
 `plan_micro_batches` with that many distinct tokens.
 
+--shape and --layers name the model; --layers-by compile compiles its layers, and --recompute says
+what they compute again in the backward, on every side.
+
 Before anything is timed, --checked of the samples are computed in float32 by transformers' sdpa
 attention, every sequence alone, without prefixtree or FSDP, with old log-probabilities that lie 1
 nat below, at or above the new ones: the clip acts, and no rounding decides where. A side's errors
@@ -42,9 +45,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.lib.layers import checkpointed, model_of
+from benchmarks.lib.layers import checkpointed, faster_layers, model_of
 from benchmarks.lib.plots import COLOURS, figure, save
-from benchmarks.lib.policy import Ranks, Samples, Update, config, sharded, token_losses
+from benchmarks.lib.policy import (
+    SHAPES,
+    Ranks,
+    Samples,
+    Update,
+    shape_of,
+    sharded,
+    token_losses,
+)
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import (
     GIB,
@@ -59,6 +70,7 @@ from benchmarks.lib.tables import (
 )
 from benchmarks.lib.timing import median_ms
 from prefixtree import PrefixForest
+from prefixtree.integrations.recompute.layers import MODES
 from prefixtree.testing.compare import Meter, worst_difference
 
 SIDES = {
@@ -205,6 +217,7 @@ class Check:
         update = Update.of_samples(
             side, model, self.samples, self.max_tokens, ranks, self._options, ranks.count > 1
         )
+        update.recompute = self._options.recompute
         found = outcome(update, self.samples, self.exact, ranks)
         errs, limits = errors(found, self.exact), self.limits()
         red = [name for name, error in errs.items() if not error <= limits[name]]
@@ -265,6 +278,7 @@ def run_side(
 
     def whole() -> tuple[Update, dict[int, torch.Tensor]]:
         update = Update.of_samples(side, model, samples, max_tokens, ranks, options)
+        update.recompute = options.recompute
         logprobs = update()
         optimizer.step()
         optimizer.zero_grad()
@@ -315,7 +329,7 @@ def run_side(
 
 def run(options: argparse.Namespace, ranks: Ranks) -> int:
     """The exit code."""
-    shape = config(options.is_tiny)
+    shape = shape_of(options)
     samples = Samples.read(options, shape.vocab_size)
     longest = int(samples.lengths.max())
     max_tokens = 2 * longest if options.is_tiny else options.max_tokens
@@ -323,6 +337,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     parameters = sum(p.numel() for p in model.parameters())
     check = Check(model, samples, max_tokens, options)
     gc.collect()
+    faster_layers(model, options.layers_by)
     if options.fsdp:
         model = sharded(model, options, ranks)
     if ranks.rank > 0:
@@ -330,7 +345,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     report = Report(
         options,
         parameters=parameters,
+        shape=options.shape,
         layers=shape.num_hidden_layers,
+        layers_by=options.layers_by,
+        recompute=options.recompute,
         ranks=ranks.count,
         fsdp=options.fsdp,
         tasks=options.tasks,
@@ -342,7 +360,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     known: dict[str, Any] = {
         "distinct": PrefixForest.from_sequences(samples.sequences).num_tokens,
     }
-    for side in SIDES:
+    for side in options.sides:
         one = partial(run_side, side, model, samples, max_tokens, check, known, options, ranks)
         row = report.attempt({"side": side, "ranks": ranks.count}, one)
         got = verdict(row) or f"{row['seconds']:.3f} s"
@@ -446,6 +464,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--tasks", type=int, default=2, help="the first of the file")
     what.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch")
     what.add_argument("--checked", type=int, default=12, help="samples computed in float32 too")
+    what.add_argument("--shape", choices=SHAPES, default=SHAPES[0])
+    what.add_argument("--layers", type=int, help="default: all 28 of qwen3-0.6b, 8 of qwen3-8b")
+    what.add_argument(
+        "--layers-by",
+        choices=("transformers", "compile"),
+        default="transformers",
+        help="compile: fa2, which takes the place of the attention function, is left out",
+    )
+    what.add_argument("--recompute", choices=(*MODES, "auto"), default="all")
+    what.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     what.add_argument("--fsdp", action="store_true", help="on the ranks of torchrun")
     options = parse(what, arguments)
     if options.read is not None:
@@ -454,6 +482,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what.error("give --rollouts")
     if options.fsdp and "RANK" not in os.environ:
         what.error("--fsdp goes with torchrun")
+    if options.layers_by == "compile":
+        options.sides = [side for side in options.sides if side != "fa2"]
     if not options.fsdp:
         return run(options, Ranks(options.device))
     code = run(options, Ranks.of_torchrun(options))

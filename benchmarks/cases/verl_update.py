@@ -79,7 +79,6 @@ SIDES = {
     "verl_fa4": "verl's engine, flash-attn-4",
     "packed": "prefixtree's engine",
 }
-SHAPES = ("qwen3-0.6b", "qwen3-8b")
 # ranks, and mini-batches of the check, divide the samples
 MULTIPLE = 8
 # what pages say while there is no file of results
@@ -179,17 +178,6 @@ def synchronize(options: argparse.Namespace) -> None:
 # ---- the run ------------------------------------------------------------------------------------
 
 
-def shape_of(options: argparse.Namespace) -> Any:
-    """The configuration of the model."""
-    if options.shape == SHAPES[0]:
-        out = policy.config(options.is_tiny)
-        if options.layers is not None:
-            out.num_hidden_layers = options.layers
-            out.layer_types = out.layer_types[: options.layers]
-        return out
-    return layers.config(options.layers or (2 if options.is_tiny else 8), options.is_tiny)
-
-
 def save(shape: Any, folder: Path, options: argparse.Namespace, ranks: Ranks) -> int:
     """A checkpoint of random weights in bf16, by the first rank; -> its number of parameters."""
     parameters = 0
@@ -206,7 +194,7 @@ def save(shape: Any, folder: Path, options: argparse.Namespace, ranks: Ranks) ->
 
 def run(options: argparse.Namespace, ranks: Ranks, folder: Path) -> int:
     """The exit code."""
-    shape = shape_of(options)
+    shape = policy.shape_of(options)
     turns = Turns.of(*turn_samples(options, shape.vocab_size))
     turns = turns.take(range(len(turns) // MULTIPLE * MULTIPLE))
     if options.is_tiny:
@@ -366,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = what.add_argument
     add("--rollouts", type=Path, help="JSONL; needed but for --read")
     add("--tasks", type=int, default=2, help="the first of the file")
-    add("--shape", choices=SHAPES, default=SHAPES[0])
+    add("--shape", choices=policy.SHAPES, default=policy.SHAPES[0])
     add("--layers", type=int, help="default: all 28 of qwen3-0.6b, 8 of qwen3-8b")
     add("--max-tokens", type=int, default=32768, help="of a micro-batch")
     add("--checked", type=int, default=8, help="samples that are computed in float32 too")

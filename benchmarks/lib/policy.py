@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config
 
+from benchmarks.lib import layers
 from benchmarks.lib.layers import Batch, attention_of
 from benchmarks.lib.replicated import attending, chains
 from benchmarks.lib.verl import verl_micro_batches
@@ -28,6 +29,8 @@ from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.testing.attention import Attention
 
 CLIP = 0.2
+# of `shape_of`
+SHAPES = ("qwen3-0.6b", "qwen3-8b")
 
 
 def config(is_tiny: bool) -> Qwen3Config:
@@ -47,6 +50,18 @@ def config(is_tiny: bool) -> Qwen3Config:
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         sizes["vocab_size"] = 512
     return Qwen3Config(**sizes, tie_word_embeddings=True, attn_implementation="prefixtree")
+
+
+def shape_of(options: argparse.Namespace) -> Any:
+    """The model of --shape with as many layers as --layers says: all 28 of Qwen3-0.6B by default,
+    8 of Qwen3-8B."""
+    if options.shape == SHAPES[0]:
+        out = config(options.is_tiny)
+        if options.layers is not None:
+            out.num_hidden_layers = options.layers
+            out.layer_types = out.layer_types[: options.layers]
+        return out
+    return layers.config(options.layers or (2 if options.is_tiny else 8), options.is_tiny)
 
 
 # ---- ranks --------------------------------------------------------------------------------------
