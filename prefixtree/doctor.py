@@ -93,7 +93,7 @@ WANTED = (
     Wanted(
         "trl",
         "prefixtree.integrations.trl",
-        ">=1.16,<2",
+        ">=1.15,<1.17",
         "pip install 'prefixtree-attention[trl]'",
         "the TRL adapter",
     ),
