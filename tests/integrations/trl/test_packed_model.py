@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
 from prefixtree.integrations.trl.packed_model import PackedModel
-from prefixtree.kernels import operator
-from tests.integrations.trl.runs import sharing_report, tiny_mixture
-from tests.integrations.trl.sample_runs import make_dpo, make_sft
+from tests.integrations.trl.runs import sharing_report
 
 OUTPUTS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 
@@ -128,69 +124,3 @@ def test_rows(models: tuple[Any, Any]) -> None:
     mask[0, 1] = 0
     with pytest.raises(ForestError, match="a hole"):
         call(attention_mask=mask)
-
-
-# ---- trainers --------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["dpo", "sft"])
-def maker(request: pytest.FixtureRequest) -> Any:
-    """-> (makes a trainer, the adapter's class)."""
-    if request.param == "dpo":
-        return make_dpo, PrefixTreeDPOTrainer
-    return make_sft, PrefixTreeSFTTrainer
-
-
-def test_the_trainer_asks(folder: Path, maker: Any) -> None:
-    """The checks are those of the trainer for GRPO, in test_refusals.py."""
-    make, ours = maker
-    with pytest.raises(UnsupportedError, match=r"neftune_noise_alpha=5\.0: a shared token"):
-        make(ours, folder, neftune_noise_alpha=5.0)
-
-
-def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Any) -> None:
-    """Turns share nothing then; the two answers of a pair share their prompt."""
-    make, ours = maker
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        make(ours, folder, per_device_train_batch_size=1).train()
-    messages = [text for each in found if "shared nothing" in (text := str(each.message))]
-    assert len(messages) == (make is make_sft)
-    assert all("set train_sampling_strategy='sequential'" in text for text in messages)
-
-
-def test_layers_recompute_what_is_asked_for(
-    folder: Path, maker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever TRL's checkpointing says: another number of attentions, the same parameters."""
-    make, ours = maker
-    ran: list[None] = []
-    before = operator.note_call
-
-    def note(mask: Any) -> None:
-        ran.append(None)
-        before(mask)
-
-    monkeypatch.setattr(operator, "note_call", note)
-    counts, ends = [], []
-    for options in ({}, {"recompute": "nothing"}):
-        ran.clear()
-        trainer = make(ours, folder, options=options, max_steps=1)
-        trainer.train()
-        counts.append(len(ran))
-        ends.append(list(trainer.model.parameters()))
-    # two layers, two batches; the reference of DPO recomputes nothing
-    of_reference = 4 if make is make_dpo else 0
-    assert counts == [8 + of_reference, 4 + of_reference]
-    assert all(map(torch.equal, *ends))
-
-
-def test_experts_and_their_loss(folder: Path, maker: Any) -> None:
-    make, ours = maker
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_mixture())
-    options = {"ref_model": AutoModelForCausalLM.from_config(tiny_mixture())}
-    options = options if make is make_dpo else {}
-    with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
-        make(ours, folder, model=model, options=options, router_aux_loss_coef=0.1)
-    make(ours, folder, model=model, options=options, router_aux_loss_coef=0.0)

@@ -165,37 +165,6 @@ def test_an_adapter(folder: Path) -> None:
     assert_equal_runs(*runs)
 
 
-def test_metrics_of_logits(folder: Path) -> None:
-    """For `compute_metrics` TRL runs the model again, on the rows as they are."""
-
-    def compute_metrics(predictions: Any) -> dict[str, float]:
-        return {"spread": float(predictions.predictions.std())}
-
-    ours, theirs = make_both(
-        folder, options={"eval_dataset": turns(2), "compute_metrics": compute_metrics}
-    )
-    mine, other = ours.evaluate(), theirs.evaluate()
-    assert other["eval_spread"] > 0
-    assert mine["eval_spread"] == pytest.approx(other["eval_spread"], rel=1e-5)
-    assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
-
-
-def test_mixed_precision(folder: Path) -> None:
-    """`bf16=True`, TRL's default: as near to a float32 run as TRL's own."""
-    exact = make_sft(SFTTrainer, folder)
-    runs = [exact, *make_both(folder, bf16=True)]
-    for run in runs:
-        run.train()
-    wanted = parameters(exact.model)
-    errors = [
-        sum(float((p - wanted[name]).square().sum()) for name, p in parameters(run.model).items())
-        for run in runs[1:]
-    ]
-    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
-    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
-    assert moved(exact, folder) > 10 * worst_parameter(runs[1], exact)[0]
-
-
 # ---- refused ---------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-from prefixtree.kernels import operator
 from tests.integrations.trl.runs import (
     SameOrder,
     make,
@@ -33,6 +32,7 @@ from tests.integrations.trl.runs import (
     worst_parameter,
 )
 from tests.support.liger import interpret, keep_transformers
+from tests.support.operator_calls import count_attentions
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 
@@ -184,14 +184,7 @@ def test_layers_recompute_what_is_asked_for(
     folder: Path, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another number of attentions, whatever TRL's checkpointing says, and the same run."""
-    ran: list[None] = []
-    before = operator.note_call
-
-    def note(mask: Any) -> None:
-        ran.append(None)
-        before(mask)
-
-    monkeypatch.setattr(operator, "note_call", note)
+    ran = count_attentions(monkeypatch)
     arguments = {**SGD, "max_steps": 2, "beta": 0.0, "num_iterations": 1}
     counts, runs = [], []
     for options in ({}, {"recompute": recompute}):

@@ -22,7 +22,6 @@ import prefixtree as pt
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
-from prefixtree.kernels import operator
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
     CASES,
@@ -35,6 +34,7 @@ from tests.integrations.verl.runs import (
     rollouts,
     run,
 )
+from tests.support.operator_calls import count_attentions
 
 SETTINGS = CASES["grpo"]
 OFF = {"override_config": {"attn_implementation": "sdpa"}, "use_remove_padding": False}
@@ -301,14 +301,7 @@ def test_the_scaled_loss_is_what_goes_backward(models: Path) -> None:
 def test_layers_recompute_what_is_set(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits, and other operators that run; verl's checkpointing is set beside it."""
     rows = rollouts(8, groups=2, size=4)
-    ran: list[None] = []
-    before = operator.note_call
-
-    def note(mask: Any) -> None:
-        ran.append(None)
-        before(mask)
-
-    monkeypatch.setattr(operator, "note_call", note)
+    ran = count_attentions(monkeypatch)
     ends, counts = [], []
     for recompute in (None, "all", "nothing", "auto"):
         override = {"attn_implementation": "prefixtree", "prefixtree_recompute": recompute}

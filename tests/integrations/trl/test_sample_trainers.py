@@ -1,0 +1,119 @@
+"""What the trainers for DPO and SFT have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from trl import DPOTrainer, SFTTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
+from tests.integrations.trl.runs import (
+    moved,
+    parameters,
+    squared_distance,
+    tiny_mixture,
+    worst_parameter,
+)
+from tests.integrations.trl.sample_runs import make_dpo, make_sft, pairs, turns
+from tests.support.operator_calls import count_attentions
+
+
+class Maker(NamedTuple):
+    """Makes a trainer, ours or TRL's, and the data that it takes."""
+
+    make: Callable[..., Any]
+    ours: type
+    stock: type
+    data: Callable[[int], Dataset]
+
+    def both(self, folder: Path, **arguments: Any) -> list[Any]:
+        return [self.make(kind, folder, **arguments) for kind in (self.ours, self.stock)]
+
+
+@pytest.fixture(params=["dpo", "sft"])
+def maker(request: pytest.FixtureRequest) -> Maker:
+    if request.param == "dpo":
+        return Maker(make_dpo, PrefixTreeDPOTrainer, DPOTrainer, pairs)
+    return Maker(make_sft, PrefixTreeSFTTrainer, SFTTrainer, turns)
+
+
+def test_the_trainer_asks(folder: Path, maker: Maker) -> None:
+    """The checks are those of the trainer for GRPO, in test_refusals.py."""
+    make, ours = maker.make, maker.ours
+    with pytest.raises(UnsupportedError, match=r"neftune_noise_alpha=5\.0: a shared token"):
+        make(ours, folder, neftune_noise_alpha=5.0)
+
+
+def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Maker) -> None:
+    """Turns share nothing then; the two answers of a pair share their prompt."""
+    make, ours = maker.make, maker.ours
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make(ours, folder, per_device_train_batch_size=1).train()
+    messages = [text for each in found if "shared nothing" in (text := str(each.message))]
+    assert len(messages) == (make is make_sft)
+    assert all("set train_sampling_strategy='sequential'" in text for text in messages)
+
+
+def test_layers_recompute_what_is_asked_for(
+    folder: Path, maker: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever TRL's checkpointing says: another number of attentions, the same parameters."""
+    make, ours = maker.make, maker.ours
+    ran = count_attentions(monkeypatch)
+    counts, ends = [], []
+    for options in ({}, {"recompute": "nothing"}):
+        ran.clear()
+        trainer = make(ours, folder, options=options, max_steps=1)
+        trainer.train()
+        counts.append(len(ran))
+        ends.append(list(trainer.model.parameters()))
+    # two layers, two batches; the reference of DPO recomputes nothing
+    of_reference = 4 if make is make_dpo else 0
+    assert counts == [8 + of_reference, 4 + of_reference]
+    assert all(map(torch.equal, *ends))
+
+
+def test_experts_and_their_loss(folder: Path, maker: Maker) -> None:
+    make, ours = maker.make, maker.ours
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_mixture())
+    options = {"ref_model": AutoModelForCausalLM.from_config(tiny_mixture())}
+    options = options if make is make_dpo else {}
+    with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
+        make(ours, folder, model=model, options=options, router_aux_loss_coef=0.1)
+    make(ours, folder, model=model, options=options, router_aux_loss_coef=0.0)
+
+
+def test_metrics_of_logits(folder: Path, maker: Maker) -> None:
+    """For `compute_metrics` TRL runs the model again, on the rows as they are."""
+
+    def compute_metrics(predictions: Any) -> dict[str, float]:
+        return {"spread": float(predictions.predictions.std())}
+
+    options = {"eval_dataset": maker.data(2), "compute_metrics": compute_metrics}
+    mine, other = (run.evaluate() for run in maker.both(folder, options=options))
+    assert other["eval_spread"] > 0
+    assert mine["eval_spread"] == pytest.approx(other["eval_spread"], rel=1e-5)
+    assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+def test_mixed_precision(folder: Path, maker: Maker) -> None:
+    """`bf16=True`, TRL's default: as near to a float32 run as TRL's own."""
+    exact = maker.make(maker.stock, folder)
+    runs = [exact, *maker.both(folder, bf16=True)]
+    for run in runs:
+        run.train()
+    wanted = parameters(exact.model)
+    errors = [squared_distance(parameters(run.model), wanted) for run in runs[1:]]
+    print(f"squared distance from float32: ours {errors[0]:.2e}, TRL's {errors[1]:.2e}")
+    assert 0.5 * errors[1] < errors[0] < 1.5 * errors[1]
+    assert moved(exact, folder) > 10 * worst_parameter(runs[1], exact)[0]
