@@ -149,6 +149,15 @@ def _report(
             help="Estimate --model with activations recomputed in backward.",
         ),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Also predict how one forest of all sequences divides among so many GPUs: "
+            "balance, borrowed rows, bytes and efficiency, of --model or of a Qwen3-8B.",
+            show_default=False,
+        ),
+    ] = None,
     near_misses: Annotated[
         int, typer.Option(min=0, help="How many near misses to describe; 0 to skip the search.")
     ] = 5,
@@ -172,7 +181,7 @@ def _report(
 
         prefixtree report rollouts.jsonl.gz --per-turn
         prefixtree report chats.parquet --tokenizer path/to/tokenizer
-        prefixtree report rollouts.jsonl --model config.json
+        prefixtree report rollouts.jsonl --model config.json --ranks 8
         prefixtree report rollouts.jsonl.gz --json | jq .tokens.ratio
 
     --model estimates the ratio of FLOPs of both sides, forward and backward:
@@ -204,7 +213,8 @@ def _report(
     if plot is not None:
         with status("pictures"):
             pictures = write_pictures(plot, forest)
-    facts["groups"] = facts["near_misses"] = facts["estimate"] = None
+    facts["groups"] = facts["near_misses"] = facts["estimate"] = facts["ranks"] = None
+    cost = None
     if rollouts.groups is not None:
         from prefixtree.sharing.groups import measure_groups
 
@@ -223,6 +233,13 @@ def _report(
             facts["estimate"] = estimate(
                 forest, rollouts, cost, memory, checkpointing=gradient_checkpointing
             )
+    if ranks is not None:
+        from prefixtree.sharing.ranks import predict_ranks
+
+        with status("ranks"):
+            facts["ranks"] = predict_ranks(
+                forest, rollouts, ranks, cost, checkpointing=gradient_checkpointing
+            )
     if as_json:
         left_out = len(rollouts.problems)
         print_json({"file": file, "per_turn": per_turn, "left_out": left_out, **facts})
@@ -236,6 +253,10 @@ def _report(
         report.show_near_misses(facts["near_misses"], console)
     if facts["estimate"] is not None:
         report.show_estimate(facts["estimate"], console)
+    if facts["ranks"] is not None:
+        from prefixtree.cli.report_ranks import show_ranks
+
+        show_ranks(facts["ranks"], console)
     for picture in pictures:
         console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixtree.loops import (
         block_tables,
+        parts,
         planning,
         realign,
         segments,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "block_tables",
+    "parts",
     "planning",
     "realign",
     "segments",

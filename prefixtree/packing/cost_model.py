@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree._renamed import renamed_arguments
-from prefixtree.cost import model_cost, pairs_per_run
+from prefixtree.cost import ModelCost, model_cost, pairs_per_run
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,8 @@ class CostModel:
             cost = model_cost(config)
         except ValueError as problem:
             raise ValueError(f"{problem}; {instead}") from None
-        passes, attention_passes = (4, 4.5) if gradient_checkpointing else (3, 3.5)
-        per_pair: dict[int | None, float] = {None: 0.0}
-        for layer in cost.layers:
-            if layer.per_pair:
-                flops = attention_passes * 2 * layer.per_pair
-                per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
-        full = per_pair.pop(None)
-        windows: Any = tuple(per_pair) or (None,)
-        windowed: Any = tuple(per_pair.values()) or (0.0,)
-        if len(windows) == 1:
-            (windows,), (windowed,) = windows, windowed
-        return cls(
-            linear=passes * 2 * (cost.token_weights + cost.token_states)
-            + 4 * 2 * cost.lm_head_weights * scored_share,
-            attention=full,
-            windowed=windowed,
-            window=windows,
+        return cost_model_of(
+            cost, gradient_checkpointing=gradient_checkpointing, scored_share=scored_share
         )
 
     @renamed_arguments(depth="position")
@@ -122,6 +107,38 @@ class CostModel:
             if windowed:
                 flops = flops + windowed * pairs_per_run(position, length, window)
         return flops
+
+
+def cost_model_of(
+    cost: ModelCost, *, gradient_checkpointing: bool = False, scored_share: float = 1.0
+) -> CostModel:
+    """The coefficients of a model whose costs are known: see `CostModel.from_config`.
+
+    Args:
+        cost: of the model, from `prefixtree.cost.model_cost`.
+        gradient_checkpointing, scored_share: as in `CostModel.from_config`.
+
+    Returns:
+        The cost model, in FLOPs per update.
+    """
+    passes, attention_passes = (4, 4.5) if gradient_checkpointing else (3, 3.5)
+    per_pair: dict[int | None, float] = {None: 0.0}
+    for layer in cost.layers:
+        if layer.per_pair:
+            flops = attention_passes * 2 * layer.per_pair
+            per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
+    full = per_pair.pop(None)
+    windows: Any = tuple(per_pair) or (None,)
+    windowed: Any = tuple(per_pair.values()) or (0.0,)
+    if len(windows) == 1:
+        (windows,), (windowed,) = windows, windowed
+    return CostModel(
+        linear=passes * 2 * (cost.token_weights + cost.token_states)
+        + 4 * 2 * cost.lm_head_weights * scored_share,
+        attention=full,
+        windowed=windowed,
+        window=windows,
+    )
 
 
 def _entries(value: Any) -> tuple[Any, ...]:

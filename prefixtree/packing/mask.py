@@ -246,12 +246,23 @@ class TreeMask:
         return f"TreeMask({self.num_tokens} tokens{queries}, {self.device}, {self.backend})"
 
 
+def make_mask(
+    subtree_end: np.ndarray,
+    query_runs: np.ndarray | None,
+    backend: str,
+    deterministic: bool,
+    device: torch.device,
+) -> TreeMask:
+    """A mask in one piece, of arrays as `HostMask` takes them; it keeps them."""
+    mask = TreeMask.__new__(TreeMask)
+    return mask._init(HostMask(subtree_end, query_runs), device, backend, deterministic)
+
+
 def _rebuild(
     subtree_end: np.ndarray, runs: np.ndarray | None, backend: str, deterministic: bool
 ) -> TreeMask:
     """Unpickles a mask, on the CPU: another process has other caches and devices."""
-    mask = TreeMask.__new__(TreeMask)
-    return mask._init(HostMask(subtree_end, runs), torch.device("cpu"), backend, deterministic)
+    return make_mask(subtree_end, runs, backend, deterministic, torch.device("cpu"))
 
 
 def check_mask(mask: Any, name: str = "mask") -> None:

@@ -7,7 +7,6 @@ for such a plan is in `packing.assignment`. Legend: S sequences, N nodes.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing import assignment
+from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.per_sequence import flat_selection
@@ -373,7 +373,7 @@ def plan_micro_batches(
         ValueError: max_tokens, num_ranks or min_steps below 1; namespaces with a forest.
     """
     max_tokens, num_ranks, min_steps = (
-        _at_least_one(name, value)
+        at_least_one(name, value)
         for name, value in (
             ("max_tokens", max_tokens),
             ("num_ranks", num_ranks),
@@ -473,16 +473,3 @@ def _dummy_forest(forest: PrefixForest) -> PrefixForest:
     # a token that the model is sure to know
     tokens = None if forest.tokens is None else forest.tokens[:1]
     return PrefixForest.from_parents([-1], [1], tokens)
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}") from None
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    return number

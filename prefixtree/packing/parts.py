@@ -1,0 +1,387 @@
+"""`Parts`: the tokens of a packed forest divided among ranks or steps.
+
+A part is its own tokens and the ancestors that it borrows from other parts. A set of packed tokens
+that holds every token's ancestors is a packed forest again, with the same positions. So a part has
+a `TreeMask` like any other, and kernels, tables and windows need to know nothing of parts. Parts
+that borrow from ranks are context parallelism; parts that borrow from earlier steps reuse a trunk
+over time. Nothing here communicates.
+
+Legend: T packed tokens, n parts, t own tokens of a part, K rows of a part (own and borrowed).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree import loops
+from prefixtree._tokens import to_numpy
+from prefixtree.errors import ForestError
+from prefixtree.packing.arguments import at_least_one, check_indices, check_packed
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask, make_mask
+from prefixtree.packing.transfers import lasting, move_all
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """What a part sends to and receives from each other part, for one all-to-all-v.
+
+    Rows stand in the order of the buffers: by the other part, and ascending in packed order within
+    it. What part r receives from part s is, row by row, what s sends to r.
+
+    Attributes:
+        send_runs: int64 [*, 3] (part, first row among the own tokens, length).
+        receive_runs: int64 [*, 3] (part, first row among all rows of the part, length).
+        send_counts: int64 [n], rows sent to each part.
+        receive_counts: int64 [n], rows received from each part.
+    """
+
+    send_runs: np.ndarray
+    receive_runs: np.ndarray
+    send_counts: np.ndarray
+    receive_counts: np.ndarray
+
+    @cached_property
+    def send_rows(self) -> np.ndarray:
+        """int32, the own row behind each row of the buffer that is sent.
+
+        A row that several parts borrow stands here several times. `packing.gather` over these rows
+        sums its gradients in fp32, borrower after borrower.
+        """
+        return _rows_of(self.send_runs)
+
+    @cached_property
+    def receive_rows(self) -> np.ndarray:
+        """int32, the row of the part for each row of the buffer that is received; each once."""
+        return _rows_of(self.receive_runs)
+
+
+class PartTables(NamedTuple):
+    """A part's index tables on a device, int32.
+
+    Attributes:
+        own_tokens: [t], packed tokens that the part owns, ascending.
+        own_rows: [t], their rows among the rows of the part.
+        send_rows, receive_rows: as in `Exchange`.
+    """
+
+    own_tokens: torch.Tensor
+    own_rows: torch.Tensor
+    send_rows: torch.Tensor
+    receive_rows: torch.Tensor
+
+
+class Part:
+    """The tokens that a rank or a step computes, and the ancestors whose keys it borrows.
+
+    Made by `Parts`. Rows of q are the own tokens, rows of k and v all rows of the part, both
+    ascending in packed order.
+
+    Attributes:
+        index: the part's number.
+        tokens: int32 [K], the packed token of each row.
+        own_runs: int64 [*, 3], the own tokens as runs (packed start, row of the part, length).
+        own_tokens: int32 [t], the own tokens, ascending.
+        own_rows: int32 [t], their rows of the part.
+        exchange: what the part sends and receives.
+    """
+
+    def __init__(
+        self, packed: PackedForest, index: int, pieces: np.ndarray, exchange: Exchange
+    ) -> None:
+        self.index = index
+        self.exchange = exchange
+        mask = packed.mask
+        self._host, self._home = mask.host, packed.device
+        self._options = mask.backend, mask.deterministic
+        self.tokens, self._subtree_end = loops.parts.lay_out(
+            self._host.subtree_end, pieces[:, 0], pieces[:, 1]
+        )
+        row = np.cumsum(pieces[:, 1]) - pieces[:, 1]
+        own = pieces[:, 2] == index
+        self.own_runs = np.stack([pieces[own, 0], row[own], pieces[own, 1]], 1)
+        self.own_tokens = _expand(self.own_runs[:, 0], self.own_runs[:, 2])
+        self.own_rows = _expand(self.own_runs[:, 1], self.own_runs[:, 2])
+        self._tables: dict[torch.device, PartTables] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """t, the number of own tokens."""
+        return len(self.own_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """K, the number of own and borrowed tokens: the rows of k and v."""
+        return len(self.tokens)
+
+    @property
+    def num_borrowed(self) -> int:
+        """K - t, the rows that the part receives."""
+        return self.num_rows - self.num_tokens
+
+    @cached_property
+    def borrowed_tokens(self) -> np.ndarray:
+        """int32 [K - t], the packed token of each row received, in the order of the buffer."""
+        return self.tokens[self.exchange.receive_rows]
+
+    @cached_property
+    def lent_rows(self) -> np.ndarray:
+        """int32, the own rows that any other part borrows, ascending, each once."""
+        return np.unique(self.exchange.send_rows)
+
+    @cached_property
+    def mask(self) -> TreeMask:
+        """The mask of q [t] over k and v [K], on the device of the packed forest.
+
+        It has the packed forest's backend and `deterministic`. The positions are those of the
+        packed forest. Where nothing is borrowed, it is a mask for all queries.
+        """
+        runs = None
+        if self.num_borrowed:
+            row, length = self.own_runs[:, 1], self.own_runs[:, 2]
+            # (row of the part, row of q, length)
+            runs = np.stack([row, np.cumsum(length) - length, length], 1)
+        return make_mask(self._subtree_end, runs, *self._options, self._home)
+
+    @lasting
+    def tables(self, device: torch.device | str | None = None) -> PartTables:
+        """The index tables on a device, moved in one copy and kept.
+
+        Args:
+            device: the device. Default: that of the packed forest.
+
+        Returns:
+            The tables.
+        """
+        device = torch.device(self._home if device is None else device)
+        if device not in self._tables:
+            exchange = self.exchange
+            arrays = (self.own_tokens, self.own_rows, exchange.send_rows, exchange.receive_rows)
+            tensors = [torch.from_numpy(array) for array in arrays]
+            if device.type != "cpu":
+                tensors = move_all(tensors, device)
+            self._tables[device] = PartTables(*tensors)
+        return self._tables[device]
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Takes the own tokens out of values per packed token, such as token ids and positions.
+
+        Args:
+            values: [T, ...], any dtype.
+
+        Returns:
+            [t, ...] on the device of `values`.
+        """
+        return values.index_select(0, self.tables(values.device).own_tokens)
+
+    def scored(self, predictor: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the edges that this part scores: those whose predictor it owns.
+
+        The token behind an edge may belong to another part. Only its id is needed to score it,
+        which every part knows.
+
+        Args:
+            predictor: [E] integers, the packed index of each edge's predictor: `Edges.predictor`.
+
+        Returns:
+            int64, which of the edges the part scores, ascending; and int64, for each of these the
+            row among the own tokens at which the model's output scores it.
+
+        Raises:
+            ForestError: predictors that are not 1-D integers, or no packed tokens.
+        """
+        tokens = to_numpy(predictor)
+        check_indices("predictor", tokens, self._host.num_tokens, "packed tokens")
+        if not self.num_tokens:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        place = np.searchsorted(self.own_tokens, tokens)
+        place = np.minimum(place, self.num_tokens - 1)
+        which = np.flatnonzero(self.own_tokens[place] == tokens)
+        return which, place[which]
+
+    def __repr__(self) -> str:
+        return f"Part({self.index}: {self.num_tokens} own tokens, {self.num_borrowed} borrowed)"
+
+
+class Parts:
+    """A packed forest whose tokens are divided among parts: ranks, or steps.
+
+    A sequence of `Part`s: `len(parts)`, `parts[i]` and iteration. A part is made at its first
+    access and kept, so a rank pays for its own.
+
+    Args:
+        packed: the packed forest.
+        owner: [T] integers, the part that owns each packed token, padding included. A list, an
+            array or a tensor. A part may own nothing.
+        num_parts: n. Owners are 0 .. n - 1.
+
+    Attributes:
+        packed: the packed forest.
+
+    Raises:
+        TypeError: anything but a PackedForest.
+        ForestError: owners of another length than T, that are not integers, or out of range; a
+            packed forest whose mask holds a subset of the queries.
+        ValueError: num_parts that is no integer >= 1.
+    """
+
+    def __init__(self, packed: PackedForest, owner: Any, num_parts: int) -> None:
+        check_packed(packed, type(self).__name__)
+        num_parts = at_least_one("num_parts", num_parts)
+        owner = to_numpy(owner)
+        check_indices("owner", owner, num_parts, "parts")
+        if len(owner) != packed.num_tokens:
+            raise ForestError(
+                f"owner must name a part for each of the {packed.num_tokens} packed tokens, got "
+                f"{len(owner)}"
+            )
+        change = np.flatnonzero(owner[1:] != owner[:-1]) + 1
+        first = np.concatenate([np.zeros(min(1, len(owner)), np.int64), change])
+        self._init(packed, first, owner[first].astype(np.int64), num_parts)
+
+    def _init(
+        self, packed: PackedForest, start: np.ndarray, part: np.ndarray, num_parts: int
+    ) -> None:
+        """start int64 [Q], part int64 [Q]: neighbouring runs of tokens with different owners."""
+        self.packed = packed
+        self._run_start = np.append(start, packed.num_tokens)
+        self._run_part = part
+        self._ptr, self._pieces = find_pieces(packed, self._run_start, part, num_parts)
+        self._borrower = np.repeat(np.arange(num_parts), np.diff(self._ptr))
+        self._parts: dict[int, Part] = {}
+
+    @property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The borders of runs of tokens with one owner, int64 [Q + 1] from 0 to T, and owners [Q].
+
+        Neighbouring runs have different owners.
+        """
+        return self._run_start, self._run_part
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """int32 [T], the part that owns each packed token."""
+        return np.repeat(self._run_part.astype(np.int32), np.diff(self._run_start))
+
+    @cached_property
+    def num_own_tokens(self) -> np.ndarray:
+        """int64 [n], the own tokens of each part."""
+        return _sums(self._run_part, np.diff(self._run_start), len(self))
+
+    @cached_property
+    def num_rows(self) -> np.ndarray:
+        """int64 [n], the own and borrowed tokens of each part."""
+        return _sums(self._borrower, self._pieces[:, 1], len(self))
+
+    @cached_property
+    def borrowed(self) -> np.ndarray:
+        """int64 [n, n], borrowed[r, s] is the number of rows that part r borrows from part s."""
+        return borrowed_rows(self._borrower, self._pieces, len(self))
+
+    def lent_runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the tokens that any part borrows.
+
+        Returns:
+            The borders of runs of tokens, int64 [B + 1] from 0 to T, and bool [B], whether a run's
+            tokens are borrowed.
+        """
+        foreign = self._pieces[self._pieces[:, 2] != self._borrower]
+        start, end = foreign[:, 0], foreign[:, 0] + foreign[:, 1]
+        border = np.unique(np.concatenate([start, end, [0, self.packed.num_tokens]]))
+        # how many pieces cover each run
+        change = np.zeros(len(border), np.int64)
+        np.add.at(change, np.searchsorted(border, start), 1)
+        np.add.at(change, np.searchsorted(border, end), -1)
+        return border, np.cumsum(change)[:-1] > 0
+
+    def __len__(self) -> int:
+        return len(self._ptr) - 1
+
+    def __getitem__(self, index: int) -> Part:
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"part {index} does not exist; there are {len(self)} parts")
+        index %= len(self)
+        if index not in self._parts:
+            pieces = self._pieces[self._ptr[index] : self._ptr[index + 1]]
+            self._parts[index] = Part(self.packed, index, pieces, self._exchange(index, pieces))
+        return self._parts[index]
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} parts of {self.packed.num_tokens} tokens)"
+
+    def _exchange(self, index: int, pieces: np.ndarray) -> Exchange:
+        length, owner = pieces[:, 1], pieces[:, 2]
+        row = np.cumsum(length) - length
+        by_owner = np.argsort(owner, kind="stable")
+        by_owner = by_owner[owner[by_owner] != index]
+        receive = _joined(owner[by_owner], row[by_owner], length[by_owner])
+        # no piece spans two runs of an owner, so each lies in one of the own runs
+        lent = (self._pieces[:, 2] == index) & (self._borrower != index)
+        start, length, _ = self._pieces[lent].T
+        own = owner == index
+        own_start, own_length = pieces[own, 0], pieces[own, 1]
+        run = np.searchsorted(own_start, start, side="right") - 1
+        own_row = np.cumsum(own_length) - own_length
+        send = _joined(self._borrower[lent], own_row[run] + start - own_start[run], length)
+        sent, received = (_sums(runs[:, 0], runs[:, 2], len(self)) for runs in (send, receive))
+        return Exchange(send, receive, sent, received)
+
+
+# ---- what planners of parts share ----------------------------------------------------------------
+
+
+def find_pieces(
+    packed: PackedForest, run_start: np.ndarray, run_part: np.ndarray, num_parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pieces of every part: see the loop `find_pieces`."""
+    forest = packed.forest
+    node_end = forest.node_start + forest.node_length
+    return loops.parts.find_pieces(
+        forest.node_parent, forest.node_start, node_end, run_start, run_part, num_parts
+    )
+
+
+def borrowed_rows(borrower: np.ndarray, pieces: np.ndarray, num_parts: int) -> np.ndarray:
+    """int64 [n, n]: the rows that each part borrows from each, from all pieces and their parts."""
+    foreign = pieces[:, 2] != borrower
+    pair = borrower[foreign] * num_parts + pieces[foreign, 2]
+    return _sums(pair, pieces[foreign, 1], num_parts**2).reshape(num_parts, num_parts)
+
+
+def _sums(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
+    """int64 [count], the sum of `values` by `index`."""
+    out = np.zeros(count, np.int64)
+    np.add.at(out, index, values)
+    return out
+
+
+def _joined(part: np.ndarray, row: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """int64 [*, 3] (part, row, length), runs that continue the one before them joined to it."""
+    if not len(part):
+        return np.empty((0, 3), np.int64)
+    new = np.ones(len(part), bool)
+    new[1:] = (part[1:] != part[:-1]) | (row[1:] != row[:-1] + length[:-1])
+    first = np.flatnonzero(new)
+    return np.stack([part[first], row[first], np.add.reduceat(length, first)], 1)
+
+
+def _rows_of(runs: np.ndarray) -> np.ndarray:
+    return _expand(runs[:, 1], runs[:, 2])
+
+
+def _expand(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """int32: start, start + 1, .. of every run, one run after another."""
+    before = np.cumsum(length) - length
+    rows = np.repeat(start - before, length) + np.arange(int(length.sum()))
+    return rows.astype(np.int32)

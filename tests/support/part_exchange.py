@@ -1,0 +1,130 @@
+"""Tree attention on the parts of a packed forest, one part after another in this process.
+
+What ranks would send stands in the buffers of one all-to-all-v, made from each part's `Exchange`
+alone: by the rows that it sends, cut by its counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from prefixtree import tree_attention
+from prefixtree.packing.parts import Parts
+
+Tensors = list[torch.Tensor]
+
+
+def all_to_all(sent: Tensors, counts: list[list[int]]) -> Tensors:
+    """What each rank receives, by sender, of buffers that hold rows by receiver."""
+    pieces = [buffer.split(of) for buffer, of in zip(sent, counts, strict=True)]
+    return [torch.cat([of_rank[r] for of_rank in pieces]) for r in range(len(sent))]
+
+
+def borrow(parts: Parts, own: Tensors) -> Tensors:
+    """[t, ...] of every part -> [K, ...]: own rows and borrowed rows in their places.
+
+    Rows that nothing fills are NaN.
+    """
+    sent = [x[part.tables().send_rows] for part, x in zip(parts, own, strict=True)]
+    counts = [part.exchange.send_counts.tolist() for part in parts]
+    received = all_to_all(sent, counts)
+    rows = []
+    for part, x, got in zip(parts, own, received, strict=True):
+        tables = part.tables()
+        out = x.new_full((part.num_rows, *x.shape[1:]), torch.nan)
+        out[tables.own_rows.long()] = x
+        out[tables.receive_rows.long()] = got
+        rows.append(out)
+    return rows
+
+
+def give_back(parts: Parts, rows: Tensors, left_out: tuple[int, int] | None = None) -> Tensors:
+    """Gradients [K, ...] of every part -> [t, ...]: those of borrowed rows are added to their own.
+
+    Args:
+        left_out: (borrower, lender) whose gradients get lost, for tests that must turn red.
+    """
+    sent = [x[part.tables().receive_rows] for part, x in zip(parts, rows, strict=True)]
+    counts = [part.exchange.receive_counts.tolist() for part in parts]
+    received = all_to_all(sent, counts)
+    own = []
+    for part, x, got in zip(parts, rows, received, strict=True):
+        tables = part.tables()
+        out = x[tables.own_rows].clone()
+        of_borrower = part.exchange.send_counts.tolist()
+        pieces = zip(tables.send_rows.split(of_borrower), got.split(of_borrower), strict=True)
+        for borrower, (lent, gradient) in enumerate(pieces):
+            if (borrower, part.index) != left_out:
+                out.index_add_(0, lent, gradient)
+        own.append(out)
+    return own
+
+
+def whole(parts: Parts, own: Tensors) -> torch.Tensor:
+    """[T, ...] of the own rows of every part; NaN where no part owns a token."""
+    out = own[0].new_full((parts.packed.num_tokens, *own[0].shape[1:]), torch.nan)
+    for part, x in zip(parts, own, strict=True):
+        out[part.tables().own_tokens.long()] = x
+    return out
+
+
+def attend_in_parts(
+    parts: Parts,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    left_out: tuple[int, int] | None = None,
+    **options: Any,
+) -> Tensors:
+    """out, dq, dk, dv [T, ...] of tree attention that every part computes on its own rows."""
+    q, k, v = ([part.own(x) for part in parts] for x in qkv)
+    outs, gradients = [], []
+    for part, q_own, k_rows, v_rows in zip(
+        parts, q, borrow(parts, k), borrow(parts, v), strict=True
+    ):
+        leaves = [x.detach().requires_grad_() for x in (q_own, k_rows, v_rows)]
+        out = tree_attention(*leaves, part.mask, **options)
+        outs.append(out.detach())
+        gradients.append(torch.autograd.grad(out, leaves, part.own(dout)))
+    dq, dk, dv = (list(x) for x in zip(*gradients, strict=True))
+    returned = [give_back(parts, x, left_out) for x in (dk, dv)]
+    return [whole(parts, x) for x in (outs, dq, *returned)]
+
+
+def attend_in_steps(
+    parts: Parts,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    order: list[int],
+    backwards: list[int] | None = None,
+    **options: Any,
+) -> Tensors:
+    """The same with one step after another: forwards in `order`, and then `backwards`.
+
+    The backwards run in the reverse order by default. Keys and values of a step are there once its
+    forward has run, and NaN before. What is added to the gradients of a step after its backward has
+    run is lost.
+    """
+    q, k, v = qkv
+    store = [torch.full_like(x, torch.nan) for x in (k, v)]
+    returned = [torch.zeros_like(x) for x in (k, v)]
+    results = [torch.full_like(x, torch.nan) for x in (dout, q, k, v)]
+    graphs = {}
+    for number in order:
+        part = parts[number]
+        own = part.own_tokens
+        for kept, x in zip(store, (k, v), strict=True):
+            kept[own] = x[own]
+        leaves = [x.clone().requires_grad_() for x in (q[own], *(x[part.tokens] for x in store))]
+        graphs[number] = tree_attention(*leaves, part.mask, **options), leaves
+    for number in order[::-1] if backwards is None else backwards:
+        part = parts[number]
+        own, (out, leaves) = part.own_tokens, graphs[number]
+        results[0][own] = out.detach()
+        dq, *rows = torch.autograd.grad(out, leaves, dout[own])
+        results[1][own] = dq
+        for result, later, gradient in zip(results[2:], returned, rows, strict=True):
+            result[own] = gradient[part.own_rows] + later[own]
+            later[part.borrowed_tokens] += gradient[part.exchange.receive_rows]
+    return results
