@@ -4,7 +4,9 @@ plan that recomputes least of those that fit."""
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from prefixtree.integrations.recompute.plan import (
     RecomputePlan,
     Work,
     plan_for,
+    reserve,
     scoring_bytes,
     tokens_that_fit,
 )
@@ -36,6 +39,7 @@ from prefixtree.integrations.recompute.trace import (
 )
 from prefixtree.kernels import operator
 from prefixtree.kernels.recurrence import operator as recurrence
+from prefixtree.sharing.estimate import _GPUS
 from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
 from tests.support.models import (
     build,
@@ -217,6 +221,64 @@ def test_predicted_peaks_against_those_measured():
         work = Work(forest, count * response)
         predicted = memory.peak(forest.num_tokens, "all", scoring_bytes(memory, work))
         assert predicted == pytest.approx(row["peak_bytes"], rel=0.05), row
+
+
+@pytest.mark.parametrize("page", ["trl.md", "verl.md"])
+def test_the_tokens_that_the_pages_say_fit(page):
+    """Full fine-tuning with AdamW in float32; on one GPU under autocast, on several under FSDP2."""
+    transformers = pytest.importorskip("transformers", "5.23")
+    dense = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+    qwen3 = partial(transformers.Qwen3Config, **dense)
+    shapes = {
+        "Qwen3-0.6B": qwen3(
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            tie_word_embeddings=True,
+        ),
+        "Qwen3-8B": qwen3(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+        ),
+        "Qwen3-32B": qwen3(
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_hidden_layers=64,
+            num_attention_heads=64,
+        ),
+        # the defaults of its class
+        "Qwen3.5-9B, text": transformers.Qwen3_5TextConfig(),
+    }
+    rows = re.findall(
+        r"^\| (Qwen[^|]+) \| (\d+) \| (.*) \|$", (ROOT / "docs" / page).read_text(), re.M
+    )
+    assert len(rows) in (7, 9)
+    for name, gpus, cells in rows:
+        config = shapes[name]
+        alone = gpus == "1"
+        dtype, autocast = (torch.float32, torch.bfloat16) if alone else (torch.bfloat16, None)
+        memory = trace_memory(config, dtype, autocast)
+        parameters, embedding = memory.cost.parameters, config.vocab_size * config.hidden_size
+        if not config.tie_word_embeddings:
+            embedding *= 2
+        layer = (parameters - embedding) / config.num_hidden_layers
+        # four layers as `plan_recomputation` counts them, embedding and lm_head with gradients
+        gathered = 0 if alone else 4 * 4 * layer + 2 * 2 * embedding
+        expected = []
+        for size in _GPUS.values():
+            left = size - reserve(size) - 16 * parameters / int(gpus) - gathered
+            expected += [tokens_that_fit(memory, left, 1.0, mode) for mode in ("all", "nothing")]
+        assert cells.split(" | ") == [_thousands(tokens) for tokens in expected], (name, gpus)
+
+
+def _thousands(tokens: int) -> str:
+    """Rounded down."""
+    if not tokens:
+        return "-"
+    return f"{tokens // 1000}K" if tokens >= 10_000 else f"{tokens // 100 / 10}K"
 
 
 # ---- the plan ------------------------------------------------------------------------------------

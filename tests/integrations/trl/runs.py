@@ -104,6 +104,21 @@ def tiny_hybrid(family: str) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **{**config, **lists}, initializer_range=0.2)
 
 
+def tiny_vision(family: str) -> PreTrainedConfig:
+    """A whole vision model: "qwen2_5_vl", "qwen3_vl" or "qwen3_5"."""
+    text = tiny_hybrid("qwen3_5_text") if family == "qwen3_5" else tiny_config()
+    sizes = text.to_dict()
+    if family != "qwen3_5":
+        mrope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+        sizes |= {"rope_parameters": mrope}
+    del sizes["model_type"]
+    encoder = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    encoder["out_hidden_size"] = text.hidden_size
+    if family == "qwen3_vl":
+        encoder["deepstack_visual_indexes"] = [0]
+    return AutoConfig.for_model(family, text_config=sizes, vision_config=encoder)
+
+
 def save_model(folder: Path, config: Any = None) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config or tiny_config()).save_pretrained(folder)

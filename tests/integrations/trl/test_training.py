@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
@@ -27,10 +27,12 @@ from tests.integrations.trl.runs import (
     squared_distance,
     tiny_hybrid,
     tiny_mixture,
+    tiny_vision,
     train,
     worst_metric,
     worst_parameter,
 )
+from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.liger import interpret, keep_transformers
 from tests.support.operator_calls import count_attentions
 
@@ -144,6 +146,27 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
     theirs = train(SameOrder, folder, **arguments)
     assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_text_on_a_vision_checkpoint(family: str, tmp_path: Path) -> None:
+    """With the tokenizer as processing_class; the image encoder takes no part."""
+    folder = save_tokenizer(tmp_path, CHATML)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(tiny_vision(family)).save_pretrained(folder)
+
+    def run(trainer: type[GRPOTrainer]) -> GRPOTrainer:
+        model = AutoModelForImageTextToText.from_pretrained(folder)
+        assert any("visual" in name for name, _ in model.named_parameters())
+        return train(trainer, folder, model=model, **SGD, max_steps=2)
+
+    ours, theirs = run(PrefixTreeGRPOTrainer), run(SameOrder)
+    start = parameters(AutoModelForImageTextToText.from_pretrained(folder))
+    after = parameters(theirs.model)
+    changes = {name: float((p - start[name]).abs().max()) for name, p in after.items()}
+    assert max(changes.values()) > 1e-3
+    assert max(change for name, change in changes.items() if "visual" in name) == 0
     assert_equal_runs(ours, theirs)
 
 
