@@ -29,9 +29,8 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     logging process.
 
     Args:
-        args, kwargs: of `trl.DPOTrainer`.
-        recompute: as in `prefixtree.sequence_logprobs`. Default: None, what
-            `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.DPOTrainer`. Default:
+            None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of

@@ -50,9 +50,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     divided by its distinct tokens, on the logging process.
 
     Args:
-        args, kwargs: of `trl.GRPOTrainer`.
-        recompute: as in `prefixtree.sequence_logprobs`: what the policy's layers compute again in
-            the backward. Default: None, what `gradient_checkpointing` of the arguments says.
+        recompute: what the policy's layers compute again in the backward, as in
+            `prefixtree.sequence_logprobs`; all else is of `trl.GRPOTrainer`. Default: None, what
+            `gradient_checkpointing` of the arguments says.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of

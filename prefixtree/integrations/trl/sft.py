@@ -30,9 +30,8 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     by its distinct tokens, on the logging process.
 
     Args:
-        args, kwargs: of `trl.SFTTrainer`.
-        recompute: as in `prefixtree.sequence_logprobs`. Default: None, what
-            `gradient_checkpointing` of the arguments says.
+        recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.SFTTrainer`. Default:
+            None, what `gradient_checkpointing` of the arguments says.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
