@@ -115,7 +115,8 @@ def _check_gathered(causal_lm: nn.Module) -> None:
     )
     # DeepSpeed gives every module its hooks at once
     hooks = causal_lm._forward_pre_hooks.values()
-    if partitioned is None or any((_foreign(h) or "").startswith("deepspeed.") for h in hooks):
+    origins = [foreign_module(hook) or "" for hook in hooks]
+    if partitioned is None or any(origin.startswith("deepspeed.") for origin in origins):
         return
     raise UnsupportedError(
         f"{partitioned} is partitioned by DeepSpeed ZeRO-3 (its shape is [0] here), and "
@@ -237,7 +238,7 @@ def _check_treatment_of_logits(causal_lm: Any) -> None:
     """Scores take the place of logits, so nothing unknown may work on these."""
     kind, model_type = type(causal_lm).__name__, causal_lm.config.model_type
     forward = causal_lm.forward
-    if family_of(causal_lm.config).is_tested and (origin := _foreign(forward)) is not None:
+    if family_of(causal_lm.config).is_tested and (origin := foreign_module(forward)) is not None:
         raise UnsupportedError(
             f"{kind}.forward is not the one transformers has for model type {model_type!r} but "
             f"comes from {origin}: what it does to logits would be lost, as scores take their "
@@ -250,14 +251,14 @@ def _check_treatment_of_logits(causal_lm: Any) -> None:
 
 def check_hook(hook: Callable[..., Any], owner: str) -> None:
     """Refuses a forward hook that would see scores where it expects logits."""
-    if _foreign(hook, _KNOWN_HOOKS) is not None:
+    if foreign_module(hook, _KNOWN_HOOKS) is not None:
         raise UnsupportedError(
             f"{owner} has a forward hook ({hook!r}): it would see scores, never logits; remove it "
             "while scoring"
         )
 
 
-def _foreign(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
+def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
     """The module of a function that is outside of `known` (packages and modules): that of this
     one, or of one that it wraps."""
     left, seen = [function], set()

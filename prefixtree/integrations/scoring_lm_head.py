@@ -18,6 +18,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_hook
+from prefixtree.integrations.parallel_lm_head import is_linear, sliced_head
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.logprobs import linear_logprobs, lm_head_logprobs
 from prefixtree.packing.gather import GatherIndex, gather
@@ -168,7 +169,7 @@ def scoring_lm_head(
         for hook in lm_head._forward_hooks.values():
             check_hook(hook, "the output embedding")
         lm_head_forward, lm_forward = lm_head.forward, causal_lm.forward
-        plain = _is_plain_linear(lm_head) and "forward" not in vars(lm_head)
+        plain = is_linear(lm_head) and "forward" not in vars(lm_head)
         thread = threading.get_ident()
         handed = Handed()
 
@@ -177,11 +178,14 @@ def scoring_lm_head(
             _check_rows(causal_lm, hidden, len(units.predictors))
             rows = gather(hidden[0], units.to_predictors)
             rest = (units.target, units.temperature, rule, with_entropy, chunk_size, statistics)
+            vocabulary = causal_lm.config.get_text_config().vocab_size
             if plain:
+                _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
                 result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
+            elif not statistics and (head := sliced_head(lm_head, lm_head_forward)) is not None:
+                result = linear_logprobs(rows, head.weight, head.bias, *rest, head.vocabulary)
             else:
-                _check_rowwise(lm_head, lm_head_forward, hidden[0])
-                vocabulary = causal_lm.config.get_text_config().vocab_size
+                _check_rows_of_logits(lm_head, lm_head_forward, hidden[0], vocabulary)
                 result = lm_head_logprobs(lm_head_forward, vocabulary, rows, *rest)
             return handed.give(result)
 
@@ -264,17 +268,33 @@ def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
         )
 
 
-def _check_rowwise(
-    lm_head: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+def _check_width(lm_head: nn.Module, width: int, vocabulary: int) -> None:
+    """Refuses an lm_head that gives a part of the vocabulary: one that ranks share, say."""
+    if width < vocabulary:
+        raise UnsupportedError(
+            f"the output embedding ({type(lm_head).__name__}) gives {width} logits per token, "
+            f"expected the {vocabulary} of config.vocab_size: a softmax over a part of the "
+            "vocabulary is another function; let it give whole rows "
+            '("colwise_gather_output" in a tp_plan)'
+        )
+
+
+def _check_rows_of_logits(
+    lm_head: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    vocabulary: int,
 ) -> None:
-    """Refuses an lm_head whose output for a token depends on the tokens beside it: in a packed
-    forest these are others. Hidden states [P, d]; nothing is learnt from it without one."""
+    """Refuses an lm_head that gives less than whole rows of logits, or whose output for a token
+    depends on the tokens beside it: in a packed forest these are others. Hidden states [P, d];
+    nothing is learnt from it without one."""
     if len(hidden) == 0:
         return
     with torch.no_grad():
         row = hidden[:1]
         among_others = forward(torch.cat([row, -row, row.flip(-1), row]))[[0, -1]]
         alone = forward(row)
+    _check_width(lm_head, alone.shape[-1], vocabulary)
     tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
     # NaN is for whoever looks at the scores
     if bool(((among_others - alone).abs() > tolerance).any()):
@@ -292,8 +312,3 @@ def _check_dtype(scores: torch.Tensor, who: str) -> None:
             "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
             "embedding's unit as of the root's)"
         )
-
-
-def _is_plain_linear(lm_head: nn.Module) -> bool:
-    # sharding wrappers change the class by a subclass of the same forward
-    return isinstance(lm_head, nn.Linear) and type(lm_head).forward is nn.Linear.forward

@@ -61,12 +61,40 @@ def gradient(
 ) -> None:
     """Writes the gradient of x into [R, V], which may be x; grad, float32 [R, C], is out's."""
     logits = rule.apply(x.float())
-    z = torch.log_softmax(logits / temperature[:, None], -1)
-    p = torch.exp(z)
+    log_p = torch.log_softmax(logits / temperature[:, None], -1)
+    hit = grad[:, :1]
+    gradient_of_logprobs(logits, log_p, target[:, None], hit, temperature, rule, out, grad, into)
+
+
+def gradient_of_logprobs(
+    logits: torch.Tensor,
+    log_p: torch.Tensor,
+    column: torch.Tensor,
+    hit: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    out: torch.Tensor,
+    grad: torch.Tensor,
+    into: torch.Tensor,
+) -> None:
+    """`gradient` once the log-probabilities of all columns are known.
+
+    Args:
+        logits: float32 [R, V], before the temperature.
+        log_p: float32 [R, V].
+        column: int64 [R, 1], where `hit` goes.
+        hit: float32 [R, 1], the gradient of log p at the target; 0 where another rank has it.
+        temperature: float32 [R].
+        rule: the family's change to the logits.
+        out: float32 [R, C].
+        grad: float32 [R, C], out's.
+        into: [R, V].
+    """
+    p = torch.exp(log_p)
     # d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy)
     dz = p * -grad[:, :1]
     if grad.shape[1] == 2:
-        dz -= p * (z + out[:, 1:]) * grad[:, 1:]
-    dz.scatter_add_(1, target[:, None], grad[:, :1])
+        dz -= p * (log_p + out[:, 1:]) * grad[:, 1:]
+    dz.scatter_add_(1, column, hit)
     dz *= rule.grad(logits) / temperature[:, None]
     into.copy_(dz)

@@ -21,6 +21,7 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels import lm_head as eager
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.logit_statistics import write_statistics
+from prefixtree.kernels.vocabulary_parallel import VocabularySlice
 
 # The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
 # 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
@@ -42,6 +43,7 @@ def linear_logprobs(
     with_entropy: bool,
     chunk: int | None = None,
     statistics: Sequence[str] = (),
+    vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
@@ -60,20 +62,34 @@ def linear_logprobs(
         chunk: rows per chunk. Default: with the Triton kernels, as many as keep the logits near
             512 MiB; without them, chunk x V is near 2^26 (2^22 on a CPU).
         statistics: names of `kernels.logit_statistics`, which have no gradients. Default: none.
+        vocabulary: which part of the vocabulary the weight and the bias are, where ranks share it.
+            All ranks then give the same hidden states, targets, temperatures and chunk, and get the
+            same scores. The gradient of hidden is whole on every rank, that of the weight is the
+            rank's own. Takes no statistics. Default: the weight is whole.
 
     Returns:
         float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats; and one more
         column per statistic.
+
+    Raises:
+        ValueError: statistics of a part of the vocabulary.
     """
+    if vocabulary is not None and statistics:
+        raise ValueError(
+            "statistics need whole rows of logits, and this lm_head is spread over ranks: gather "
+            f"its output, or ask for none of {', '.join(statistics)}"
+        )
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-    rows = chunk_rows(weight.shape[0], hidden.device, chunk)
-    if chunk is None and _kernels_for(hidden) is not eager:
+    # ranks exchange sums per chunk, so all of them cut the rows alike
+    width = weight.shape[0] if vocabulary is None else vocabulary.widest
+    rows = chunk_rows(width, hidden.device, chunk)
+    if chunk is None and vocabulary is None and _kernels_for(hidden) is not eager:
         rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
     scores, others = _LinearLogprobs.apply(
         *(hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype),
-        tuple(statistics),
+        *(tuple(statistics), vocabulary),
     )
     return torch.cat([scores, others], 1) if statistics else scores
 
@@ -145,12 +161,13 @@ class _LinearLogprobs(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
         statistics: tuple[str, ...],
+        vocabulary: VocabularySlice | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=torch.float32)
         others = out.new_empty(len(out), len(statistics))
         # a temperature for all rows may come expanded
         target, temperature = target.contiguous(), temperature.contiguous()
-        kernels = _kernels_for(hidden)
+        kernels = vocabulary or _kernels_for(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weights = weight.to(dtype), None if bias is None else bias.to(dtype)
             for at in range(0, hidden.shape[0], rows):
@@ -163,7 +180,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 # not beside the next chunk's
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
-        ctx.rule, ctx.rows, ctx.dtype = rule, rows, dtype
+        ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = rule, rows, dtype, vocabulary
         ctx.mark_non_differentiable(others)
         return out, others
 
@@ -176,7 +193,8 @@ class _LinearLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if need_hidden else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        kernels = _kernels_for(hidden)
+        vocabulary = ctx.vocabulary
+        kernels = vocabulary or _kernels_for(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             weights = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             for at in range(0, hidden.shape[0], ctx.rows):
@@ -188,8 +206,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 kernels.gradient(dx, *rest, dx)
                 if dbias is not None:
                     dbias += dx.sum(0, dtype=torch.float32)
-                if dhidden is not None:
+                if dhidden is not None and vocabulary is None:
                     dhidden[part] = dx @ weights[0]
+                elif dhidden is not None:
+                    mine = torch.zeros_like(h, dtype=torch.float32)
+                    _add_product(mine, dx, weights[0])
+                    dhidden[part] = vocabulary.summed(mine)
                 if dweight is not None:
                     _add_product(dweight, dx.t(), h)
                 # not beside the next chunk's
@@ -198,7 +220,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 7,
+            *[None] * 8,
         )
 
 

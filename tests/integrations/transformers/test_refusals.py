@@ -21,6 +21,8 @@ from prefixtree.integrations.transformers import (
 )
 from tests.support.family_configs import FAMILIES, PARTS, TINY
 from tests.support.models import (
+    HIDDEN,
+    AdaptedHead,
     assert_same,
     build,
     cases,
@@ -416,6 +418,17 @@ def test_a_model_without_a_head(packed):
     config = build("qwen3").config
     model = AutoModel.from_config(config, attn_implementation="prefixtree")
     with pytest.raises(pt.UnsupportedError, match=r"AutoModelForCausalLM.*Qwen3Model has none"):
+        sequence_logprobs(model, packed)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["a linear layer", "with an adapter"])
+def test_a_head_with_a_part_of_the_vocabulary(adapted, packed):
+    """A rank's slice, say: a softmax over it would be finite and wrong."""
+    model = build("llama")
+    model.lm_head = nn.Linear(HIDDEN, 49, bias=False)
+    if adapted:
+        model.lm_head = AdaptedHead(model.lm_head)
+    with pytest.raises(pt.UnsupportedError, match="gives 49 logits per token, expected the 97"):
         sequence_logprobs(model, packed)
 
 

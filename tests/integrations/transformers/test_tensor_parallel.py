@@ -1,33 +1,154 @@
-"""Tensor parallelism on two ranks: what is served gives the results of one process."""
+"""Tensor and expert parallelism, on two ranks and with FSDP2 on four.
+
+What the ranks compute together is what one process computes for every sequence alone.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.models import Run, assert_same, build, ragged_objective, run_replicated
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import (
+    AdaptedHead,
+    Run,
+    assert_same,
+    build,
+    errors,
+    ragged_objective,
+    ragged_packed,
+    run_replicated,
+)
 from tests.support.spawn import run_ranks
-from tests.support.tensor_parallel_ranks import AUTO, HEADS
+from tests.support.tensor_parallel_ranks import (
+    CASES,
+    MISTAKES,
+    STATISTICS,
+    TORCH_HEADS,
+    WIDE_CASES,
+    Case,
+    objective_of,
+    place_of,
+)
+
+Results = list[dict[str, Any]]
+
+
+def _run_ranks(cases: dict[str, Case], folder: Path, ranks: int) -> Results:
+    for name, case in cases.items():
+        build(case.family, **case.changes).save_pretrained(folder / name)
+    return run_ranks("tests.support.tensor_parallel_ranks", folder, ranks)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank computed, a plan."""
-    return run_ranks(
-        "tests.support.tensor_parallel_ranks", tmp_path_factory.mktemp("tensor_parallel")
-    )
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of two ranks computed, per case."""
+    return _run_ranks(CASES, tmp_path_factory.mktemp("two"), 2)
 
 
-@pytest.mark.parametrize("plan", [AUTO, "head left out"])
-def test_served(results, plan):
-    """transformers' own plan, and torch's of all layers but the head: what the refusal advises."""
+@pytest.fixture(scope="module")
+def wide_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The same of four."""
+    return _run_ranks(WIDE_CASES, tmp_path_factory.mktemp("four"), 4)
+
+
+def _check(results: Results, name: str, case: Case) -> None:
+    """Every rank has the scores of its forest, and the gradients: those of one forest, or FSDP2's
+    mean over two."""
+    model = build(case.family, "eager", **case.changes)
+    forests = [run_replicated(model, objective_of(case, i)) for i in range(1 + case.forests)]
+    mean = {
+        key: sum(run.gradients[key] for run in forests) / len(forests)
+        for key in forests[0].gradients
+    }
+    for rank, result in enumerate(results):
+        assert isinstance(result[name], dict), result[name]
+        assert result[name]["head"] == [case.head]
+        mine = forests[place_of(case, rank)]
+        assert_same(Run(**result[name]["run"]), Run(mine.logprobs, mine.entropy, mean))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(results, name):
+    _check(results, name, CASES[name])
+
+
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_with_fsdp2_on_four_ranks(wide_results, name):
+    _check(wide_results, name, WIDE_CASES[name])
+
+
+# ---- the lm_head ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_a_rank_leaves_out_is_seen(results, mistake):
+    """The comparison fails where one rank's part of the vocabulary is left out of the sums, or of
+    the gradient of the hidden states."""
+    expected = run_replicated(build("llama", "eager", **CASES["llama"].changes), ragged_objective())
+    for result in results:
+        assert result[mistake]["head"] == ["sliced"]
+        found = errors(Run(**result[mistake]["run"]), expected)
+        assert found.gradient > 0.1
+        # the scores come from the forward, which is right in the second
+        assert (found.logprob > 0.1) == (mistake == "a slice left out")
+
+
+def test_operator(results):
+    """Slices of uneven widths against the whole weight: scores, and gradients of hidden states,
+    weight and bias, to rounding in their dtype."""
+    for result in results:
+        for case, pairs in result["operator"].items():
+            for mine, whole in pairs:
+                assert mine.dtype == whole.dtype and mine.shape == whole.shape
+                # a slice of one row has a small gradient: the rounding of sums shows more
+                bound = 1e-5 if mine.dtype == torch.float32 else 2**-8
+                difference = (mine.float() - whole.float()).norm() / whole.float().norm()
+                assert difference <= bound, case
+
+
+def test_statistics_come_from_gathered_logits(results):
+    model = build("llama", **CASES["llama"].changes)
+    with torch.no_grad():
+        expected = sequence_logprobs(model, ragged_packed(), return_statistics=STATISTICS)
+    for result in results:
+        found = result["statistics"]
+        assert found["head"] == ["gathered"]
+        for name in STATISTICS:
+            torch.testing.assert_close(found[name], expected.statistics[name])
+        torch.testing.assert_close(found["logprobs"], expected.logprobs)
+
+
+def test_statistics_of_a_part_of_the_vocabulary_are_refused(results):
+    for result in results:
+        message = result["statistics, head not gathered"]
+        assert message.startswith("UnsupportedError: the output embedding (Linear) gives 49 logits")
+        assert "expected the 98 of config.vocab_size" in message
+
+
+def test_an_adapted_head_scores_gathered_logits(results):
+    model = build("llama", "eager", **CASES["llama"].changes)
+    model.lm_head = AdaptedHead(model.lm_head)
+    expected = run_replicated(model, ragged_objective())
+    for result in results:
+        assert result["adapted head"]["head"] == ["gathered"]
+        assert_same(Run(**result["adapted head"]["run"]), expected)
+
+
+# ---- torch's own plans ------------------------------------------------------------------------
+
+
+def test_torchs_plan_without_the_head(results):
+    """What the refusal below advises."""
     expected = run_replicated(build("llama", "eager"), ragged_objective())
     for result in results:
-        assert_same(Run(**result[plan]), expected)
+        assert_same(Run(**result["head left out"]["run"]), expected)
 
 
-@pytest.mark.parametrize("plan", [name for name in HEADS if name != "head left out"])
+@pytest.mark.parametrize("plan", [name for name in TORCH_HEADS if name != "head left out"])
 def test_a_head_in_torchs_plan_is_refused(results, plan):
     for result in results:
         message = result[plan]
