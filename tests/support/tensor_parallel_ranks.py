@@ -239,10 +239,10 @@ def _mistaken(model: Any, mistake: Any) -> dict[str, Any]:
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 
 
-def _statistics(model: Any) -> dict[str, Any]:
+def _scores(model: Any, statistics: tuple[str, ...]) -> dict[str, Any]:
     with torch.no_grad(), _heads() as called:
-        scores = sequence_logprobs(model, ragged_packed(), return_statistics=STATISTICS)
-    return {"head": called, "logprobs": scores.logprobs, **scores.statistics}
+        scores = sequence_logprobs(model, ragged_packed(), return_statistics=statistics)
+    return {"head": called, "logprobs": scores.logprobs, **(scores.statistics or {})}
 
 
 # ---- the operator -----------------------------------------------------------------------------
@@ -288,11 +288,14 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     model = _loaded(CASES["llama"], folder / "llama")
     for name, mistake in MISTAKES.items():
         results[name] = _mistaken(model, mistake)
-    results["statistics"] = _statistics(model)
+    results["no gradients"] = _scores(model, ())
+    results["statistics"] = _scores(model, STATISTICS)
     model.lm_head = AdaptedHead(model.lm_head)
     results["adapted head"] = _run(model, ragged_objective(), ragged_packed())
     name = "head not gathered"
-    results[f"statistics, {name}"] = _tried(_statistics, _loaded(CASES[name], folder / name))
+    results[f"statistics, {name}"] = _tried(
+        _scores, _loaded(CASES[name], folder / name), STATISTICS
+    )
     results["operator"] = {
         (cut, dtype, columns): _operator(rank, cut, dtype, columns)
         for cut in CUTS

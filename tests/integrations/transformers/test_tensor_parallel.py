@@ -67,8 +67,13 @@ def _check(results: Results, name: str, case: Case) -> None:
     for rank, result in enumerate(results):
         assert isinstance(result[name], dict), result[name]
         assert result[name]["head"] == [case.head]
-        mine = forests[place_of(case, rank)]
-        assert_same(Run(**result[name]["run"]), Run(mine.logprobs, mine.entropy, mean))
+        mine, found = forests[place_of(case, rank)], Run(**result[name]["run"])
+        assert_same(found, Run(mine.logprobs, mine.entropy, mean))
+        # parameters that each rank has whole must not drift apart
+        if place_of(case, rank) == place_of(case, 0):
+            first = results[0][name]["run"]
+            assert all(map(torch.equal, found.logprobs, first["logprobs"]))
+            assert all(torch.equal(g, first["gradients"][n]) for n, g in found.gradients.items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,17 +109,21 @@ def test_operator(results):
         for case, pairs in result["operator"].items():
             for mine, whole in pairs:
                 assert mine.dtype == whole.dtype and mine.shape == whole.shape
-                # a slice of one row has a small gradient: the rounding of sums shows more
-                bound = 1e-5 if mine.dtype == torch.float32 else 2**-8
+                # a slice of one row has a small gradient: the rounding of sums shows more. Sums of
+                # bf16 parts would be 2e-3 off
+                bound = 1e-5 if mine.dtype == torch.float32 else 2e-4
                 difference = (mine.float() - whole.float()).norm() / whole.float().norm()
                 assert difference <= bound, case
 
 
-def test_statistics_come_from_gathered_logits(results):
+def test_without_gradients_and_with_statistics(results):
+    """Statistics come from gathered logits."""
     model = build("llama", **CASES["llama"].changes)
     with torch.no_grad():
         expected = sequence_logprobs(model, ragged_packed(), return_statistics=STATISTICS)
     for result in results:
+        assert result["no gradients"]["head"] == ["sliced"]
+        torch.testing.assert_close(result["no gradients"]["logprobs"], expected.logprobs)
         found = result["statistics"]
         assert found["head"] == ["gathered"]
         for name in STATISTICS:
