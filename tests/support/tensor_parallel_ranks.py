@@ -61,6 +61,7 @@ class Case:
         sharded: some of the parameters that are spread.
         changes: of the model's configuration.
         checkpointing: of the layers.
+        recompute: as `sequence_logprobs` takes it.
         forests: whether ranks that FSDP2 averages over have forests of their own.
     """
 
@@ -70,6 +71,7 @@ class Case:
     sharded: tuple[str, ...]
     changes: dict[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
+    recompute: str | None = None
     forests: bool = False
 
 
@@ -87,6 +89,7 @@ CASES: dict[str, Case] = {
     "head not gathered": Case(
         "llama", {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, "sliced", _DENSE, _EVEN
     ),
+    "recomputed": Case("llama", None, "sliced", _DENSE, _EVEN, recompute="all_but_attention"),
     "experts, TP": Case("qwen3_moe", None, "sliced", (QUERY, EXPERTS, HEAD), _EVEN),
     "experts, TP and EP": Case(
         "qwen3_moe", {"tp_size": 2, "ep_size": 2}, "sliced", (QUERY, EXPERTS, HEAD)
@@ -175,9 +178,11 @@ def _heads() -> Iterator[list[str]]:
         yield called
 
 
-def _run(model: Any, objective: Objective, packed: Any) -> dict[str, Any]:
+def _run(
+    model: Any, objective: Objective, packed: Any, recompute: str | None = None
+) -> dict[str, Any]:
     with _heads() as called:
-        run = run_packed(model, packed, objective)
+        run = run_packed(model, packed, objective, recompute=recompute)
     whole = {
         name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         for name, gradient in run.gradients.items()
@@ -199,7 +204,8 @@ def place_of(case: Case, rank: int) -> int:
 
 def _run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
     objective = objective_of(case, place_of(case, rank))
-    return _run(_loaded(case, folder), objective, pack_sequences(objective.sequences))
+    packed = pack_sequences(objective.sequences)
+    return _run(_loaded(case, folder), objective, packed, case.recompute)
 
 
 def _tried(compute: Callable[..., Any], *args: Any) -> Any:
