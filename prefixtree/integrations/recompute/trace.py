@@ -190,7 +190,14 @@ def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: 
 
 
 def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
-    return any(p.ndim == 3 for layer in layers for p in layer.parameters())
+    modules = (module for layer in layers for module in layer.modules())
+    # a convolution's weight has three dimensions too
+    return any(
+        p.ndim == 3
+        for module in modules
+        if not isinstance(module, nn.Conv1d)
+        for p in module.parameters(recurse=False)
+    )
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
