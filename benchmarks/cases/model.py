@@ -169,7 +169,7 @@ def predicted_bytes(update: Update) -> int:
     """Weights, gradients, and the most that is predicted for a micro-batch's activations."""
     model = update.model
     held = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
-    memory = memory_of(model, model.device)
+    memory = memory_of(model, model, model.device)
     peaks = []
     for step in update.steps:
         work = Work(step.packed.forest, sum(int(m[1:].sum()) for m in step.masks))

@@ -21,7 +21,7 @@ from prefixtree.integrations.recompute.plan import (
     reserve,
     tokens_that_fit,
 )
-from prefixtree.integrations.recompute.trace import ModelMemory, trace_memory
+from prefixtree.integrations.recompute.trace import Adapters, ModelMemory, trace_memory
 from prefixtree.packing.layout import PackedForest
 
 #: What `sequence_logprobs(recompute=)` takes.
@@ -57,7 +57,7 @@ def plan_recomputation(
     lm_head = causal_lm.get_output_embeddings()
     trains = any(p.requires_grad for p in lm_head.parameters())
     work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
-    traced = memory_of(causal_lm, packed.device)
+    traced = memory_of(model, causal_lm, packed.device)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, packed.device)
     return plan_for(traced, work, memory)
@@ -86,7 +86,7 @@ def max_micro_batch_tokens(
     device = next(causal_lm.parameters()).device
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
-    traced = memory_of(causal_lm, device)
+    traced = memory_of(model, causal_lm, device)
     return tokens_that_fit(traced, memory, scored_share)
 
 
@@ -144,8 +144,9 @@ def recomputed_forward(
     return recomputing(causal_lm, modes)
 
 
-def memory_of(causal_lm: Any, device: torch.device) -> ModelMemory:
-    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision."""
+def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
+    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, and
+    with PEFT's adapters."""
     layer = layers_of(causal_lm)[0]
     # FSDP1 takes a layer's parameters away
     dtype = next(causal_lm.parameters()).dtype
@@ -154,7 +155,18 @@ def memory_of(causal_lm: Any, device: torch.device) -> ModelMemory:
     autocast = None
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
-    return trace_memory(causal_lm.config, dtype, autocast, device)
+    return trace_memory(causal_lm.config, dtype, autocast, device, _adapters_of(model, dtype))
+
+
+def _adapters_of(model: nn.Module, dtype: torch.dtype) -> Adapters | None:
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        # a PeftModel; the layers that it adapts have configurations by the same name
+        if isinstance(configs, dict) and hasattr(module, "get_base_model"):
+            trained = (p for p in module.parameters() if p.requires_grad)
+            wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
+            return Adapters(dict(configs), wide)
+    return None
 
 
 def available_bytes(device: torch.device) -> int:

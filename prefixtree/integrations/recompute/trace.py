@@ -8,6 +8,7 @@ it any more. So a family needs no formula of its own: what its operators keep is
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,6 +107,7 @@ def trace_memory(
     dtype: torch.dtype,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    adapters: Adapters | None = None,
 ) -> ModelMemory:
     """Traces the model of a config; a trace of the same arguments is kept.
 
@@ -112,13 +115,14 @@ def trace_memory(
         config: of a causal language model, or of a model with a text config.
         dtype: of the weights. autocast: the dtype of autocast, None where it is off.
         device: where the model trains; recurrent layers keep other things on a GPU.
+        adapters: of PEFT, on the model. Default: None.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
     try:
-        return _trace(_Key(config), dtype, autocast, torch.device(device).type)
+        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "
@@ -126,11 +130,43 @@ def trace_memory(
         ) from None
 
 
-class _Key:
-    """A config that is compared by what it says."""
+@dataclass(frozen=True)
+class Adapters:
+    """What PEFT adds to a model.
 
-    def __init__(self, config: Any) -> None:
-        self.config, self._said = copy.deepcopy(config), config.to_json_string(use_diff=False)
+    Attributes:
+        configs: PEFT's configurations by the adapters' names, all of them on the model.
+        in_float32: whether their weights are in float32 whatever the model's dtype is.
+    """
+
+    configs: dict[str, Any]
+    in_float32: bool
+
+    def on(self, model: nn.Module) -> None:
+        """Puts them on a model, in place."""
+        import peft
+
+        configs = copy.deepcopy(self.configs)
+        first, *others = configs
+        # what it warns of, it said when the model got them
+        with warnings.catch_warnings(action="ignore"):
+            adapted = peft.get_peft_model(
+                model, configs[first], first, autocast_adapter_dtype=self.in_float32
+            )
+            for name in others:
+                adapted.add_adapter(name, configs[name])
+
+    def __str__(self) -> str:
+        said = {name: config.to_dict() for name, config in self.configs.items()}
+        return f"{said} {self.in_float32}"
+
+
+class _Key:
+    """A config and adapters that are compared by what they say."""
+
+    def __init__(self, config: Any, adapters: Adapters | None) -> None:
+        self.config, self.adapters = copy.deepcopy(config), adapters
+        self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Key) and self._said == other._said
@@ -142,10 +178,13 @@ class _Key:
 @lru_cache(maxsize=8)
 def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str) -> ModelMemory:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, torch.device(device):
+    with torch.device("meta"):
         model = auto_class(key.config).from_config(
             key.config, dtype=dtype, attn_implementation="prefixtree"
         )
+        if key.adapters is not None:
+            key.adapters.on(model)
+    _make_fake(model, fake, torch.device(device))
     layers = layers_of(model)
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
@@ -158,7 +197,7 @@ def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: 
     with fake:
         for parameter in parameters:
             # as in the second micro-batch of an update: gradients are there and are added to
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     signatures = [_signature(layer) for layer in layers]
     # what the first two hold is not all their own
     needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
@@ -187,6 +226,24 @@ def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: 
         after=(4 + cost.element_bytes) * cost.hidden,
         cost=cost,
     )
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
+    """Gives a model on the meta device fake tensors that say they are on `device`."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is None:
+                    continue
+                # a tied weight stays one
+                if id(tensor) not in made:
+                    new: torch.Tensor = FakeTensor(fake, tensor.detach().to("meta"), device)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = new
+                store[name] = made[id(tensor)]
 
 
 def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
@@ -228,7 +285,8 @@ def _run(
     device: str,
 ) -> dict[str, list[float]]:
     """Runs the first layers forward and backward -> held and working bytes of each of them."""
-    live = LiveBytes(p for parameter in model.parameters() for p in (parameter, parameter.grad))
+    known = (x for parameter in model.parameters() for x in (parameter, parameter.grad))
+    live = LiveBytes(x for x in known if x is not None)
     after: list[float] = []
     peaks: list[float] = []
     last: list[torch.Tensor] = []

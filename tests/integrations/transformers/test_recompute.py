@@ -194,6 +194,34 @@ def test_held_memory_is_what_was_traced(model_type, mode):
     del output
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_traced_too(dtype, mode):
+    """LoRA keeps inputs of its own, in bfloat16 models in float32."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules="all-linear")
+    model = peft.get_peft_model(build("qwen3", num_hidden_layers=6).to(dtype), config).train()
+    causal_lm = model.get_base_model()
+    rng = np.random.default_rng(0)
+    packed = pack_sequences([rng.integers(3, 90, 1900)])
+    live = LiveBytes(model.parameters())
+    ends: list[int] = []
+    layers = layers_of(causal_lm)
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: ends.append(live.bytes))
+    with live, recomputing(causal_lm, [mode] * len(layers)):
+        output = causal_lm.get_decoder()(**forward_inputs(packed, causal_lm.config))
+    memory = forward.memory_of(model, causal_lm, packed.device)
+    predicted = sum(x.held[0] * 1900 + x.held[1] for x in memory.layers[mode][1:])
+    assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
+    plain = trace_memory(causal_lm.config, dtype)
+    if mode == "nothing" and dtype == torch.bfloat16:
+        assert memory.layers[mode][2].held[0] > 1.2 * plain.layers[mode][2].held[0]
+    del output
+
+
 def test_predicted_peaks_against_those_measured():
     """The rows of benchmarks/results/h200/memory.json: one H200, Qwen3-8B's shape, 12 layers, all
     recomputed; 5 % apart at most."""
