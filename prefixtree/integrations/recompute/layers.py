@@ -41,6 +41,14 @@ _FUNCTIONS: dict[Mode, Any] = {
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
+def decoder_of(model: Any) -> nn.Module:
+    """What holds the layers of a causal language model of transformers."""
+    decoder = model.get_decoder()
+    # ModernBERT calls its lm_head so
+    found: nn.Module = model.base_model if isinstance(decoder, nn.Linear) else decoder
+    return found
+
+
 def layers_of(model: Any) -> list[nn.Module]:
     """The layers that transformers checkpoints, first to last.
 
@@ -52,10 +60,8 @@ def layers_of(model: Any) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    decoder = model.get_decoder()
-    # ModernBERT calls its lm_head the decoder
-    inside = model if isinstance(decoder, nn.Linear) else decoder
-    found = [(n, m) for n, m in inside.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    modules = decoder_of(model).named_modules()
+    found = [(n, m) for n, m in modules if isinstance(m, GradientCheckpointingLayer)]
     # Zamba2 has such layers inside of such layers
     layers = [m for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
     if not layers or not model.supports_gradient_checkpointing:

@@ -33,7 +33,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
-from prefixtree.integrations.recompute.layers import MODES, Mode, layers_of, recomputing
+from prefixtree.integrations.recompute.layers import MODES, Mode, decoder_of, layers_of, recomputing
 from prefixtree.packing.layout import pack
 
 # tokens of the two traces: multiples of what recurrent kernels take at once
@@ -320,7 +320,7 @@ def _run(
         enter(live)
         enter(recomputing(model, [mode] * len(layers)))
         with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
-            model.get_decoder()(**inputs)
+            decoder_of(model)(**inputs)
         (hidden,) = last
         hidden.backward(torch.ones_like(hidden))
         peaks.append(live.restart())
