@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -155,13 +156,16 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     autocast = None
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
-    return trace_memory(causal_lm.config, dtype, autocast, device, _adapters_of(model, dtype))
+    return trace_memory(
+        causal_lm.config, dtype, autocast, device, _adapters_of(model, causal_lm, dtype)
+    )
 
 
-def _adapters_of(model: nn.Module, dtype: torch.dtype) -> Adapters | None:
-    for module in model.modules():
+def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapters | None:
+    # wrappers come before what they wrap
+    for module in itertools.takewhile(lambda module: module is not causal_lm, model.modules()):
         configs = getattr(module, "peft_config", None)
-        # a PeftModel; the layers that it adapts have configurations by the same name
+        # a PeftModel
         if isinstance(configs, dict) and hasattr(module, "get_base_model"):
             trained = (p for p in module.parameters() if p.requires_grad)
             wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)

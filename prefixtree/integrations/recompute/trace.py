@@ -165,7 +165,7 @@ class _Key:
     """A config and adapters that are compared by what they say."""
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
-        self.config, self.adapters = copy.deepcopy(config), adapters
+        self.config, self.adapters = config, adapters
         self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
 
     def __eq__(self, other: object) -> bool:
@@ -178,9 +178,11 @@ class _Key:
 @lru_cache(maxsize=8)
 def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str) -> ModelMemory:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # making a model sets its attention and dtype in the config
+    config = copy.deepcopy(key.config)
     with torch.device("meta"):
-        model = auto_class(key.config).from_config(
-            key.config, dtype=dtype, attn_implementation="prefixtree"
+        model = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation="prefixtree"
         )
         if key.adapters is not None:
             key.adapters.on(model)
