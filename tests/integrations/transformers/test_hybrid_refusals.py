@@ -184,9 +184,9 @@ def test_layers_that_are_not_as_proven() -> None:
     with pytest.raises(pt.UnsupportedError, match="has a forward of its own"):
         pt.prepare(model)
 
-    class Patched(type(mixer(model))):  # type: ignore[misc]
+    class Patched(type(mixer(model))):
         def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
-            return causal_conv1d_fn(hidden_states)  # type: ignore[name-defined]  # noqa: F821
+            return causal_conv1d_fn(hidden_states)  # noqa: F821
 
     model = build("qwen3_5")
     mixer(model).__class__ = Patched

@@ -247,6 +247,14 @@ def worst_parameter(ours: GRPOTrainer, theirs: GRPOTrainer) -> tuple[float, str]
     return max((float((a[name] - b[name]).abs().max()), name) for name in a)
 
 
+def assert_equal_runs(ours: Any, theirs: Any, tolerance: float = 1e-5, **options: Any) -> None:
+    """All logged numbers (or those that are `wanted`) and all parameters."""
+    metric, parameter = worst_metric(ours, theirs, **options), worst_parameter(ours, theirs)
+    print(f"metrics {metric}, parameters {parameter}")
+    assert metric[0] < tolerance, metric
+    assert parameter[0] < tolerance, parameter
+
+
 def moved(trainer: GRPOTrainer, folder: Path) -> float:
     """How far training has moved any parameter: what the differences are small against."""
     start = parameters(AutoModelForCausalLM.from_pretrained(folder))

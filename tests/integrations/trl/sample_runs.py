@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,12 +115,31 @@ def make_sft(
     )
 
 
-def assert_equal_runs(ours: Any, theirs: Any, tolerance: float = 1e-5, **options: Any) -> None:
-    """All logged numbers (or those that are `wanted`) and all parameters."""
-    metric, parameter = worst_metric(ours, theirs, **options), worst_parameter(ours, theirs)
-    print(f"metrics {metric}, parameters {parameter}")
-    assert metric[0] < tolerance, metric
-    assert parameter[0] < tolerance, parameter
+class Maker(NamedTuple):
+    """Makes the trainers of a method, ours and TRL's, from the same arguments.
+
+    Attributes:
+        make: `make_dpo` or `make_sft`. ours, stock: their first argument. data: a data set.
+    """
+
+    make: Callable[..., Any]
+    ours: type
+    stock: type
+    data: Callable[[int], Dataset]
+
+    def both(self, folder: Path, **arguments: Any) -> list[Any]:
+        return [self.make(kind, folder, **arguments) for kind in (self.ours, self.stock)]
+
+    def trained(self, folder: Path, **arguments: Any) -> list[Any]:
+        runs = self.both(folder, **arguments)
+        for run in runs:
+            run.train()
+        assert type(runs[1]) is self.stock
+        return runs
+
+
+DPO = Maker(make_dpo, PrefixTreeDPOTrainer, DPOTrainer, pairs)
+SFT = Maker(make_sft, PrefixTreeSFTTrainer, SFTTrainer, turns)
 
 
 def ratios(trainer: Any) -> list[float]:
@@ -154,13 +174,8 @@ def compare_on_ranks(folder: Path, **arguments: Any) -> dict[str, dict[str, Any]
         **arguments,
     }
     found: dict[str, dict[str, Any]] = {}
-    for name, make, ours, theirs in (
-        ("dpo", make_dpo, PrefixTreeDPOTrainer, DPOTrainer),
-        ("sft", make_sft, PrefixTreeSFTTrainer, SFTTrainer),
-    ):
-        runs = [make(trainer, folder, **arguments) for trainer in (ours, theirs)]
-        for run in runs:
-            run.train()
+    for name, maker in (("dpo", DPO), ("sft", SFT)):
+        runs = maker.trained(folder, **arguments)
         found[name] = {
             "wrapper": type(runs[0].model_wrapped).__name__,
             "parameters": worst_parameter(*runs)[0],

@@ -16,13 +16,14 @@ from trl import DPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeDPOTrainer
 from tests.integrations.trl.runs import (
+    assert_equal_runs,
     moved,
     parameters,
     save_model,
     tiny_hybrid,
 )
 from tests.integrations.trl.sample_runs import (
-    assert_equal_runs,
+    DPO,
     make_dpo,
     pairs,
     ratios,
@@ -37,21 +38,6 @@ _DIVERGING = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "
 _UNWEIGHTED = ("aot", "aot_unpaired", "hinge", "sft")
 
 
-def make_both(folder: Path, **arguments: Any) -> tuple[DPOTrainer, DPOTrainer]:
-    return (
-        make_dpo(PrefixTreeDPOTrainer, folder, **arguments),
-        make_dpo(DPOTrainer, folder, **arguments),
-    )
-
-
-def train_both(folder: Path, **arguments: Any) -> tuple[DPOTrainer, DPOTrainer]:
-    runs = make_both(folder, **arguments)
-    for run in runs:
-        run.train()
-    assert type(runs[1]) is DPOTrainer
-    return runs
-
-
 def other_model(folder: Path) -> Any:
     """The model with other weights: a reference that is not where the policy begins."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -64,7 +50,7 @@ def other_model(folder: Path) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
-    ours, theirs = train_both(
+    ours, theirs = DPO.trained(
         folder,
         optim=optimizer,
         learning_rate=0.3 if optimizer == "sgd" else 1e-3,
@@ -104,7 +90,7 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
 # ends of rows, which share nothing
 @pytest.mark.filterwarnings("ignore:the first optimiser step shared nothing")
 def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
-    ours, theirs = train_both(folder, **arguments)
+    ours, theirs = DPO.trained(folder, **arguments)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
 
@@ -208,7 +194,7 @@ def test_precomputed_references(
 def test_recurrent_layers(tmp_path: Path) -> None:
     """A hybrid model; the reference, which TRL loads, is prepared by its first forward."""
     folder = save_model(tmp_path, tiny_hybrid("qwen3_5_text"))
-    ours, theirs = train_both(folder, max_steps=2)
+    ours, theirs = DPO.trained(folder, max_steps=2)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
     assert min(ratios(ours)) > 1.8

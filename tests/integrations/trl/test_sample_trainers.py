@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import DPOTrainer, SFTTrainer
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl import PrefixTreeDPOTrainer, PrefixTreeSFTTrainer
 from tests.integrations.trl.runs import (
     moved,
     parameters,
@@ -22,27 +18,13 @@ from tests.integrations.trl.runs import (
     tiny_mixture,
     worst_parameter,
 )
-from tests.integrations.trl.sample_runs import make_dpo, make_sft, pairs, turns
+from tests.integrations.trl.sample_runs import DPO, SFT, Maker
 from tests.support.operator_calls import count_attentions
-
-
-class Maker(NamedTuple):
-    """Makes a trainer, ours or TRL's, and the data that it takes."""
-
-    make: Callable[..., Any]
-    ours: type
-    stock: type
-    data: Callable[[int], Dataset]
-
-    def both(self, folder: Path, **arguments: Any) -> list[Any]:
-        return [self.make(kind, folder, **arguments) for kind in (self.ours, self.stock)]
 
 
 @pytest.fixture(params=["dpo", "sft"])
 def maker(request: pytest.FixtureRequest) -> Maker:
-    if request.param == "dpo":
-        return Maker(make_dpo, PrefixTreeDPOTrainer, DPOTrainer, pairs)
-    return Maker(make_sft, PrefixTreeSFTTrainer, SFTTrainer, turns)
+    return {"dpo": DPO, "sft": SFT}[request.param]
 
 
 def test_the_trainer_asks(folder: Path, maker: Maker) -> None:
@@ -59,7 +41,7 @@ def test_samples_that_are_alone_in_their_batches(folder: Path, maker: Maker) -> 
         warnings.simplefilter("always")
         make(ours, folder, per_device_train_batch_size=1).train()
     messages = [text for each in found if "shared nothing" in (text := str(each.message))]
-    assert len(messages) == (make is make_sft)
+    assert len(messages) == (maker is SFT)
     assert all("set train_sampling_strategy='sequential'" in text for text in messages)
 
 
@@ -77,7 +59,7 @@ def test_layers_recompute_what_is_asked_for(
         counts.append(len(ran))
         ends.append(list(trainer.model.parameters()))
     # two layers, two batches; the reference of DPO recomputes nothing
-    of_reference = 4 if make is make_dpo else 0
+    of_reference = 4 if maker is DPO else 0
     assert counts == [8 + of_reference, 4 + of_reference]
     assert all(map(torch.equal, *ends))
 
@@ -87,7 +69,7 @@ def test_experts_and_their_loss(folder: Path, maker: Maker) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_mixture())
     options = {"ref_model": AutoModelForCausalLM.from_config(tiny_mixture())}
-    options = options if make is make_dpo else {}
+    options = options if maker is DPO else {}
     with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
         make(ours, folder, model=model, options=options, router_aux_loss_coef=0.1)
     make(ours, folder, model=model, options=options, router_aux_loss_coef=0.0)

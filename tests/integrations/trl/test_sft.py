@@ -13,9 +13,9 @@ from trl import SFTTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeSFTTrainer
-from tests.integrations.trl.runs import moved, parameters, worst_parameter
+from tests.integrations.trl.runs import assert_equal_runs, moved, parameters, worst_parameter
 from tests.integrations.trl.sample_runs import (
-    assert_equal_runs,
+    SFT,
     make_sft,
     ratios,
     rows_of_calls,
@@ -29,24 +29,9 @@ _MARKED = CHATML.replace(
 ).replace("<|im_end|>\n{% endfor %}{% if add", "{% endfor %}{% if add")
 
 
-def make_both(folder: Path, **arguments: Any) -> tuple[SFTTrainer, SFTTrainer]:
-    return (
-        make_sft(PrefixTreeSFTTrainer, folder, **arguments),
-        make_sft(SFTTrainer, folder, **arguments),
-    )
-
-
-def train_both(folder: Path, **arguments: Any) -> tuple[SFTTrainer, SFTTrainer]:
-    runs = make_both(folder, **arguments)
-    for run in runs:
-        run.train()
-    assert type(runs[1]) is SFTTrainer
-    return runs
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
-    ours, theirs = make_both(
+    ours, theirs = SFT.both(
         folder,
         optim=optimizer,
         learning_rate=0.3 if optimizer == "sgd" else 1e-3,
@@ -83,7 +68,7 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
     ids=lambda arguments: "-".join(map(str, [*arguments, *arguments.values()])),
 )
 def test_settings(folder: Path, arguments: dict[str, Any]) -> None:
-    ours, theirs = train_both(folder, **arguments)
+    ours, theirs = SFT.trained(folder, **arguments)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
 
@@ -101,7 +86,7 @@ def test_whole_conversations_and_the_assistants_mask(folder: Path) -> None:
     arguments = {
         "options": {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
     }
-    ours, theirs = train_both(folder, assistant_only_loss=True, **arguments)
+    ours, theirs = SFT.trained(folder, assistant_only_loss=True, **arguments)
     labels = [row["labels"] for row in ours.train_dataset]
     assert all(-100 in row and max(row) > 0 for row in labels)
     assert_equal_runs(ours, theirs)
@@ -119,7 +104,7 @@ def test_token_ids_with_labels(folder: Path) -> None:
     ]
     rows[1]["labels"] = [-100] * len(rows[1]["labels"])
     rows[6:] = [{**row, "labels": [-100] * len(row["labels"])} for row in rows[6:]]
-    ours, theirs = train_both(
+    ours, theirs = SFT.trained(
         folder,
         options={"train_dataset": Dataset.from_list(rows)},
         gradient_accumulation_steps=1,
@@ -137,7 +122,7 @@ def test_a_token_counts_once_per_sample(folder: Path) -> None:
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
     thrice, once = [rows[2], rows[2], rows[2], rows[5]], [rows[2], rows[5]]
     arguments = {"gradient_accumulation_steps": 1, "max_steps": 1}
-    ours, theirs = train_both(
+    ours, theirs = SFT.trained(
         folder, options={"train_dataset": Dataset.from_list(thrice)}, **arguments
     )
     assert_equal_runs(ours, theirs)

@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.runs import (
     SameOrder,
+    assert_equal_runs,
     make,
     moved,
     names_prefixtree,
@@ -29,7 +30,6 @@ from tests.integrations.trl.runs import (
     tiny_mixture,
     tiny_vision,
     train,
-    worst_metric,
     worst_parameter,
 )
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
@@ -37,15 +37,6 @@ from tests.support.liger import interpret, keep_transformers
 from tests.support.operator_calls import count_attentions
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
-
-
-def assert_equal_runs(
-    ours: GRPOTrainer, theirs: GRPOTrainer, tolerance: float = 1e-5, **options: Any
-) -> None:
-    metric, parameter = worst_metric(ours, theirs, **options), worst_parameter(ours, theirs)
-    print(f"metrics {metric}, parameters {parameter}")
-    assert metric[0] < tolerance, metric
-    assert parameter[0] < tolerance, parameter
 
 
 @pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adamw", "sgd"])
@@ -240,10 +231,10 @@ class ScalesLosses:
     scale = 2.0**16
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale, backoff_factor=2.0**-24)
-        self.accelerator.native_amp = True  # type: ignore[attr-defined]
-        self.accelerator.scaler = scaler  # type: ignore[attr-defined]
+        self.accelerator.native_amp = True
+        self.accelerator.scaler = scaler
 
 
 class OursScaled(ScalesLosses, PrefixTreeGRPOTrainer): ...

@@ -20,7 +20,7 @@ from tests.support.strategies import mask_of
 class OnGpu(torch.Tensor):
     """Seems to be on a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def call_of(operator: str, dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> Call:
