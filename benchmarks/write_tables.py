@@ -29,6 +29,7 @@ TABLES = {
     "depth": ("depth.tables", "h200/depth.json"),
     "layer": ("layer.tables", "h200/layer.json"),
     "model": ("model.tables", "h200/model.json", "h200/model_*_layers.json"),
+    "recomputed": ("model.recomputed", "h200/recompute*.json"),
     "layers_by": ("model.layers_by", "h200/layers_by.json"),
     "recurrence": ("recurrence.tables", "h200/recurrence.json", "h200/recurrence_*.json"),
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),

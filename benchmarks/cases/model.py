@@ -443,6 +443,23 @@ def layers_by(data: Row) -> Parts:
     )
 
 
+def recomputed(*runs: Row) -> Parts:
+    """The packed update by what is recomputed, and the peak memory that was predicted for it."""
+    yield machine(runs[0]["environment"], "transformers")
+    yield Table(
+        [
+            Column("layers by", lambda line: line[0]),
+            Column("layers", lambda line: str(line[1]["layers"])),
+            Column("recomputed", lambda line: line[1]["recompute"].replace("_", " ")),
+            Column("packed, s", lambda line: f"{line[1]['seconds']:.3f}"),
+            Column("MFU", lambda line: f"{line[1]['mfu']:.1%}"),
+            Column("GiB", lambda line: gib(line[1]["peak_bytes"])),
+            Column("predicted", lambda line: gib(line[1]["predicted_bytes"])),
+        ],
+        [(run["layers_by"], row) for run in runs for row in run["rows"] if "seconds" in row],
+    )
+
+
 def plot(report: Report) -> None:
     """Replicated tokens per second, and peak memory, one bar per side."""
     rows = [row for row in report.rows if "seconds" in row]
