@@ -70,11 +70,18 @@ WANTED = (
         "GPUs, recurrent layers, backend 'fla'",
     ),
     Wanted(
+        "flash-qla",
+        "flash_qla",
+        "==0.1.3",
+        "pip install flash-qla==0.1.3",
+        "Hopper, gated delta rule, backend 'flash_qla'",
+    ),
+    Wanted(
         "tilelang",
         "tilelang",
         "",
         "pip install tilelang",
-        "Hopper with Triton before 3.7.1, backend 'fla'",
+        "Hopper: flash-qla; Triton before 3.7.1 with backend 'fla'",
     ),
     Wanted(
         "flash-attn",

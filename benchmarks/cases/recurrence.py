@@ -116,7 +116,8 @@ class Rule:
 
     def theirs(self, inputs: Tensors, lengths: Sequence[int]) -> torch.Tensor:
         """fla's, over sequences one after another."""
-        ends = torch.tensor([0, *lengths], device=inputs[0].device).cumsum(0)
+        # int32, as ours: flash-qla compiles its kernels for either
+        ends = torch.tensor([0, *lengths], device=inputs[0].device).cumsum(0, dtype=torch.int32)
         if self.name == "convolution":
             from fla.modules.causal_conv1d import causal_conv1d
 

@@ -122,7 +122,11 @@ RECURRENCE = "prefixtree.kernels.recurrence"
 RECURRENCE_PARTS = {
     "chunked": ("conv", "chunk_rules"),
     "triton": ("conv_triton", "conv_kernels"),
-    "fla": ("fla_rules", "states", "state_kernels"),
+    # flash_qla serves a part of what fla serves, with its norms and its refusals
+    "fla": (
+        *("fla_rules", "states", "state_kernels"),
+        *("flash_qla", "flash_qla_rules", "handover", "handover_kernels"),
+    ),
 }
 RECURRENCE_WAY = ("", "api", "operator", "explanation", "backends", "a backend", "protocol")
 

@@ -97,7 +97,8 @@ def tree_delta_rule(
         mask: the packed forest's TreeMask, on the device of the others.
         scale: factor on the query. Default: K ** -0.5.
         qk_l2norm: divide query and key by sqrt(sum of squares + 1e-6) first.
-        backend: "fla" (GPUs, with the package fla-core), "chunked" (torch's operations, any
+        backend: "flash_qla" (Hopper, with the packages fla-core and flash-qla; one gate per head,
+            head dims of 128), "fla" (GPUs, with fla-core), "chunked" (torch's operations, any
             device), "reference" (token by token), or "auto". Default: "auto".
             `explain_recurrence` says what it takes.
 
@@ -170,7 +171,7 @@ def tree_ssd(
         dt_bias: [H], or None.
         dt_softplus: apply softplus to dt.
         dt_limit: (least, greatest) dt.
-        backend: as for `tree_delta_rule`.
+        backend: as for `tree_delta_rule`, but for "flash_qla".
 
     Returns:
         [T, H, P] in x's dtype.

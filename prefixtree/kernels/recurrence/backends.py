@@ -75,6 +75,12 @@ def _fla() -> _Kernels:
     return fla
 
 
+def _flash_qla() -> _Kernels:
+    from prefixtree.kernels.recurrence import flash_qla
+
+    return flash_qla
+
+
 def _chunked() -> _Kernels:
     from prefixtree.kernels.recurrence import chunked
 
@@ -91,6 +97,7 @@ CHUNKED, REFERENCE = LazyBackend("chunked", _chunked), LazyBackend("reference", 
 # those for GPUs alone, which "auto" prefers there
 ON_GPU: tuple[Backend, ...] = (
     LazyBackend("triton", _triton, package="triton"),
+    LazyBackend("flash_qla", _flash_qla, package="triton"),
     LazyBackend("fla", _fla, package="triton"),
 )
 BACKENDS: tuple[Backend, ...] = (*ON_GPU, CHUNKED, REFERENCE)
@@ -129,9 +136,10 @@ def choose(name: str, call: Call) -> Backend:
 
 def why_slow(call: Call) -> str:
     """Why no kernel of a GPU serves a call that "auto" gives to torch's operations."""
-    # the convolution is not fla's, and nothing else is triton's
-    other = "fla" if isinstance(call, ConvCall) else "triton"
-    asked = [backend for backend in ON_GPU if backend.name != other]
+    # the convolution is triton's alone, and nothing else is; flash_qla serves a part of what fla
+    # serves
+    others = ("fla", "flash_qla") if isinstance(call, ConvCall) else ("triton", "flash_qla")
+    asked = [backend for backend in ON_GPU if backend.name not in others]
     reasons = [f"backend {backend.name!r}: {backend.refuses(call)}" for backend in asked]
     return "; ".join(reasons) or "this version has no kernels for it"
 

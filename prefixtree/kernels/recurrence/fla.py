@@ -95,7 +95,7 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
             out, kept = rules.linear_attention_forward(C, B, value, g, schedule, 1.0)
             return out, list(kept)
         assert isinstance(call, DeltaCall)
-        query, key = _normed(call)[:2]
+        query, key = normed(call)[:2]
         value, g, beta = call.value.contiguous(), call.g.contiguous(), call.beta.contiguous()
         rule = rules.channel_delta_rule_forward if g.ndim == 3 else rules.delta_rule_forward
         out, kept = rule(query, key, value, g, beta, schedule, call.scale)
@@ -120,7 +120,7 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
             grads = [dx, ddt, (dg * dt).sum(0), dB, dC]
         else:
             assert isinstance(call, DeltaCall)
-            query, key, *norms = _normed(call)
+            query, key, *norms = normed(call)
             value, beta = call.value.contiguous(), call.beta.contiguous()
             channels = call.g.ndim == 3
             rule = rules.channel_delta_rule_backward if channels else rules.delta_rule_backward
@@ -139,7 +139,7 @@ def _schedule(call: Call) -> StateSchedule:
     return call.mask.segment_tables(call[0].device).schedule(CHUNK)
 
 
-def _normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
+def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
     """query and key; if they are to be normed, those normed, and the factors they were normed by.
 
     The backward norms them again: two passes over them are cheaper than keeping both.

@@ -20,14 +20,14 @@ import triton.language as tl
 
 
 @triton.jit
-def _await(flag, value):
+def wait_for(flag, value):
     """Spins until the flag reaches `value`; what was stored before it was set is visible then."""
     while tl.atomic_add(flag, 0, sem="acquire") < value:
         pass
 
 
 @triton.jit
-def _publish(flag, value):
+def publish(flag, value):
     """Sets a flag once every thread of the program has stored what the flag stands for."""
     tl.debug_barrier()
     tl.atomic_xchg(flag, value, sem="release")
@@ -87,7 +87,7 @@ def states_forward(
 
     b_h = tl.zeros([BK, BV], dtype=tl.float32)
     if parent >= 0:
-        _await(flags + 1 + parent * (NV * HV) + lane, 1)
+        wait_for(flags + 1 + parent * (NV * HV) + lane, 1)
         b_h = tl.load(states + parent * (HV * K * V) + tile, mask=in_h, other=0.0)
 
     for start in range(0, length, BT):
@@ -120,7 +120,7 @@ def states_forward(
     own = tl.load(state_of + segment).to(tl.int64)
     if own >= 0:
         tl.store(states + own * (HV * K * V) + tile, b_h, mask=in_h)
-        _publish(flags + 1 + own * (NV * HV) + lane, 1)
+        publish(flags + 1 + own * (NV * HV) + lane, 1)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def states_backward(
         slots = tl.load(slot_start + own + 1) - tl.load(slot_start + own)
         slot = tl.load(slot_start + own).to(tl.int64)
         for _ in range(0, slots):
-            _await(flags + 1 + slot * (NV * HV) + lane, tl.load(slot_count + slot))
+            wait_for(flags + 1 + slot * (NV * HV) + lane, tl.load(slot_count + slot))
             b_dh += tl.load(dstates + slot * (HV * K * V) + tile, mask=in_h, other=0.0)
             slot += 1
 
@@ -235,7 +235,7 @@ def states_backward(
         flag = flags + 1 + slot * (NV * HV) + lane
         here = dstates + slot * (HV * K * V) + tile
         if rank > 0:
-            _await(flag, rank)
+            wait_for(flag, rank)
             b_dh += tl.load(here, mask=in_h, other=0.0)
         tl.store(here, b_dh, mask=in_h)
-        _publish(flag, rank + 1)
+        publish(flag, rank + 1)

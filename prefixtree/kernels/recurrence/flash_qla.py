@@ -1,0 +1,130 @@
+"""The backend "flash_qla": the gated delta rule by FlashQLA's fused kernels, on Hopper.
+
+FlashQLA walks sequences from given start states to given gradients of their ends, and can tell what
+a sequence makes of its start. Segments of a forest are such sequences. So its kernels run once for
+all segments, and what a segment hands to its children is one product per segment with children
+(`handover`). Without branches its own functions serve the forest, which cut long sequences as well.
+
+Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from prefixtree.kernels import device_info
+from prefixtree.kernels.recurrence.fla import normed
+from prefixtree.kernels.recurrence.fla import refusal as fla_refusal
+from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
+from prefixtree.kernels.recurrence.protocol import Call, DeltaCall
+from prefixtree.kernels.recurrence.states import CHUNK
+from prefixtree.packing.segments import SegmentTables
+from prefixtree.packing.state_schedule import StateSchedule
+
+# releases whose inner functions are those that `flash_qla_rules` calls
+VERSIONS = ("0.1.3",)
+HEAD_DIM = 128
+# fla's own switch of this package
+SWITCH = "FLA_FLASH_QLA"
+
+
+def refusal(call: Call) -> str | None:
+    """Why this backend cannot serve a call; None where it can."""
+    if not isinstance(call, DeltaCall) or call.g.ndim == 3:
+        return "it serves the gated delta rule with one gate per head"
+    if (reason := fla_refusal(call)) is not None:
+        return reason
+    if (dims := (call.key.shape[2], call.value.shape[2])) != (HEAD_DIM, HEAD_DIM):
+        return f"head dims must be {HEAD_DIM} and {HEAD_DIM}, and are {dims[0]} and {dims[1]}"
+    if device_info.capability(call.key.device)[0] != 9:
+        return "it was verified on Hopper (compute capability 9.0) alone"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 switches it off"
+    return _package_refusal()
+
+
+@cache
+def _package_refusal() -> str | None:
+    try:
+        found = version("flash-qla")
+    except PackageNotFoundError:
+        return f"flash-qla ({' or '.join(VERSIONS)}) is not installed"
+    if found not in VERSIONS:
+        return f"it works with flash-qla {' or '.join(VERSIONS)}, and {found} is installed"
+    return None
+
+
+def saves(call: Call) -> list[torch.Tensor]:
+    """Tensors like those `forward` saves: gates summed along chunks, the triangle of each chunk."""
+    assert isinstance(call, DeltaCall)
+    tokens, heads, _ = call.value.shape
+    return [
+        call.g.new_empty(call.g.shape, dtype=torch.float32),
+        call.value.new_empty(tokens, heads, CHUNK),
+    ]
+
+
+def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """-> out [T, HV, V], and what the backward reads besides the call."""
+    from prefixtree.kernels.recurrence import flash_qla_rules as rules
+
+    assert isinstance(call, DeltaCall)
+    tables, schedule = _tables(call)
+    with device_info.current(call.value.device):
+        query, key = normed(call)[:2]
+        value, g, beta = call.value.contiguous(), call.g.float().contiguous(), _beta(call)
+        if not schedule.num_states:
+            out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
+            return out, kept
+        g, solved = rules.solve(key, g, beta, tables)
+        ends, transitions = rules.ends(key, value, g, beta, solved, tables)
+        starts = starts_of(schedule, ends, transitions)
+        out = rules.outputs(query, key, value, g, beta, solved, starts, tables, call.scale)
+    return out, [g, solved]
+
+
+def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+    """-> gradients of query, key, value, g and beta, in their dtypes."""
+    from prefixtree.kernels.recurrence import flash_qla_rules as rules
+
+    assert isinstance(call, DeltaCall)
+    tables, schedule = _tables(call)
+    g, solved = saved
+    with device_info.current(call.value.device):
+        query, key, *norms = normed(call)
+        value, beta, dout = call.value.contiguous(), _beta(call), dout.contiguous()
+        starts = dends = None
+        if schedule.num_states:
+            # made again: kept, they would take a state per segment and head
+            ends, transitions = rules.ends(key, value, g, beta, solved, tables)
+            starts = starts_of(schedule, ends, transitions)
+            del ends
+            dstarts = rules.gradients_of_starts(
+                query, key, g, beta, solved, dout, tables, call.scale
+            )
+            dends = gradients_of_ends(tables, schedule, dstarts, transitions)
+            del dstarts, transitions
+        grads = rules.gradients(
+            query, key, value, g, beta, solved, dout, starts, dends, tables, call.scale
+        )
+        if norms:
+            from fla.modules.norm.l2norm import l2norm_bwd
+
+            grads[0] = l2norm_bwd(query, norms[0], grads[0])
+            grads[1] = l2norm_bwd(key, norms[1], grads[1])
+    tensors = [x for x in call if isinstance(x, torch.Tensor)]
+    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
+
+
+def _tables(call: DeltaCall) -> tuple[SegmentTables, StateSchedule]:
+    assert call.mask is not None
+    tables = call.mask.segment_tables(call.value.device)
+    return tables, tables.schedule(CHUNK)
+
+
+def _beta(call: DeltaCall) -> torch.Tensor:
+    return call.beta.contiguous()

@@ -1,0 +1,235 @@
+"""The steps of the gated delta rule by FlashQLA's kernels, for all segments of a forest at once.
+
+The functions of flash-qla used here are not its public interface: `flash_qla.VERSIONS` names the
+releases that have them as they are called here.
+
+Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims (128), C = 64
+tokens of a chunk. query, key [T, H, K], value [T, HV, V], beta [T, HV]; g fp32 [T, HV], the log of
+the decay; summed: g summed along each chunk, fp32 [T, HV]; solved: the triangle of each chunk,
+[T, HV, C].
+"""
+
+from __future__ import annotations
+
+import torch
+from flash_qla.ops.gated_delta_rule.chunk import (
+    chunk_gated_delta_rule_bwd,
+    chunk_gated_delta_rule_fwd,
+)
+from flash_qla.ops.gated_delta_rule.chunk.hopper import (
+    fused_gdr_bwd,
+    fused_gdr_fwd,
+    fused_gdr_h,
+    kkt_solve,
+)
+from flash_qla.ops.gated_delta_rule.chunk.hopper.cp_bwd import fused_gdr_dh_ws
+from flash_qla.ops.gated_delta_rule.chunk.hopper.prepare_h import tilelang_prepare_h
+from flash_qla.ops.utils import chunk_local_cumsum, group_reduce_vector
+from flash_qla.utils.index import prepare_varlen_metadata
+
+from prefixtree.kernels.recurrence.states import CHUNK
+from prefixtree.packing.segments import SegmentTables
+
+
+def sequences_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    tables: SegmentTables,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A forest without branches: out [T, HV, V], summed, solved."""
+    summed, solved, out, *_ = chunk_gated_delta_rule_fwd(
+        *(x[None] for x in (query, key, value, g, beta)),
+        scale=scale,
+        cu_seqlens=_segments(tables),
+        output_final_state=False,
+    )
+    return out[0].to(value.dtype), summed[0], solved[0]
+
+
+def solve(
+    key: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, tables: SegmentTables
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """summed, solved."""
+    where = _segments(tables)
+    summed = chunk_local_cumsum(g[None], cu_seqlens=where, chunk_size=CHUNK)
+    solved = kkt_solve(k=key[None], b=beta[None], cu_seqlens=where, chunk_size=CHUNK)
+    return summed[0], solved[0]
+
+
+def ends(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    tables: SegmentTables,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What segments with children make of their start S: transition @ S + end.
+
+    `fused_gdr_h` rounds both to the dtype of the key; its kernel is made here to keep them in
+    float32.
+
+    Returns:
+        ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K]; of segments without children
+        nothing is computed.
+    """
+    where = _segments(tables)
+    (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
+    segments = tables.host.num_segments
+    states = value.new_empty(segments, value_heads, key_dim, value_dim, dtype=torch.float32)
+    transitions = value.new_empty(segments, value_heads, key_dim, key_dim, dtype=torch.float32)
+    kernel = tilelang_prepare_h(
+        value_heads,
+        heads,
+        key_dim,
+        value_dim,
+        CHUNK,
+        accum_dtype="float32",
+        qkva_dtype=key.dtype,
+        g_dtype=summed.dtype,
+        b_dtype=beta.dtype,
+        h0_dtype=torch.float32,
+        ht_dtype=torch.float32,
+        h_dtype=key.dtype,
+        seqlen_dtype=where.dtype,
+        use_initial_state=False,
+        store_final_state=True,
+        store_h=False,
+        is_varlen=True,
+        is_cp=True,
+        state_v_first=False,
+    )
+    kernel(
+        *(x[None] for x in (key, value, solved, summed, beta)),
+        states,
+        where,
+        tables.chunks(CHUNK).cu_chunks,
+        _chunks_where(tables, tables.has_children, value_heads),
+        key.new_empty(1, 0, value_heads, key_dim, value_dim),
+        states,
+        transitions,
+    )
+    return states, transitions
+
+
+def outputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    starts: torch.Tensor,
+    tables: SegmentTables,
+    scale: float,
+) -> torch.Tensor:
+    """out [T, HV, V], given the state each segment starts from, fp32 [N, HV, K, V]."""
+    out, *_ = fused_gdr_fwd(
+        *(x[None] for x in (query, key, value, solved, summed, beta)),
+        scale=scale,
+        initial_state=starts,
+        output_final_state=False,
+        cu_seqlens=_segments(tables),
+    )
+    return out[0]
+
+
+def gradients_of_starts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    dout: torch.Tensor,
+    tables: SegmentTables,
+    scale: float,
+) -> torch.Tensor:
+    """The gradient of each segment's start from its own outputs, fp32 [N, HV, K, V]; 0 at roots."""
+    _, dstarts = fused_gdr_dh_ws(
+        *(x[None] for x in (query, key, solved, summed, beta, dout)),
+        output_dh0=True,
+        output_dh=False,
+        scale=scale,
+        cu_seqlens=_segments(tables),
+        # roots hand nothing up
+        num_warmup_chunks=_chunks_where(tables, tables.parent >= 0, dout.shape[1]),
+    )
+    return dstarts
+
+
+def gradients(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    dout: torch.Tensor,
+    starts: torch.Tensor | None,
+    dends: torch.Tensor | None,
+    tables: SegmentTables,
+    scale: float,
+) -> list[torch.Tensor]:
+    """Gradients of query, key, value, g and beta.
+
+    Args:
+        starts, dends: fp32 [N, HV, K, V], the state each segment starts from and the gradient of
+            the state it ends in; None where the forest has no branches.
+    """
+    where = _segments(tables)
+    inputs = [x[None] for x in (query, key, value, summed, beta, solved, dout)]
+    if starts is None:
+        dq, dk, dv, dbeta, dg, _ = chunk_gated_delta_rule_bwd(
+            *inputs, scale=scale, cu_seqlens=where
+        )
+        return [dq[0], dk[0], dv[0], dg[0], dbeta[0]]
+    query, key, value, summed, beta, solved, dout = inputs
+    states, _, _ = fused_gdr_h(
+        k=key,
+        v=value,
+        a=solved,
+        g=summed,
+        b=beta,
+        initial_state=starts,
+        output_final_state=False,
+        output_h=True,
+        cu_seqlens=where,
+    )
+    dq, dk, dv, dg, dbeta, _ = fused_gdr_bwd(
+        q=query,
+        k=key,
+        v=value,
+        a=solved,
+        g=summed,
+        b=beta,
+        do=dout,
+        dht=dends,
+        h=states,
+        scale=scale,
+        cu_seqlens=where,
+    )
+    if (heads := key.shape[2]) < value.shape[2]:
+        dq, dk = group_reduce_vector(dq, heads), group_reduce_vector(dk, heads)
+    dg = chunk_local_cumsum(
+        dg, chunk_size=CHUNK, reverse=True, cu_seqlens=where, zero_last_chunk=True
+    )
+    return [dq[0], dk[0], dv[0], dg[0], dbeta[0]]
+
+
+def _segments(tables: SegmentTables) -> torch.Tensor:
+    """The segments' `cu_seqlens`, with the tables that flash-qla would wait for the device to
+    make."""
+    start = tables.start
+    if not hasattr(start, "_flash_qla_prepared_varlen"):
+        prepare_varlen_metadata(start, torch.from_numpy(tables.host.start))
+    return start
+
+
+def _chunks_where(tables: SegmentTables, which: torch.Tensor, heads: int) -> torch.Tensor:
+    """int32 [N, HV]: the chunks of a segment where `which` [N] holds, else 0."""
+    counts = tables.chunks(CHUNK).cu_chunks.diff() * which
+    return counts[:, None].expand(-1, heads).contiguous()

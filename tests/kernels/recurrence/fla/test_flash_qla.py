@@ -1,0 +1,64 @@
+"""FlashQLA's kernels over forests, on a Hopper GPU with flash-qla installed: against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from prefixtree.kernels.recurrence import explain_recurrence, tree_delta_rule
+from tests.support.recurrence_cases import FORESTS, forest_of, relative
+from tests.support.strategies import mask_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flash_qla") is None, reason="needs flash-qla"),
+]
+# the heads of Qwen3.5 9B, whose kernels the benchmarks compile too
+HEADS, VALUE_HEADS, DIM = 16, 32, 128
+
+
+def leaves_of(tokens: int) -> list[torch.Tensor]:
+    """bfloat16 query, key, value and beta, float32 g, on the GPU."""
+    draw = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, *shape, generator=draw, device="cuda")
+
+    leaves = [normal(HEADS, DIM), normal(HEADS, DIM), normal(VALUE_HEADS, DIM)]
+    leaves = [x.bfloat16() for x in leaves]
+    # decays of 0.05 and less leave what a parent handed down, and what children hand up
+    return [*leaves, -0.05 * normal(VALUE_HEADS).abs(), normal(VALUE_HEADS).sigmoid().bfloat16()]
+
+
+def gradients(
+    name: str, leaves: list[torch.Tensor], cotangent: torch.Tensor | None, backend: str
+) -> list[torch.Tensor]:
+    """out, and gradients of the leaves."""
+    mask = mask_of(forest_of(name)).to("cuda")
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = tree_delta_rule(*leaves, mask, qk_l2norm=True, backend=backend)
+    cotangent = leaves[2] if cotangent is None else cotangent
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_float64(name: str) -> None:
+    leaves = leaves_of(forest_of(name).num_tokens)
+    want = gradients(name, [x.double() for x in leaves], None, "chunked")
+    fla = gradients(name, leaves, None, "fla")
+    for x, y, z in zip(gradients(name, leaves, None, "flash_qla"), want, fla, strict=True):
+        assert relative(x, y) < max(1e-2, 1.5 * relative(z, y))
+
+
+def test_the_same_bits_again() -> None:
+    leaves = leaves_of(forest_of("long and short").num_tokens)
+    first, again = (gradients("long and short", leaves, None, "flash_qla") for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_it_is_what_auto_takes() -> None:
+    mask = mask_of(forest_of("star")).to("cuda")
+    assert "would run 'flash_qla'" in explain_recurrence(mask)
+    assert "would run 'fla'" in explain_recurrence(mask, key_dim=64)

@@ -1,0 +1,265 @@
+"""States handed from segment to segment, and the backend on top of it.
+
+FlashQLA's kernels need a Hopper GPU. Here `SegmentsInTorch` does what they do, segment by segment;
+`fla/test_flash_qla.py` runs the kernels where they can run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from prefixtree import TreeMask
+from prefixtree.kernels.recurrence import flash_qla, handover
+from prefixtree.kernels.recurrence.chunk_rules import delta_rule
+from prefixtree.kernels.recurrence.protocol import DeltaCall
+from prefixtree.kernels.recurrence.states import CHUNK
+from prefixtree.packing.segments import SegmentTables
+from tests.kernels.recurrence.test_states import DEVICE, FORESTS, schedule_of, segments_of
+from tests.support.recurrence_cases import FORESTS as PACKED
+from tests.support.recurrence_cases import forest_of, relative
+from tests.support.strategies import mask_of
+
+HEADS, DIM = 2, 16
+# its tensors are on the CPU, where Triton's kernels run in the interpreter alone
+IN_TORCH = pytest.mark.skipif(DEVICE.type == "cuda", reason="runs where there is no GPU")
+
+
+def random_handover(segments: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ends, transitions, dstarts."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(segments, HEADS, *shape, generator=draw)
+
+    return normal(DIM, 2 * DIM), normal(DIM, DIM) / DIM**0.5, normal(DIM, 2 * DIM)
+
+
+@pytest.mark.parametrize("forest", FORESTS)
+def test_states_from_parent_to_child_and_back(forest: str) -> None:
+    segments = segments_of(forest)
+    schedule, tables = schedule_of(segments), SegmentTables(segments, DEVICE)
+    ends, transitions, dstarts = random_handover(segments.num_segments)
+    exact = [x.double().requires_grad_() for x in (ends, transitions)]
+    starts: list[torch.Tensor] = []
+    finals = []
+    for segment, parent in enumerate(segments.parent):
+        start = finals[parent] if parent >= 0 else torch.zeros_like(exact[0][0])
+        starts.append(start)
+        finals.append(exact[1][segment] @ start + exact[0][segment])
+    found = handover.starts_of(schedule, ends.to(DEVICE), transitions.to(DEVICE))
+    assert relative(found.cpu(), torch.stack(starts)) < 2e-6
+
+    # the gradient of a final state is that of `ends`, which is only added to it
+    roots = torch.from_numpy(segments.parent < 0)
+    dstarts[roots] = 0
+    total = (torch.stack(starts) * dstarts).sum()
+    if any(segments.parent >= 0):
+        (want,) = torch.autograd.grad(total, exact[0])
+    else:
+        want = torch.zeros_like(exact[0])
+    dends = handover.gradients_of_ends(tables, schedule, dstarts.to(DEVICE), transitions.to(DEVICE))
+    assert relative(dends.cpu(), want) < 2e-6
+
+
+class SegmentsInTorch:
+    """What `flash_qla_rules` makes of FlashQLA's kernels, in torch. It returns NaN where they
+    return what nobody may read."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _walk(self, tables: SegmentTables, tensors: list[torch.Tensor], starts: torch.Tensor):
+        """out, and the state each segment ends in."""
+        query, key, value, g, beta = tensors
+        out, finals = [], []
+        rule = delta_rule(self.scale, False)
+        bounds = tables.host.start
+        for segment in range(tables.host.num_segments):
+            state = starts[segment][None]
+            for first in range(bounds[segment], bounds[segment + 1], CHUNK):
+                t = slice(first, min(first + CHUNK, bounds[segment + 1]))
+                part, state = rule(state, *(x[None, t] for x in (query, key, value, g, beta)))
+                out.append(part[0])
+            finals.append(state[0])
+        return torch.cat(out), torch.stack(finals)
+
+    def _unsummed(self, summed: torch.Tensor, tables: SegmentTables) -> torch.Tensor:
+        """g, of what `solve` summed along chunks."""
+        previous = torch.cat([torch.zeros_like(summed[:1]), summed[:-1]])
+        bounds = tables.host.start
+        for segment in range(tables.host.num_segments):
+            previous[bounds[segment] : bounds[segment + 1] : CHUNK] = 0
+        return summed - previous
+
+    def _zeros(self, tables: SegmentTables, value: torch.Tensor, key_dim: int) -> torch.Tensor:
+        _, heads, value_dim = value.shape
+        return value.new_zeros(tables.host.num_segments, heads, key_dim, value_dim)
+
+    def solve(self, key, g, beta, tables):
+        summed = g.clone()
+        bounds = tables.host.start
+        for segment in range(tables.host.num_segments):
+            for first in range(bounds[segment], bounds[segment + 1], CHUNK):
+                t = slice(first, min(first + CHUNK, bounds[segment + 1]))
+                summed[t] = g[t].cumsum(0)
+        return summed, torch.full((*beta.shape, CHUNK), torch.nan)
+
+    def sequences_forward(self, query, key, value, g, beta, tables, scale):
+        self.calls.append("sequences")
+        assert not tables.host.has_children.any()
+        summed, solved = self.solve(key, g, beta, tables)
+        self.scale = scale
+        starts = self._zeros(tables, value, key.shape[2])
+        return self._walk(tables, [query, key, value, g, beta], starts)[0], summed, solved
+
+    def ends(self, key, value, summed, beta, solved, tables):
+        self.scale = 1.0
+        g = self._unsummed(summed, tables)
+        zeros = self._zeros(tables, value, key.shape[2])
+
+        def final(starts: torch.Tensor) -> torch.Tensor:
+            return self._walk(tables, [key, key, value, g, beta], starts)[1]
+
+        at_zero = final(zeros)
+        transitions = zeros.new_empty(*zeros.shape[:3], key.shape[2])
+        for column in range(key.shape[2]):
+            unit = zeros.clone()
+            unit[:, :, column] = 1
+            # the same for every column of the state
+            transitions[..., column] = (final(unit) - at_zero)[..., 0]
+        leaves = torch.from_numpy(~tables.host.has_children)
+        at_zero[leaves], transitions[leaves] = torch.nan, torch.nan
+        return at_zero, transitions
+
+    def outputs(self, query, key, value, summed, beta, solved, starts, tables, scale):
+        self.calls.append("branches")
+        self.scale = scale
+        g = self._unsummed(summed, tables)
+        return self._walk(tables, [query, key, value, g, beta], starts)[0]
+
+    def _gradients(self, inputs, starts, dout, dends, tables):
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs, starts)]
+        with torch.enable_grad():
+            out, finals = self._walk(tables, leaves[:-1], leaves[-1])
+            total = (out * dout).sum() + (finals * dends).sum()
+        return list(torch.autograd.grad(total, leaves))
+
+    def gradients_of_starts(self, query, key, summed, beta, solved, dout, tables, scale):
+        self.scale = scale
+        g = self._unsummed(summed, tables)
+        value = torch.zeros_like(dout)
+        starts = self._zeros(tables, value, key.shape[2])
+        inputs = [query, key, value, g, beta]
+        found = self._gradients(inputs, starts, dout, torch.zeros_like(starts), tables)[-1]
+        found[torch.from_numpy(tables.host.parent < 0)] = 0
+        return found
+
+    def gradients(
+        self, query, key, value, summed, beta, solved, dout, starts, dends, tables, scale
+    ):
+        self.scale = scale
+        g = self._unsummed(summed, tables)
+        if starts is None:
+            starts = dends = self._zeros(tables, value, key.shape[2])
+        return self._gradients([query, key, value, g, beta], starts, dout, dends, tables)[:-1]
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentsInTorch]:
+    found = SegmentsInTorch()
+    name = f"{flash_qla.__package__}.flash_qla_rules"
+    monkeypatch.setitem(sys.modules, name, found)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys.modules[flash_qla.__package__], "flash_qla_rules", found, raising=False)
+    yield found
+
+
+def call_of(mask: TreeMask) -> DeltaCall:
+    draw = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(mask.num_tokens, *shape, generator=draw)
+
+    unit = torch.nn.functional.normalize
+    return DeltaCall(
+        query=normal(1, DIM),
+        key=unit(normal(1, DIM), dim=-1),
+        value=normal(HEADS, DIM),
+        g=-0.3 * normal(HEADS).abs(),
+        beta=normal(HEADS).sigmoid(),
+        mask=mask.host,
+        scale=0.7,
+        qk_l2norm=False,
+    )
+
+
+def reference_of(call: DeltaCall, dout: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """out and gradients, token by token in float64."""
+    from prefixtree.kernels.recurrence import reference
+
+    exact = call._replace(
+        **{name: getattr(call, name).double() for name in ("query", "key", "value", "g", "beta")}
+    )
+    out, saved = reference.forward(exact)
+    return out, reference.backward(exact, dout.double(), saved)
+
+
+@IN_TORCH
+@pytest.mark.parametrize("name", PACKED)
+def test_forests_with_and_without_branches(name: str, rules: SegmentsInTorch) -> None:
+    mask = mask_of(forest_of(name))
+    call = call_of(mask)
+    dout = torch.randn_like(call.value)
+    out, saved = flash_qla.forward(call)
+    assert [(x.shape, x.dtype) for x in saved] == [
+        (x.shape, x.dtype) for x in flash_qla.saves(call)
+    ]
+    grads = flash_qla.backward(call, dout, saved)
+    branches = mask.host.segments.num_states > 0
+    assert rules.calls == ["branches" if branches else "sequences"]
+    want, want_grads = reference_of(call, dout)
+    assert relative(out, want) < 2e-6
+    for x, y in zip(grads, want_grads, strict=True):
+        assert relative(x, y) < 5e-6
+
+
+@IN_TORCH
+def test_states_that_hand_nothing_up_are_missed(
+    rules: SegmentsInTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(mask_of(forest_of("caterpillar")))
+    dout = torch.randn_like(call.value)
+    _, saved = flash_qla.forward(call)
+    full = flash_qla.backward(call, dout, saved)
+    monkeypatch.setattr(
+        flash_qla, "gradients_of_ends", lambda tables, schedule, dstarts, _: dstarts.zero_()
+    )
+    cut = flash_qla.backward(call, dout, saved)
+    assert all(relative(x, y) > 0.05 for x, y in zip(cut[1:], full[1:], strict=True))
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = call_of(mask_of(forest_of("chain")))
+    assert flash_qla.refusal(call._replace(g=torch.zeros(150, HEADS, DIM))) == (
+        "it serves the gated delta rule with one gate per head"
+    )
+    # where fla could serve a call, head dims, the switch and the release decide
+    monkeypatch.setattr(flash_qla, "fla_refusal", lambda _: None)
+    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (9, 0))
+    assert flash_qla.refusal(call) == "head dims must be 128 and 128, and are 16 and 16"
+    wide = torch.zeros(150, 1, 128)
+    call = call._replace(query=wide, key=wide, value=wide)
+    flash_qla._package_refusal.cache_clear()
+    try:
+        monkeypatch.setattr(flash_qla, "version", lambda _: "0.9.9")
+        assert flash_qla.refusal(call) == "it works with flash-qla 0.1.3, and 0.9.9 is installed"
+    finally:
+        flash_qla._package_refusal.cache_clear()
+    monkeypatch.setenv(flash_qla.SWITCH, "0")
+    assert flash_qla.refusal(call) == "FLA_FLASH_QLA=0 switches it off"
+    monkeypatch.delenv(flash_qla.SWITCH)
+    monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (10, 0))
+    assert "verified on Hopper" in str(flash_qla.refusal(call))
