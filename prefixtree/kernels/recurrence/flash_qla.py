@@ -4,6 +4,7 @@ FlashQLA walks sequences from given start states to given gradients of their end
 a sequence makes of its start. Segments of a forest are such sequences. So its kernels run once for
 all segments, and what a segment hands to its children is one product per segment with children
 (`handover`). Without branches its own functions serve the forest, which cut long sequences as well.
+Forests of short segments run through the backend "fla", which saves tensors of the same shapes.
 
 Legend: T packed tokens, N segments, H key heads, HV value heads, K and V head dims.
 """
@@ -17,8 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.recurrence.fla import normed
-from prefixtree.kernels.recurrence.fla import refusal as fla_refusal
+from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
 from prefixtree.kernels.recurrence.protocol import Call, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
@@ -28,6 +28,10 @@ from prefixtree.packing.state_schedule import StateSchedule
 # releases whose inner functions are those that `flash_qla_rules` calls
 VERSIONS = ("0.1.3",)
 HEAD_DIM = 128
+# Tokens per segment from which FlashQLA's kernels are the faster ones. On an H200 they took 36.3 ms
+# beside fla's 28.7 with 126 tokens per segment, and 35.5 beside 58.4 with 256 (docs/results.md):
+# each kernel reads and writes a float32 state per segment and head.
+LEAST_TOKENS = 192
 # fla's own switch of this package
 SWITCH = "FLA_FLASH_QLA"
 
@@ -36,7 +40,7 @@ def refusal(call: Call) -> str | None:
     """Why this backend cannot serve a call; None where it can."""
     if not isinstance(call, DeltaCall) or call.g.ndim == 3:
         return "it serves the gated delta rule with one gate per head"
-    if (reason := fla_refusal(call)) is not None:
+    if (reason := fla.refusal(call)) is not None:
         return reason
     if (dims := (call.key.shape[2], call.value.shape[2])) != (HEAD_DIM, HEAD_DIM):
         return f"head dims must be {HEAD_DIM} and {HEAD_DIM}, and are {dims[0]} and {dims[1]}"
@@ -74,8 +78,10 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
     assert isinstance(call, DeltaCall)
     tables, schedule = _tables(call)
+    if _is_short(tables):
+        return fla.forward(call)
     with device_info.current(call.value.device):
-        query, key = normed(call)[:2]
+        query, key = fla.normed(call)[:2]
         value, g, beta = call.value.contiguous(), call.g.float().contiguous(), _beta(call)
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
@@ -93,9 +99,11 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
 
     assert isinstance(call, DeltaCall)
     tables, schedule = _tables(call)
+    if _is_short(tables):
+        return fla.backward(call, dout, saved)
     g, solved = saved
     with device_info.current(call.value.device):
-        query, key, *norms = normed(call)
+        query, key, *norms = fla.normed(call)
         value, beta, dout = call.value.contiguous(), _beta(call), dout.contiguous()
         starts = dends = None
         if schedule.num_states:
@@ -124,6 +132,12 @@ def _tables(call: DeltaCall) -> tuple[SegmentTables, StateSchedule]:
     assert call.mask is not None
     tables = call.mask.segment_tables(call.value.device)
     return tables, tables.schedule(CHUNK)
+
+
+def _is_short(tables: SegmentTables) -> bool:
+    """Whether fla's kernels are the faster ones; the same for a backward as for its forward."""
+    segments = tables.host
+    return len(segments.predictor) < LEAST_TOKENS * segments.num_segments
 
 
 def _beta(call: DeltaCall) -> torch.Tensor:

@@ -174,6 +174,8 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentsInTorch]:
     name = f"{flash_qla.__package__}.flash_qla_rules"
     monkeypatch.setitem(sys.modules, name, found)  # type: ignore[arg-type]
     monkeypatch.setattr(sys.modules[flash_qla.__package__], "flash_qla_rules", found, raising=False)
+    # forests of tests have short segments
+    monkeypatch.setattr(flash_qla, "LEAST_TOKENS", 0)
     yield found
 
 
@@ -241,13 +243,32 @@ def test_states_that_hand_nothing_up_are_missed(
     assert all(relative(x, y) > 0.05 for x, y in zip(cut[1:], full[1:], strict=True))
 
 
+def test_short_segments_run_through_fla(
+    rules: SegmentsInTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both directions, by the same rule, and what one saves the other reads."""
+    call = call_of(mask_of(forest_of("star")))
+    tokens, segments = call.mask.num_tokens, call.mask.segments.num_segments
+    assert [(x.shape, x.dtype) for x in flash_qla.fla.saves(call)] == [
+        (x.shape, x.dtype) for x in flash_qla.saves(call)
+    ]
+    monkeypatch.setattr(flash_qla.fla, "forward", lambda *_: "forward of fla")
+    monkeypatch.setattr(flash_qla.fla, "backward", lambda *_: "backward of fla")
+    monkeypatch.setattr(flash_qla, "LEAST_TOKENS", tokens // segments + 1)
+    assert flash_qla.forward(call) == "forward of fla"
+    assert flash_qla.backward(call, call.value, []) == "backward of fla"
+    monkeypatch.setattr(flash_qla, "LEAST_TOKENS", tokens // segments)
+    flash_qla.forward(call)
+    assert rules.calls == ["branches"]
+
+
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     call = call_of(mask_of(forest_of("chain")))
     assert flash_qla.refusal(call._replace(g=torch.zeros(150, HEADS, DIM))) == (
         "it serves the gated delta rule with one gate per head"
     )
     # where fla could serve a call, head dims, the switch and the release decide
-    monkeypatch.setattr(flash_qla, "fla_refusal", lambda _: None)
+    monkeypatch.setattr(flash_qla.fla, "refusal", lambda _: None)
     monkeypatch.setattr(flash_qla.device_info, "capability", lambda _: (9, 0))
     assert flash_qla.refusal(call) == "head dims must be 128 and 128, and are 16 and 16"
     wide = torch.zeros(150, 1, 128)

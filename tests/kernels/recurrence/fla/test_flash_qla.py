@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from prefixtree.kernels.recurrence import explain_recurrence, tree_delta_rule
+from prefixtree.kernels.recurrence import explain_recurrence, flash_qla, tree_delta_rule
 from tests.support.recurrence_cases import FORESTS, forest_of, relative
 from tests.support.strategies import mask_of
 
@@ -17,6 +17,11 @@ pytestmark = [
 ]
 # the heads of Qwen3.5 9B, whose kernels the benchmarks compile too
 HEADS, VALUE_HEADS, DIM = 16, 32, 128
+
+
+@pytest.fixture(autouse=True)
+def _also_short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_qla, "LEAST_TOKENS", 0)
 
 
 def leaves_of(tokens: int) -> list[torch.Tensor]:
