@@ -214,10 +214,13 @@ LIGER_LAYERS = (
 
 # of another way of packing, as layers and the functions that they call know them
 PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# says that the caller's load-balancing loss counts a shared token once per sequence
+COUNTS_COPIES = "router_loss_counts_copies"
 ROUTER_LOGITS = (
-    "output_router_logits asks for the load-balancing loss, which would count a shared token once "
-    "where the replicated batch counts every copy: set config.output_router_logits to False and "
-    "pass no output_router_logits"
+    "output_router_logits asks the model for its load-balancing loss, which counts a shared token "
+    "once where the replicated batch counts every copy: take scores.aux_loss of "
+    "prefixtree.sequence_logprobs(model, packed, output_router_logits=True), or set "
+    "config.output_router_logits to False and pass no output_router_logits"
 )
 
 _ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
@@ -316,8 +319,6 @@ def check_config(config: Any, training: bool) -> None:
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
         raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
-    if getattr(config, "output_router_logits", False):
-        raise UnsupportedError(ROUTER_LOGITS)
     for rope in _rope_types(config):
         if rope not in _ROPE_TYPES:
             raise UnsupportedError(
@@ -386,16 +387,39 @@ def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
 def check_checkpointing(model: nn.Module, config: Any) -> None:
     """Refuses reentrant checkpointing where layers use keys of earlier ones: transformers passes
     those beside the checkpoint's inputs, and their gradients are lost, packed or not."""
-    if not getattr(config, "num_kv_shared_layers", 0):
-        return
-    for module in model.modules():
+    if getattr(config, "num_kv_shared_layers", 0) and checkpoints_reentrantly(model):
+        raise UnsupportedError(
+            f"reentrant checkpointing loses gradients in {config.model_type} with "
+            'num_kv_shared_layers > 0: enable it with {"use_reentrant": False}'
+        )
+
+
+def checkpoints_reentrantly(model: nn.Module) -> bool:
+    """Whether a layer of transformers runs in reentrant checkpoints, which is its default."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = list(model.modules())
+    # what holds such layers has the switch as well, and does not use it
+    layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
+    for module in layers or modules:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         options = getattr(checkpoint, "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
-            raise UnsupportedError(
-                f"reentrant checkpointing loses gradients in {config.model_type} with "
-                'num_kv_shared_layers > 0: enable it with {"use_reentrant": False}'
-            )
+            return True
+    return False
+
+
+def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:
+    """Refuses a forward over a packed forest whose load-balancing loss the model would compute.
+
+    Args:
+        config: of an attention layer. keywords: those that the layer got.
+    """
+    if keywords.get(COUNTS_COPIES):
+        return
+    asked = keywords.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        raise UnsupportedError(ROUTER_LOGITS)
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ as `output.logits`, after whatever the wrappers do to outputs. So data-parallel 
 wrappers see an ordinary forward, which uses its parameters and returns its outputs.
 
 Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
-predictors.
+predictors, E experts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
+from prefixtree.integrations.router_loss import router_keywords, router_loss
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
 from prefixtree.kernels.logit_statistics import check_statistics
 from prefixtree.packing.gather import GatherIndex, gather
@@ -46,11 +47,20 @@ class SequenceScores:
             `return_entropy`.
         statistics: name -> one float32 tensor [n - 1] per sequence, without gradients; 0 where the
             loss mask is 0. It has the names of `return_statistics`.
+        aux_loss: float32 [], differentiable: the load-balancing loss of a mixture of experts, as
+            transformers' forward gives it for one padded batch of all sequences with its
+            attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
+            it was not asked for.
+        router_logits: [T, E] per layer of experts, differentiable, the logits by which
+            `aux_loss` was computed, for losses of your own: weigh each packed token by
+            `packed.multiplicity`. Empty without `aux_loss`.
     """
 
     logprobs: list[torch.Tensor]
     entropy: list[torch.Tensor] | None
     statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] = ()
 
 
 def sequence_logprobs(
@@ -62,6 +72,7 @@ def sequence_logprobs(
     chunk_size: int | None = None,
     recompute: Recompute = None,
     return_statistics: Sequence[str] = (),
+    output_router_logits: bool | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -89,6 +100,8 @@ def sequence_logprobs(
             "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
             "is_top1", 1 where the token has the largest logit (the first of equal ones);
             "log_sum_sq_probs", log sum p^2. Default: none.
+        output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
+            `scores.aux_loss`. Default: what `config.output_router_logits` says.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
@@ -113,12 +126,17 @@ def sequence_logprobs(
     prepare_states(causal_lm)
     units = _make_units(packed, temperature, loss_mask)
     rule = logit_rule(causal_lm)
-    inputs = forward_inputs(packed, causal_lm.config)
+    loss = router_loss(causal_lm, packed, output_router_logits)
+    inputs = forward_inputs(packed, causal_lm.config) | router_keywords(causal_lm.config, loss)
     with (
         recomputed_forward(model, causal_lm, packed, len(units.target), recompute),
         every_layer_attends(causal_lm, packed),
-        scoring_lm_head(causal_lm, units, rule, return_entropy, chunk_size, statistics) as handed,
+        scoring_lm_head(
+            causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
+        ) as handed,
     ):
+        if loss is not None:
+            loss.check()
         output = model(**inputs, logits_to_keep=units.predictors)
     scores = handed.returned(output)
     columns = gather(scores, units.to_sequences).split(units.lengths)
@@ -127,7 +145,10 @@ def sequence_logprobs(
         name: [c[:, at].detach() for c in columns]
         for at, name in enumerate(statistics, 1 + return_entropy)
     }
-    return SequenceScores([c[:, 0] for c in columns], entropy, others)
+    logprobs = [c[:, 0] for c in columns]
+    if loss is None:
+        return SequenceScores(logprobs, entropy, others)
+    return SequenceScores(logprobs, entropy, others, output.aux_loss, tuple(output.router_logits))
 
 
 # ---- what is scored --------------------------------------------------------------------------

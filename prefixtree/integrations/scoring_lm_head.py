@@ -19,6 +19,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_hook
 from prefixtree.integrations.parallel_lm_head import is_linear, sliced_head
+from prefixtree.integrations.router_loss import RouterLoss
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.logprobs import linear_logprobs, lm_head_logprobs
 from prefixtree.packing.gather import GatherIndex, gather
@@ -158,8 +159,10 @@ def scoring_lm_head(
     with_entropy: bool,
     chunk_size: int | None,
     statistics: Sequence[str],
+    loss: RouterLoss | None = None,
 ) -> Iterator[Handed]:
-    """While open, the output embedding scores `units` and the model's logits are the scores.
+    """While open, the output embedding scores `units` and the model's logits are the scores; its
+    load-balancing loss is `loss`.
 
     For the thread that entered: forwards of others run as they would without, and another that
     wants to score the same model waits.
@@ -210,6 +213,8 @@ def scoring_lm_head(
                 )
             # the scores themselves: the family's forward would change them as if they were logits
             output.logits = handed.output
+            if loss is not None:
+                loss.put_into(output)
             return output
 
         # they are other functions in every call, which torch.compile(model) would trace anew each

@@ -21,9 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import (
     PACKING_KEYWORDS,
-    ROUTER_LOGITS,
     allow_model_type,
     check_config,
+    check_router_logits,
     supported_model_types,
 )
 from prefixtree.integrations.hybrids import check_prepared, prepare
@@ -133,8 +133,7 @@ def prefixtree_attention(
         raise UnsupportedError(
             f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
         )
-    if kwargs.get("output_router_logits"):
-        raise UnsupportedError(ROUTER_LOGITS)
+    check_router_logits(module.config, kwargs)
     if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
         raise UnsupportedError(LABELS)
     check_config(module.config, module.training)

@@ -24,6 +24,7 @@ from prefixtree.integrations.transformers import sequence_logprobs
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
+    backward_of,
     build,
     enable_checkpointing,
     make_objective,
@@ -40,6 +41,11 @@ Step = list[list[Objective | None]]
 
 def _objective(seed: int, count: int) -> Objective:
     return make_objective(ragged_sequences(seed)[:count], seed)
+
+
+def balanced(objective: Objective, case: Case) -> Objective:
+    """The objective with the case's load-balancing loss."""
+    return replace(objective, balance=case.balance)
 
 
 def _nothing_scored(objective: Objective) -> Objective:
@@ -72,6 +78,8 @@ class Case:
     prepared: str = ""
     # "auto", or "differs": each rank recomputes something else
     recompute: str = ""
+    # the coefficient of the load-balancing loss: as much gradient as the log-probabilities'
+    balance: float = 0.0
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
@@ -95,12 +103,13 @@ CASES: dict[str, Case] = {
     "ddp, find unused": Case("ddp", options=(("find_unused_parameters", True),)),
     "ddp, static graph": Case("ddp", options=(("static_graph", True),)),
     "ddp, lora": Case("ddp", lora=True),
-    "ddp, experts": Case("ddp", "qwen3_moe"),
+    "ddp, experts": Case("ddp", "qwen3_moe", balance=300.0),
     "fsdp2": Case("fsdp2"),
     "fsdp2, checkpointing": Case("fsdp2", "gemma2", checkpointing=True),
     "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True),
     "fsdp2, lora": Case("fsdp2", lora=True),
-    "fsdp2, experts": Case("fsdp2", "qwen3_moe"),
+    "fsdp2, experts": Case("fsdp2", "qwen3_moe", balance=300.0),
+    "fsdp2, experts, checkpointing": Case("fsdp2", "gpt_oss", True, balance=300.0),
     "ddp, recompute": Case("ddp", recompute="differs"),
     "fsdp2, recompute": Case("fsdp2", recompute="differs"),
     "fsdp2, recompute, hybrid": Case("fsdp2", "qwen3_5", recompute="differs"),
@@ -175,7 +184,9 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
         logprobs = []
         for i, objective in enumerate(step[rank]):
             with reduced(i == len(step[rank]) - 1):
-                logprobs += _backward(model, objective, _recompute(model, case, rank))
+                logprobs += _backward(
+                    model, objective and balanced(objective, case), _recompute(model, case, rank)
+                )
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
@@ -210,9 +221,9 @@ def _backward(model: nn.Module, objective: Objective | None, recompute: Any) -> 
         return_entropy=True,
         chunk_size=7,
         recompute=recompute,
+        output_router_logits=bool(objective.balance) or None,
     )
-    assert scores.entropy is not None
-    objective.loss(scores.logprobs, scores.entropy).backward()
+    backward_of(objective, scores)
     return [p.detach() for p in scores.logprobs]
 
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.integrations import scoring
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
 from tests.support.family_configs import (
     BROKEN_BELOW,
     FAMILIES,
@@ -179,19 +179,22 @@ def ragged_sequences(seed: int = 0) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Objective:
-    """Sum of a log p + b entropy over the scored tokens, with weights of all sizes and both signs.
+    """Sum of a log p + b entropy over the scored tokens, with weights of all sizes and both signs,
+    and the load-balancing loss of one padded batch of all sequences.
 
     Attributes:
         sequences: token ids.
         temperatures: one per sequence.
         loss_masks: [n] each, or None.
         weights: [n - 1, 2] each: a and b.
+        balance: the coefficient of the load-balancing loss; 0 leaves it out.
     """
 
     sequences: list[np.ndarray]
     temperatures: list[float]
     loss_masks: list[np.ndarray] | None
     weights: list[torch.Tensor]
+    balance: float = 0.0
 
     def loss(self, logprobs: Sequence[Any], entropy: Sequence[Any]) -> torch.Tensor:
         """The objective's value."""
@@ -252,7 +255,22 @@ def run_replicated(model: Any, objective: Objective) -> Run:
         logprobs.append(log_p.gather(1, ids[1:, None])[:, 0] * scored)
         entropy.append(-(log_p.exp() * log_p).sum(-1) * scored)
     objective.loss(logprobs, entropy).backward()
+    if objective.balance:
+        (objective.balance * padded_balancing_loss(model, objective.sequences)).backward()
     return Run(_detached(logprobs), _detached(entropy), gradients(model))
+
+
+def padded_balancing_loss(model: Any, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+    """The load-balancing loss that transformers computes for one padded batch."""
+    lengths = [len(s) for s in sequences]
+    device = next(model.parameters()).device
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    ids[mask] = torch.from_numpy(np.concatenate(sequences))
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device)}
+    output = model(**inputs, use_cache=False, output_router_logits=True)
+    loss: torch.Tensor = output.aux_loss
+    return loss
 
 
 def run_eager(model: Any, objective: Objective | None = None) -> Run:
@@ -279,10 +297,21 @@ def run_packed(
         return_entropy=True,
         chunk_size=chunk_size,
         recompute=recompute,
+        output_router_logits=bool(objective.balance) or None,
     )
+    backward_of(objective, scores)
     assert scores.entropy is not None
-    objective.loss(scores.logprobs, scores.entropy).backward()
     return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
+
+
+def backward_of(objective: Objective, scores: SequenceScores) -> None:
+    """The backward of an objective from the scores of a packed forest."""
+    assert scores.entropy is not None
+    loss = objective.loss(scores.logprobs, scores.entropy)
+    if objective.balance:
+        assert scores.aux_loss is not None
+        loss = loss + objective.balance * scores.aux_loss
+    loss.backward()
 
 
 def let_wrong_masks_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +63,8 @@ class Case:
         checkpointing: of the layers.
         recompute: as `sequence_logprobs` takes it.
         forests: whether ranks that FSDP2 averages over have forests of their own.
+        balance: the coefficient of the load-balancing loss, with as much gradient as the
+            log-probabilities.
     """
 
     family: str
@@ -73,6 +75,7 @@ class Case:
     checkpointing: bool = False
     recompute: str | None = None
     forests: bool = False
+    balance: float = 0.0
 
 
 _DENSE = (QUERY, DOWN, HEAD)
@@ -90,14 +93,21 @@ CASES: dict[str, Case] = {
         "llama", {"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, "sliced", _DENSE, _EVEN
     ),
     "recomputed": Case("llama", None, "sliced", _DENSE, _EVEN, recompute="all_but_attention"),
-    "experts, TP": Case("qwen3_moe", None, "sliced", (QUERY, EXPERTS, HEAD), _EVEN),
+    "experts, TP": Case("qwen3_moe", None, "sliced", (QUERY, EXPERTS, HEAD), _EVEN, balance=300.0),
     "experts, TP and EP": Case(
-        "qwen3_moe", {"tp_size": 2, "ep_size": 2}, "sliced", (QUERY, EXPERTS, HEAD)
+        "qwen3_moe", {"tp_size": 2, "ep_size": 2}, "sliced", (QUERY, EXPERTS, HEAD), balance=300.0
     ),
     "experts, EP with FSDP2": Case(
-        "qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, "whole", (QUERY, EXPERTS), forests=True
+        "qwen3_moe",
+        {"fsdp_size": 2, "ep_size": 2},
+        "whole",
+        (QUERY, EXPERTS),
+        forests=True,
+        balance=300.0,
     ),
-    "sinks, EP": Case("gpt_oss", {"tp_size": 2, "ep_size": 2}, "sliced", (EXPERTS,), _EVEN),
+    "sinks, EP": Case(
+        "gpt_oss", {"tp_size": 2, "ep_size": 2}, "sliced", (EXPERTS,), _EVEN, balance=300.0
+    ),
     "sinks, EP with FSDP2": Case(
         "gpt_oss", {"fsdp_size": 2, "ep_size": 2}, "whole", (QUERY, EXPERTS), forests=True
     ),
@@ -126,7 +136,10 @@ WIDE_CASES: dict[str, Case] = {
 
 def objective_of(case: Case, index: int) -> Objective:
     """What the ranks with this place along FSDP2's dimension train on."""
-    return make_objective(ragged_sequences(index), index) if case.forests else ragged_objective()
+    objective = ragged_objective()
+    if case.forests:
+        objective = make_objective(ragged_sequences(index), index)
+    return replace(objective, balance=case.balance)
 
 
 def _torch_parallelized(head: Any) -> Any:

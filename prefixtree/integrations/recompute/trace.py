@@ -34,6 +34,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.recompute.layers import MODES, Mode, decoder_of, layers_of, recomputing
+from prefixtree.integrations.router_loss import router_keywords
 from prefixtree.packing.layout import pack
 
 # tokens of the two traces: multiples of what recurrent kernels take at once
@@ -308,9 +309,10 @@ def _run(
         raise _Enough
 
     packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
+    keywords = forward_inputs(packed, model.config) | router_keywords(model.config, None)
     inputs = {
         name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
-        for name, value in forward_inputs(packed, model.config).items()
+        for name, value in keywords.items()
     }
     with ExitStack() as open_until_end:
         enter = open_until_end.enter_context

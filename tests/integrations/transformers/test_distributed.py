@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case
+from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
 from tests.support.models import Run, run_replicated, tolerance
 from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 
@@ -43,10 +43,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
 
 
 @cache
-def _replicated(model_type: str, lora: bool, step: str) -> tuple[list[Run], dict[str, Any]]:
+def _replicated(
+    model_type: str, lora: bool, step: str, balance: float = 0.0
+) -> tuple[list[Run], dict[str, Any]]:
     """A run a micro-batch, and the gradients: summed over a rank's, averaged over ranks."""
-    model = Case("", model_type, lora=lora).model("eager")
-    runs = [run_replicated(model, o) for micro in STEPS[step] for o in micro if o is not None]
+    case = Case("", model_type, lora=lora, balance=balance)
+    model = case.model("eager")
+    runs = [
+        run_replicated(model, balanced(o, case))
+        for micro in STEPS[step]
+        for o in micro
+        if o is not None
+    ]
     return runs, {
         name: sum(run.gradients[name] for run in runs) / WORLD_SIZE for name in runs[0].gradients
     }
@@ -71,7 +79,11 @@ def test_two_ranks(results, case, step):
     if CASES[case].lora:
         pytest.importorskip("peft")
     found = _of(results, case, step)
-    runs, expected = _replicated(CASES[case].model_type, CASES[case].lora, step)
+    balance = CASES[case].balance
+    runs, expected = _replicated(CASES[case].model_type, CASES[case].lora, step, balance)
+    if balance:
+        _, unbalanced = _replicated(CASES[case].model_type, CASES[case].lora, step)
+        assert _distance(unbalanced, expected) > 0.05
     logprobs = [p for each in found for p in each["logprobs"]]
     reference = torch.cat([p for run in runs for p in run.logprobs])
     torch.testing.assert_close(torch.cat(logprobs), reference, atol=2e-5, rtol=1e-5)

@@ -5,6 +5,7 @@ What the ranks compute together is what one process computes for every sequence 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,11 @@ def _check(results: Results, name: str, case: Case) -> None:
     """Every rank has the scores of its forest, and the gradients: those of one forest, or FSDP2's
     mean over two."""
     model = build(case.family, "eager", **case.changes)
-    forests = [run_replicated(model, objective_of(case, i)) for i in range(1 + case.forests)]
+    objectives = [objective_of(case, i) for i in range(1 + case.forests)]
+    forests = [run_replicated(model, objective) for objective in objectives]
+    if case.balance:
+        unbalanced = run_replicated(model, replace(objectives[0], balance=0.0))
+        assert errors(unbalanced, forests[0]).gradient > 0.05
     mean = {
         key: sum(run.gradients[key] for run in forests) / len(forests)
         for key in forests[0].gradients
