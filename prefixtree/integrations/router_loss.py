@@ -96,19 +96,27 @@ def router_loss(causal_lm: Any, packed: PackedForest, asked: bool | None) -> Rou
     Raises:
         UnsupportedError: the caller asked, and the family has no such loss.
     """
-    forward = inspect.unwrap(type(causal_lm).forward)
-    code = getattr(forward, "__code__", None)
-    has_loss = code is not None and _FUNCTION in code.co_names
-    if asked and not has_loss:
+    function = loss_function(causal_lm)
+    if asked and function is None:
         raise UnsupportedError(
             f"output_router_logits=True: {type(causal_lm).__name__} of transformers computes no "
             "load-balancing loss; leave output_router_logits out"
         )
     config = causal_lm.config.get_text_config()
     configured = getattr(config, "output_router_logits", False)
-    if not has_loss or not (configured if asked is None else asked):
+    if function is None or not (configured if asked is None else asked):
         return None
-    return RouterLoss(causal_lm, forward.__globals__[_FUNCTION], packed.multiplicity)
+    return RouterLoss(causal_lm, function, packed.multiplicity)
+
+
+def loss_function(causal_lm: Any) -> Callable[..., Any] | None:
+    """transformers' function of a model's load-balancing loss; None where it computes none."""
+    forward = inspect.unwrap(type(causal_lm).forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or _FUNCTION not in code.co_names:
+        return None
+    found: Callable[..., Any] | None = forward.__globals__.get(_FUNCTION)
+    return found
 
 
 def router_keywords(config: Any, loss: RouterLoss | None) -> dict[str, Any]:

@@ -133,17 +133,13 @@ def test_the_ten_steps(max_tokens, path):
         (('attn_implementation="prefixtree"', 'attn_implementation="sdpa"'), "'sdpa'"),
         (("config.attention_dropout = 0.0", "model.train()"), "config.attention_dropout is 0.1"),
         (
-            ("config.output_router_logits = False", "config.output_router_logits = True"),
-            "output_router_logits",
-        ),
-        (
             ("MixedPrecisionPolicy(output_dtype=torch.float32)",
              "MixedPrecisionPolicy(output_dtype=torch.bfloat16)"),
             "a wrapper cast the log-probabilities",
         ),
         (("        model, packed, temp", "        model.model, packed, temp"), "a language-model"),
     ],
-    ids=["attention", "dropout", "experts", "bfloat16", "inner module"],
+    ids=["attention", "dropout", "bfloat16", "inner module"],
 )  # fmt: skip
 def test_a_step_left_out_is_refused(change, message, path):
     with pytest.raises(pt.UnsupportedError, match=message):

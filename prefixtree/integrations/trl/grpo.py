@@ -20,12 +20,7 @@ from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
-from prefixtree.integrations.trl.refusals import (
-    AUX_LOSS,
-    check_attention,
-    check_recompute,
-    prepare_trainer,
-)
+from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import SharingReport
 from prefixtree.packing.layout import pack
 
@@ -72,7 +67,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
-            warn_of_micro_batches(self.args)
+            warn_of_micro_batches(self.args, self.aux_loss_enabled)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -84,7 +79,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **images: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Scores the completions; TRL calls it for the policy, the old policy and the reference.
 
         Args:
@@ -94,30 +89,35 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             logits_to_keep: C, the number of last columns, which are scored.
             batch_size: the number of rows that are packed together. Default: B.
             compute_entropy: whether to compute entropies. Default: False.
-            compute_aux_loss: must be False.
+            compute_aux_loss: whether to compute the load-balancing loss of experts. Default: False.
             images: TRL's arguments for images, all of which must be None.
 
         Returns:
-            float32 log-probabilities [B, C], float32 entropies [B, C] or None, and None for the
-            auxiliary loss of experts. 0 where the mask is 0.
+            float32 log-probabilities [B, C], float32 entropies [B, C] or None, 0 where the mask is
+            0, and the load-balancing loss [] or None: TRL's for the same rows, the mean over the
+            forwards of `batch_size` rows each.
 
         Raises:
-            UnsupportedError: compute_aux_loss, images, or a row with an empty prompt.
+            UnsupportedError: images, a row with an empty prompt, or a load-balancing loss of a
+                model type that computes none.
         """
-        if compute_aux_loss:
-            raise UnsupportedError(AUX_LOSS)
         if given := sorted(name for name, value in images.items() if value is not None):
             raise UnsupportedError(
                 f"the batch has {', '.join(given)}: images are not packed yet; train on text alone"
             )
         rows = batch_size or len(input_ids)
         parts = [
-            self._score(model, ids, mask, logits_to_keep, compute_entropy)
+            self._score(model, ids, mask, logits_to_keep, compute_entropy, compute_aux_loss)
             for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
         ]
         logps = torch.cat([part[0] for part in parts])
         entropies = [part[1] for part in parts if part[1] is not None]
-        return logps, torch.cat(entropies) if entropies else None, None
+        losses = [part[2] for part in parts if part[2] is not None]
+        return (
+            logps,
+            torch.cat(entropies) if entropies else None,
+            torch.stack(losses).mean() if losses else None,
+        )
 
     def _score(
         self,
@@ -126,7 +126,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         attention_mask: torch.Tensor,
         width: int,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with_aux_loss: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         prompts = attention_mask[:, : input_ids.shape[1] - width].sum(1).tolist()
         if 0 in prompts:
             raise UnsupportedError(
@@ -146,13 +147,14 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                 ],
                 return_entropy=with_entropy,
                 recompute=self._recompute,
+                output_router_logits=with_aux_loss,
             )
         if torch.is_grad_enabled():
             self._sharing.saw(packed.forest)
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:
-            return logps, None
-        return logps, _completions(scores.entropy, prompts, width)
+            return logps, None, scores.aux_loss
+        return logps, _completions(scores.entropy, prompts, width), scores.aux_loss
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)

@@ -12,15 +12,16 @@ import warnings
 from typing import Any
 
 
-def warn_of_micro_batches(args: Any) -> None:
+def warn_of_micro_batches(args: Any, aux_loss: bool = False) -> None:
     """Warns of settings that cut groups, and of losses that depend on the cut.
 
     The warnings point at the caller's caller.
 
     Args:
         args: the trainer's `GRPOConfig`.
+        aux_loss: whether the loss has the load-balancing loss of experts. Default: False.
     """
-    for message in (cut_groups(args), cut_losses(args)):
+    for message in (cut_groups(args), cut_losses(args, aux_loss)):
         if message:
             warnings.warn(message, stacklevel=3)
 
@@ -73,7 +74,7 @@ def sharing_advice(args: Any) -> str:
     )
 
 
-def cut_losses(args: Any) -> str:
+def cut_losses(args: Any, aux_loss: bool = False) -> str:
     """The warning for settings whose loss depends on the rows of a micro-batch; "" without them."""
     bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
     found = [
@@ -82,6 +83,7 @@ def cut_losses(args: Any) -> str:
             (f"loss_type={args.loss_type!r}", args.loss_type == "bnpo"),
             (f"entropy_coef={args.entropy_coef}", bonus),
             (f"top_entropy_quantile={args.top_entropy_quantile}", args.top_entropy_quantile < 1.0),
+            ("the load-balancing loss of experts (router_aux_loss_coef)", aux_loss),
         )
         if used
     ]

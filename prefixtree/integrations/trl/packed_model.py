@@ -59,11 +59,11 @@ class PackedModel:
         Args:
             fused_lm_head: TRL's request for scores in place of logits.
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
-                or -100; use_cache, ignored; nothing else.
+                or -100; output_router_logits, for aux_loss; use_cache, ignored; nothing else.
 
         Returns:
-            FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool. 0 where there
-            is no label.
+            FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
+            is no label; aux_loss [], the load-balancing loss of the rows.
 
         Raises:
             UnsupportedError: another entry, padding on the left, or labels other than the input
@@ -72,6 +72,7 @@ class PackedModel:
         if not fused_lm_head:
             return self._model(**inputs)
         check_attention(self._model)
+        with_aux_loss = bool(inputs.pop("output_router_logits", False))
         input_ids, attention_mask, labels = _entries(inputs)
         ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
         _check_rows(ids, mask, targets)
@@ -86,6 +87,7 @@ class PackedModel:
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
             recompute=self._recompute,
+            output_router_logits=with_aux_loss,
         )
 
         def rows(values: list[torch.Tensor]) -> torch.Tensor:
@@ -98,7 +100,10 @@ class PackedModel:
         if scores.entropy is not None:
             entries["entropy"] = rows(scores.entropy)
         return FusedCausalLMOutput(
-            log_probs=rows(scores.logprobs), label_mask=labels[:, 1:] != _NO_LABEL, **entries
+            log_probs=rows(scores.logprobs),
+            label_mask=labels[:, 1:] != _NO_LABEL,
+            aux_loss=scores.aux_loss,
+            **entries,
         )
 
 

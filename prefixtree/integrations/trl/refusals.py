@@ -12,13 +12,9 @@ from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import LIGER_LAYERS, check_config, check_modules
 from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
+from prefixtree.integrations.router_loss import loss_function
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from prefixtree.integrations.trl.fsdp import check_fsdp
-
-AUX_LOSS = (
-    "the load-balancing loss of experts would count a shared token once where the replicated batch "
-    "counts every copy: set router_aux_loss_coef=0.0 in the trainer's arguments"
-)
 
 # (argument, values that are fine, what is wrong with the others)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -60,7 +56,7 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
         verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
 
     Raises:
-        UnsupportedError: arguments, a distribution, images, the loss of experts or a model.
+        UnsupportedError: arguments, a distribution, images or a model.
     """
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
@@ -71,12 +67,21 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
             "packed yet; for a text-only run pass its tokenizer"
         )
     if trainer.aux_loss_enabled:
-        raise UnsupportedError(AUX_LOSS)
+        _check_aux_loss(trainer.model)
     # not by truth value: a compiled model has none
     models = (trainer.model, getattr(trainer, "ref_model", None))
     for model in (m for m in models if m is not None):
         check_model(model)
         transformer_of(model).set_attn_implementation("prefixtree")
+
+
+def _check_aux_loss(model: nn.Module) -> None:
+    causal_lm = transformer_of(model)
+    if loss_function(causal_lm) is None:
+        raise UnsupportedError(
+            f"{type(causal_lm).__name__} of transformers computes no load-balancing loss of "
+            "experts: set router_aux_loss_coef=0.0 in the trainer's arguments"
+        )
 
 
 def check_arguments(args: Any, verified: Collection[str] = ()) -> None:

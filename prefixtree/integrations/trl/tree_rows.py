@@ -25,12 +25,18 @@ from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.transformers import prefixtree_attention, prefixtree_mask
 from prefixtree.integrations.trl.contract import check_tree_attention
 from prefixtree.integrations.trl.refusals import (
-    AUX_LOSS,
     check_arguments,
     check_distribution,
     check_model,
 )
 from prefixtree.packing.mask import TreeMask
+
+# AsyncGRPO calls the model itself and takes the loss from it
+_AUX_LOSS = (
+    "the load-balancing loss of experts would count each token of AsyncGRPO's tree rows once, and "
+    "transformers' does so in TRL as well: PrefixTreeGRPOTrainer has that of the replicated batch; "
+    "here set router_aux_loss_coef=0.0 in the trainer's arguments"
+)
 
 
 def use_tree_attention(trainer: Any) -> None:
@@ -61,7 +67,7 @@ def use_tree_attention(trainer: Any) -> None:
             "under FSDP2"
         )
     if trainer.aux_loss_enabled:
-        raise UnsupportedError(AUX_LOSS)
+        raise UnsupportedError(_AUX_LOSS)
     check_model(trainer.model)
     AttentionInterface.register(name, tree_row_attention)
     AttentionMaskInterface.register(name, prefixtree_mask)

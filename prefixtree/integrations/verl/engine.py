@@ -222,6 +222,8 @@ class PackedActorEngine(_PackedEngine):
             loss_mask=scored_tokens(micro_batch),
             return_entropy=with_entropy,
             recompute=self.recompute,
+            # verl's engine reads logits alone, whatever the model's config asks for
+            output_router_logits=False,
         )
         input_ids = micro_batch["input_ids"]
         outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}

@@ -9,10 +9,12 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,8 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from prefixtree.integrations import scoring
+from prefixtree.integrations.router_loss import router_loss
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.sharing import SharingReport
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
@@ -132,6 +136,16 @@ def prompts() -> Dataset:
     return Dataset.from_dict(
         {"prompt": [[system, {"role": "user", "content": word}] for word in words]}
     )
+
+
+def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load-balancing losses that count every packed token once, which is wrong."""
+
+    def wrong(*args: Any) -> Any:
+        found = router_loss(*args)
+        return found and replace(found, multiplicity=torch.ones_like(found.multiplicity))
+
+    monkeypatch.setattr(scoring, "router_loss", wrong)
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

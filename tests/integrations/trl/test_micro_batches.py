@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import cut_groups, cut_losses
-from tests.integrations.trl.runs import make, rollouts, train
+from tests.integrations.trl.runs import make, rollouts, tiny_mixture, train
 
 ROWS, COLUMNS = 8, 6
 CUTS = ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 6, 2, 5], [7, 3, 4, 1]])
@@ -122,6 +123,10 @@ def test_the_settings_are_named(folder: Path) -> None:
     )
     # where the trainer was made
     assert Path(found.filename).name == "runs.py"
+    # the model has experts, and TRL takes their loss unless told otherwise
+    model = AutoModelForCausalLM.from_config(tiny_mixture())
+    with pytest.warns(UserWarning, match="with the load-balancing loss of experts .* TRL's loss"):
+        make(PrefixTreeGRPOTrainer, folder, beta=0.0, model=model)
 
 
 # ---- groups --------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from prefixtree.errors import UnsupportedError
 from tests.integrations.trl.runs import (
+    assert_equal_runs,
+    count_once,
     moved,
     parameters,
+    save_model,
     squared_distance,
     tiny_mixture,
     worst_parameter,
@@ -64,15 +66,28 @@ def test_layers_recompute_what_is_asked_for(
     assert all(map(torch.equal, *ends))
 
 
-def test_experts_and_their_loss(folder: Path, maker: Maker) -> None:
-    make, ours = maker.make, maker.ours
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_mixture())
-    options = {"ref_model": AutoModelForCausalLM.from_config(tiny_mixture())}
-    options = options if maker is DPO else {}
-    with pytest.raises(UnsupportedError, match=r"set router_aux_loss_coef=0\.0"):
-        make(ours, folder, model=model, options=options, router_aux_loss_coef=0.1)
-    make(ours, folder, model=model, options=options, router_aux_loss_coef=0.0)
+@pytest.mark.parametrize("coefficient", [0.0, 3.0])
+def test_experts_and_their_loss(
+    maker: Maker, coefficient: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, tiny_mixture())
+    arguments = {
+        "router_aux_loss_coef": coefficient,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "options": {"eval_dataset": maker.data(3)},
+    }
+    ours, theirs = maker.trained(folder, **arguments)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    losses = [log["aux_loss"] for log in theirs.state.log_history if "aux_loss" in log]
+    assert bool(losses) == (coefficient > 0)
+    if coefficient > 0:
+        # a loss that counts every packed token once would be seen
+        count_once(monkeypatch)
+        wrong = maker.make(maker.ours, folder, **arguments, max_steps=1)
+        wrong.train()
+        assert abs(wrong.state.log_history[0]["aux_loss"] - losses[0]) > 1e-4
 
 
 def test_metrics_of_logits(folder: Path, maker: Maker) -> None:

@@ -17,6 +17,7 @@ from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.runs import (
     SameOrder,
     assert_equal_runs,
+    count_once,
     make,
     moved,
     names_prefixtree,
@@ -130,14 +131,33 @@ def test_multi_turn_rollouts_and_their_mask(folder: Path) -> None:
     assert worst_parameter(ours, blind)[0] > 1e-4
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Without its load-balancing loss, which is refused."""
-    folder = save_model(tmp_path, tiny_mixture())
-    arguments = {**SGD, "options": {"rollout_func": rollouts}, "router_aux_loss_coef": 0.0}
+# both sides have the same micro-batches
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+@pytest.mark.parametrize("coefficient", [0.0, 3.0])
+def test_a_mixture_of_experts(
+    coefficient: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its load-balancing loss and without, although the configuration asks for it."""
+    config = tiny_mixture()
+    config.output_router_logits = True
+    folder = save_model(tmp_path, config)
+    arguments = {
+        **SGD,
+        "options": {"rollout_func": rollouts},
+        "router_aux_loss_coef": coefficient,
+    }
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
     theirs = train(SameOrder, folder, **arguments)
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
+    losses = [log["aux_loss"] for log in ours.state.log_history if "aux_loss" in log]
+    assert bool(losses) == (coefficient > 0)
+    if coefficient > 0:
+        # a loss that counts every packed token once would be seen
+        count_once(monkeypatch)
+        wrong = train(PrefixTreeGRPOTrainer, folder, **arguments, max_steps=2)
+        first = [next(log["aux_loss"] for log in x.state.log_history) for x in (wrong, theirs)]
+        assert abs(first[0] - first[1]) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
