@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixtree import loops
+from prefixtree._invariants import check_invariants
 from prefixtree._renamed import renamed_arguments, renamed_attribute
+from prefixtree._routes import check_packed_routes, join_routes, numbers_of
 from prefixtree._tokens import check_tokens, flatten, integers, is_nested, label_numbers, to_numpy
 from prefixtree.errors import ForestError
 
@@ -42,6 +44,8 @@ class PrefixForest:
         sequence_node: int32 [S], the node at whose last token the sequence ends.
         tokens: int64 [T], token ids in packed order, or None where only the structure was given.
         columns: None, or for `from_padded` (L, int64 [S] column of each sequence's first token).
+        routes: None, or int16 [T, layers, k]: the experts that each layer of a mixture is to run
+            for each packed token, ascending (`from_sequences`).
 
     Invariants, checked whenever one is made (`ForestError` otherwise):
 
@@ -63,9 +67,10 @@ class PrefixForest:
     sequence_node: np.ndarray
     tokens: np.ndarray | None = None
     columns: tuple[int, np.ndarray] | None = None
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self._check()
+        check_invariants(self)
         columns = () if self.columns is None else self.columns
         for value in (*vars(self).values(), *columns):
             if isinstance(value, np.ndarray):
@@ -85,6 +90,7 @@ class PrefixForest:
         namespaces: Sequence[Hashable] | None = None,
         *,
         order: str = "heaviest",
+        routes: Iterable[Any] | None = None,
     ) -> PrefixForest:
         """Finds every shared prefix of `sequences` by their token ids.
 
@@ -97,17 +103,24 @@ class PrefixForest:
             order: the order of siblings. "heaviest": largest subtree first, which gives the fewest
                 partial tiles; ties in input order. "input": input order. Results per sequence come
                 back in input order either way. Default: "heaviest".
+            routes: S integer arrays [n, layers of experts, experts per token]: the experts that a
+                mixture chose when the sequences were generated, for `sequence_logprobs` to choose
+                again (router replay). Tokens with other routes are other tokens, so the tree parts
+                there; the order of a token's experts is no difference. [n - 1, ...] leaves out the
+                last token, for which engines record none. Default: the model chooses.
 
         Returns:
-            The forest, with `tokens`.
+            The forest, with `tokens`, and with `routes` where they are given.
 
         Raises:
             ForestError: no sequences, an empty one, tokens that are negative or not integers, an
-                array of another rank than 1, or another number of namespaces than of
-                sequences.
+                array of another rank than 1, another number of namespaces than of sequences, or
+                routes that do not match the sequences or each other.
         """
         flat, lengths = flatten(sequences, "sequences")
-        return cls._from_flat(flat, lengths, namespaces, order)
+        if routes is None:
+            return cls._from_flat(flat, lengths, namespaces, order)
+        return cls._from_flat(flat, lengths, namespaces, order, join_routes(routes, lengths))
 
     @classmethod
     @renamed_arguments(keys="namespaces")
@@ -226,6 +239,7 @@ class PrefixForest:
         sequence_ends: Any = None,
         *,
         order: str = "heaviest",
+        routes: Any = None,
     ) -> PrefixForest:
         """Builds a forest whose structure is known, from a tree search for example.
 
@@ -237,13 +251,15 @@ class PrefixForest:
             sequence_ends: the node at whose last token each sequence ends. A node may be named
                 twice (a repeated sequence). Default: the leaves, in the order given.
             order: as in `from_sequences`.
+            routes: integers [sum of lengths, layers, k], as `tokens` stand: the experts of each
+                token. Default: the model chooses.
 
         Returns:
             The forest; its nodes are in preorder, not in the order given.
 
         Raises:
-            ForestError: a cycle, an index out of range, a length below 1, tokens of another
-                number, a leaf at which no sequence ends.
+            ForestError: a cycle, an index out of range, a length below 1, tokens or routes of
+                another number, a leaf at which no sequence ends.
         """
         parent, length = integers(parents, "parents"), integers(lengths, "lengths")
         n = len(parent)
@@ -292,8 +308,10 @@ class PrefixForest:
         rank[topological] = np.arange(n)
         above = parent[topological]
         above = np.where(above < 0, -1, rank[above])
+        if routes is not None:
+            routes = check_packed_routes(routes, int(length.sum()))
         return cls._assemble(
-            above, length[topological], topological, rank[ends], order, flat, source
+            above, length[topological], topological, rank[ends], order, flat, source, routes
         )
 
     @classmethod
@@ -303,6 +321,7 @@ class PrefixForest:
         lengths: np.ndarray,
         namespaces: Sequence[Hashable] | None,
         order: str,
+        routes: np.ndarray | None = None,
     ) -> PrefixForest:
         num_sequences = len(lengths)
         offsets = np.zeros(num_sequences + 1, np.int64)
@@ -312,9 +331,11 @@ class PrefixForest:
         else:
             namespace_of = label_numbers(namespaces, "namespaces", num_sequences)
             perm = np.argsort(namespace_of, kind="stable")
-        *nodes, sequence_node = loops.trie.find_prefixes(flat, offsets, perm, namespace_of)
+        # what makes two tokens the same: their ids, and their keys where they have some
+        identity = flat if routes is None else numbers_of(flat, routes)
+        *nodes, sequence_node = loops.trie.find_prefixes(identity, offsets, perm, namespace_of)
         parent, length, source, first = nodes
-        return cls._assemble(parent, length, first, sequence_node, order, flat, source)
+        return cls._assemble(parent, length, first, sequence_node, order, flat, source, routes)
 
     @classmethod
     def _assemble(
@@ -326,10 +347,12 @@ class PrefixForest:
         order: str,
         flat: np.ndarray | None,
         source: np.ndarray | None,
+        routes: np.ndarray | None = None,
     ) -> PrefixForest:
         """Orders siblings and lays the nodes out in preorder; parents come before children.
 
-        `first` ranks siblings first-come; node n's tokens stand at flat[source[n]:].
+        `first` ranks siblings first-come; node n's tokens stand at flat[source[n]:], and their
+        routes at routes[source[n]:].
         """
         if order not in ORDERS:
             raise ForestError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -353,8 +376,14 @@ class PrefixForest:
             # numpy's large arrays come in huge pages, numba's do not: a third of the time
             tokens = np.empty(num_tokens, np.int64)
             loops.trie.gather_tokens(flat, source, new_id, nodes[1], nodes[2], tokens)
+        if routes is not None and source is not None:
+            place = np.empty(num_tokens, np.int64)
+            every = np.arange(len(routes))
+            loops.trie.gather_tokens(every, source, new_id, nodes[1], nodes[2], place)
+            routes = routes[place]
         above, start, node_length, position, subtree_end = nodes
-        return cls(above, start, node_length, position, subtree_end, new_id[sequence_node], tokens)
+        ends = new_id[sequence_node]
+        return cls(above, start, node_length, position, subtree_end, ends, tokens, routes=routes)
 
     # ---- facts -------------------------------------------------------------------------------
 
@@ -470,46 +499,6 @@ class PrefixForest:
             f"{self.num_replicated_tokens} tokens, {self.num_nodes} nodes, "
             f"{self.num_levels} levels)"
         )
-
-    def _check(self) -> None:
-        parent, start, length = self.node_parent, self.node_start, self.node_length
-        n = len(parent)
-        per_node = (start, length, self.node_position, self.node_subtree_end)
-        if n == 0 or any(len(a) != n for a in per_node) or len(self.sequence_node) == 0:
-            raise ForestError(
-                "a forest needs at least one node and one sequence, and node arrays with one entry "
-                f"per node; got {n} parents, {[len(a) for a in per_node]} other entries and "
-                f"{len(self.sequence_node)} sequences"
-            )
-        child, end = parent >= 0, start + length
-        above = np.where(child, parent, 0)
-
-        def require(holds: np.ndarray, rule: str) -> None:
-            for bad in np.flatnonzero(~holds)[:1]:
-                raise ForestError(f"node {bad} breaks the forest: {rule}")
-
-        require((parent >= -1) & (parent < np.arange(n)), "parents precede children")
-        require(length >= 1, "a node has at least one token")
-        require(start == np.concatenate([[0], end[:-1]]), "nodes lie side by side from 0")
-        position = np.where(child, self.node_position[above] + length[above], 0)
-        require(self.node_position == position, "its position is its parent's position + length")
-        subtree_end = self.node_subtree_end
-        limit = np.where(child, subtree_end[above], end[-1])
-        require((subtree_end >= end) & (subtree_end <= limit), "subtree ends nest")
-        weight = loops.trie.subtree_weights(parent, length)
-        require(
-            subtree_end - start == weight,
-            "its subtree holds its tokens and its descendants'",
-        )
-        leaf = subtree_end == end
-        ends = self.sequence_node
-        if ends.min() < 0 or ends.max() >= n:
-            raise ForestError(f"sequence_node must name nodes below {n}")
-        ended = np.zeros(n, bool)
-        ended[ends] = True
-        require(~leaf | ended, "a leaf ends at least one sequence; name it in sequence_ends")
-        if self.tokens is not None and self.tokens.shape != (int(end[-1]),):
-            raise ForestError(f"tokens must hold {end[-1]} ids, got shape {self.tokens.shape}")
 
 
 # the dataclass makes the constructor

@@ -216,6 +216,9 @@ LIGER_LAYERS = (
 PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # says that the caller's load-balancing loss counts a shared token once per sequence
 COUNTS_COPIES = "router_loss_counts_copies"
+# the keyword of recorded routes, and the mark of attention layers in a model that replays them
+ROUTES = "tree_routes"
+REPLAYS = "_prefixtree_replays"
 ROUTER_LOGITS = (
     "output_router_logits asks the model for its load-balancing loss, which counts a shared token "
     "once where the replicated batch counts every copy: take scores.aux_loss of "
@@ -407,6 +410,19 @@ def checkpoints_reentrantly(model: nn.Module) -> bool:
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
             return True
     return False
+
+
+def check_replayed(module: nn.Module, keywords: dict[str, Any]) -> None:
+    """Refuses recorded routes in a model whose routers would choose by themselves.
+
+    Args:
+        module: an attention layer. keywords: those that it got.
+    """
+    if keywords.get(ROUTES) is not None and not getattr(module, REPLAYS, False):
+        raise UnsupportedError(
+            "the forest has recorded routes, and the model's routers would choose by themselves: "
+            "score it with sequence_logprobs, which makes them take the routes"
+        )
 
 
 def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:

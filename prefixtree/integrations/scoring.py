@@ -24,6 +24,7 @@ from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
+from prefixtree.integrations.replay import check_routes, replaying
 from prefixtree.integrations.router_loss import router_keywords, router_loss
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
 from prefixtree.kernels.logit_statistics import check_statistics
@@ -82,7 +83,8 @@ def sequence_logprobs(
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
             wrapped (DDP, FSDP, PEFT) or not.
-        packed: the packed forest, on the model's device.
+        packed: the packed forest, on the model's device. Where it has routes, the model's routers
+            take them in the place of their own choice.
         temperature: the divisor of the logits, above 0: one number, or one per sequence.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
@@ -111,7 +113,8 @@ def sequence_logprobs(
         UnsupportedError: a model that does not run exactly on packed forests, with the reason.
         ForestError: masks that do not match the sequences, or a forest without token ids.
         ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
-            statistic that is not known; an unknown `recompute`, or a plan for another model.
+            statistic that is not known; an unknown `recompute`, or a plan for another model; routes
+            of other numbers of layers or experts than the model has.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
@@ -124,6 +127,7 @@ def sequence_logprobs(
     causal_lm = find_causal_lm(model)
     check_model(model, causal_lm, packed)
     prepare_states(causal_lm)
+    check_routes(model, causal_lm, packed)
     units = _make_units(packed, temperature, loss_mask)
     rule = logit_rule(causal_lm)
     loss = router_loss(causal_lm, packed, output_router_logits)
@@ -131,6 +135,7 @@ def sequence_logprobs(
     with (
         recomputed_forward(model, causal_lm, packed, len(units.target), recompute),
         every_layer_attends(causal_lm, packed),
+        replaying(causal_lm, packed),
         scoring_lm_head(
             causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
         ) as handed,

@@ -23,6 +23,7 @@ from prefixtree.integrations.families import (
     PACKING_KEYWORDS,
     allow_model_type,
     check_config,
+    check_replayed,
     check_router_logits,
     supported_model_types,
 )
@@ -134,6 +135,7 @@ def prefixtree_attention(
             f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
         )
     check_router_logits(module.config, kwargs)
+    check_replayed(module, kwargs)
     if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
         raise UnsupportedError(LABELS)
     check_config(module.config, module.training)

@@ -138,20 +138,28 @@ class PackedForest:
 
         Returns:
             input_ids and position_ids (int64 [1, T]), tree_mask, use_cache=False, and
-            num_items_in_batch: an object that raises an UnsupportedError if labels= are given too.
+            num_items_in_batch: an object that raises an UnsupportedError if labels= are given too;
+            tree_routes (int16 [T, layers, k]) where the forest has routes.
 
         Raises:
             ForestError: the forest has no token ids.
         """
         if self.input_ids is None:
             raise ForestError("this forest has no token ids; give from_parents its tokens=")
-        return {
+        inputs = {
             "input_ids": self.input_ids[None],
             "position_ids": self.position_ids[None],
             "tree_mask": self.mask,
             "use_cache": False,
             "num_items_in_batch": NoLabels(),
         }
+        if (routes := self.forest.routes) is not None:
+            # padding goes to the first experts
+            unused = np.arange(routes.shape[2], dtype=routes.dtype)
+            padding = np.broadcast_to(unused, (self.num_padding, *routes.shape[1:]))
+            packed = torch.from_numpy(np.concatenate([routes, padding]))
+            inputs["tree_routes"] = move(packed, self.device)
+        return inputs
 
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
         """Lists the edges to score, each once.

@@ -457,19 +457,23 @@ def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
     first_nodes = np.flatnonzero(starts)
     above = parent[first_nodes]
     lengths = forest.node_length[nodes].astype(np.int64)
-    tokens = None
+    tokens = routes = None
     if forest.tokens is not None:
         first = forest.node_start[nodes] - (np.cumsum(lengths) - lengths)
-        tokens = forest.tokens[np.repeat(first, lengths) + np.arange(lengths.sum())]
+        place = np.repeat(first, lengths) + np.arange(lengths.sum())
+        tokens = forest.tokens[place]
+        routes = None if forest.routes is None else forest.routes[place]
     return PrefixForest.from_parents(
         np.where(above < 0, -1, new_id[above]),
         np.add.reduceat(lengths, first_nodes),
         tokens,
         new_id[np.searchsorted(nodes, ends)][sequence_end],
+        routes=routes,
     )
 
 
 def _dummy_forest(forest: PrefixForest) -> PrefixForest:
     # a token that the model is sure to know
     tokens = None if forest.tokens is None else forest.tokens[:1]
-    return PrefixForest.from_parents([-1], [1], tokens)
+    routes = None if forest.routes is None else forest.routes[:1]
+    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -33,6 +33,7 @@ from tests.support.models import (
     recurrent,
     text_parameters,
 )
+from tests.support.replay import drawn_routes
 from tests.support.spawn import WORLD_SIZE
 
 # what each rank does between two updates: micro-batches, None for a rank that has none left
@@ -80,6 +81,8 @@ class Case:
     recompute: str = ""
     # the coefficient of the load-balancing loss: as much gradient as the log-probabilities'
     balance: float = 0.0
+    # recorded routes, `drawn_routes`
+    replays: bool = False
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
@@ -110,6 +113,8 @@ CASES: dict[str, Case] = {
     "fsdp2, lora": Case("fsdp2", lora=True),
     "fsdp2, experts": Case("fsdp2", "qwen3_moe", balance=300.0),
     "fsdp2, experts, checkpointing": Case("fsdp2", "gpt_oss", True, balance=300.0),
+    "ddp, replay": Case("ddp", "gpt_oss", replays=True),
+    "fsdp2, replay": Case("fsdp2", "qwen3_moe", checkpointing=True, replays=True),
     "ddp, recompute": Case("ddp", recompute="differs"),
     "fsdp2, recompute": Case("fsdp2", recompute="differs"),
     "fsdp2, recompute, hybrid": Case("fsdp2", "qwen3_5", recompute="differs"),
@@ -134,6 +139,7 @@ RUNS = [
     if (case, step) != ("ddp, static graph", "accumulation")
     # slower ones: this step has parts of all
     and (step == "accumulation" or CASES[case].model_type not in HYBRIDS)
+    and (step == "accumulation" or not CASES[case].replays)
 ]
 
 
@@ -184,9 +190,7 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
         logprobs = []
         for i, objective in enumerate(step[rank]):
             with reduced(i == len(step[rank]) - 1):
-                logprobs += _backward(
-                    model, objective and balanced(objective, case), _recompute(model, case, rank)
-                )
+                logprobs += _backward(model, objective, case, _recompute(model, case, rank))
     gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
@@ -206,16 +210,20 @@ def _recompute(model: nn.Module, case: Case, rank: int) -> Any:
     return RecomputePlan(tuple(MODES[(i + rank) % 3] for i in range(layers)), 0)
 
 
-def _backward(model: nn.Module, objective: Objective | None, recompute: Any) -> list[torch.Tensor]:
+def _backward(
+    model: nn.Module, objective: Objective | None, case: Case, recompute: Any
+) -> list[torch.Tensor]:
     if objective is None:
         # a rank without work takes part with a token that nothing is scored on
         packed = pt.pack(pt.PrefixForest.from_sequences([[0]]))
         scores = sequence_logprobs(model, packed, recompute=recompute)
         torch.cat(scores.logprobs).sum().backward()
         return []
+    objective = balanced(objective, case)
+    routes = drawn_routes(objective.sequences) if case.replays else None
     scores = sequence_logprobs(
         model,
-        pt.pack(pt.PrefixForest.from_sequences(objective.sequences)),
+        pt.pack(pt.PrefixForest.from_sequences(objective.sequences, routes=routes)),
         objective.temperatures,
         objective.loss_masks,
         return_entropy=True,

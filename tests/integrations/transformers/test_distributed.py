@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
 from tests.support.models import Run, run_replicated, tolerance
+from tests.support.replay import drawn_routes, run_replayed
 from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 
 pytestmark = [
@@ -44,16 +45,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, st
 
 @cache
 def _replicated(
-    model_type: str, lora: bool, step: str, balance: float = 0.0
+    model_type: str, lora: bool, step: str, balance: float = 0.0, replays: bool = False
 ) -> tuple[list[Run], dict[str, Any]]:
     """A run a micro-batch, and the gradients: summed over a rank's, averaged over ranks."""
     case = Case("", model_type, lora=lora, balance=balance)
     model = case.model("eager")
+    objectives = [balanced(o, case) for micro in STEPS[step] for o in micro if o is not None]
     runs = [
-        run_replicated(model, balanced(o, case))
-        for micro in STEPS[step]
-        for o in micro
-        if o is not None
+        run_replayed(model, o, drawn_routes(o.sequences)) if replays else run_replicated(model, o)
+        for o in objectives
     ]
     return runs, {
         name: sum(run.gradients[name] for run in runs) / WORLD_SIZE for name in runs[0].gradients
@@ -79,11 +79,11 @@ def test_two_ranks(results, case, step):
     if CASES[case].lora:
         pytest.importorskip("peft")
     found = _of(results, case, step)
-    balance = CASES[case].balance
-    runs, expected = _replicated(CASES[case].model_type, CASES[case].lora, step, balance)
-    if balance:
-        _, unbalanced = _replicated(CASES[case].model_type, CASES[case].lora, step)
-        assert _distance(unbalanced, expected) > 0.05
+    options = CASES[case].balance, CASES[case].replays
+    runs, expected = _replicated(CASES[case].model_type, CASES[case].lora, step, *options)
+    if any(options):
+        _, plain = _replicated(CASES[case].model_type, CASES[case].lora, step)
+        assert _distance(plain, expected) > 0.05
     logprobs = [p for each in found for p in each["logprobs"]]
     reference = torch.cat([p for run in runs for p in run.logprobs])
     torch.testing.assert_close(torch.cat(logprobs), reference, atol=2e-5, rtol=1e-5)

@@ -1,0 +1,135 @@
+"""Recorded routes: which experts each layer of a mixture chose for each token, checked and joined.
+
+Legend: S sequences, R replicated tokens, L layers of experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from prefixtree._tokens import to_numpy
+from prefixtree.errors import ForestError
+
+_LARGEST = 2**15 - 1
+
+
+def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
+    """Checks the routes of sequences and puts them one after another.
+
+    Args:
+        routes: S integer arrays [n, L, k], or [n - 1, L, k]. Engines record none for a sequence's
+            last token, on whose experts none of its scores depends: its row may be left out, or
+            be zeros.
+        lengths: int64 [S], the numbers of tokens.
+
+    Returns:
+        int16 [R, L, k], each token's experts ascending: their order changes nothing. Experts
+        0 .. k - 1 where the last token's are not recorded.
+
+    Raises:
+        ForestError: routes of another number or length than the sequences, of several numbers of
+            layers or experts per token, experts below 0, or one that is named twice.
+    """
+    given = [to_numpy(route) for route in routes]
+    if len(given) != len(lengths):
+        raise ForestError(
+            f"routes must have one array per sequence: got {len(given)} for {len(lengths)} "
+            "sequences"
+        )
+    expected = given[0].shape[1:] if given[0].ndim == 3 else (0, 0)
+    for i, (route, length) in enumerate(zip(given, lengths.tolist(), strict=True)):
+        _check(route, f"routes[{i}]", length, expected)
+    joined = np.zeros((int(lengths.sum()), *expected), np.int16)
+    # a row that is not there
+    joined[:] = np.arange(expected[1], dtype=np.int16)
+    last = np.cumsum(lengths) - 1
+    for route, end, length in zip(given, last.tolist(), lengths.tolist(), strict=True):
+        joined[end + 1 - length : end + 1 - length + len(route)] = np.sort(route, axis=-1)
+    twice = _names_twice(joined)
+    joined[last[twice[last]]] = np.arange(expected[1], dtype=np.int16)
+    twice[last] = False
+    for bad in np.flatnonzero(twice)[:1]:
+        i = int(np.searchsorted(last, bad))
+        at = bad - (last[i] + 1 - lengths[i])
+        _refuse_twice(f"routes[{i}][{at}]", joined[bad])
+    return joined
+
+
+def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
+    """The same for one array [T, L, k] of tokens in some order of their own.
+
+    Raises:
+        ForestError: as `join_routes`.
+    """
+    given = to_numpy(routes)
+    _check(given, "routes", num_tokens, given.shape[1:])
+    if len(given) != num_tokens:
+        raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")
+    given = np.sort(given, axis=-1).astype(np.int16)
+    for bad in np.flatnonzero(_names_twice(given))[:1]:
+        _refuse_twice(f"routes[{bad}]", given[bad])
+    return given
+
+
+def _names_twice(routes: np.ndarray) -> np.ndarray:
+    found: np.ndarray = (routes[..., 1:] == routes[..., :-1]).any((1, 2))
+    return found
+
+
+def _refuse_twice(name: str, row: np.ndarray) -> NoReturn:
+    raise ForestError(
+        f"{name} names an expert twice: {row.tolist()}; expected the {row.shape[1]} experts that "
+        "each layer chose (a row of zeros is a token that the engine did not record: record the "
+        "prompt too, or drop the sequence)"
+    )
+
+
+def _check(route: np.ndarray, name: str, length: int, expected: tuple[int, ...]) -> None:
+    def refuse(problem: str) -> NoReturn:
+        raise ForestError(f"{name} {problem}")
+
+    if route.ndim != 3 or route.dtype.kind not in "iu" or 0 in route.shape[1:]:
+        refuse(
+            f"has shape {list(route.shape)} of {route.dtype}; expected integers [tokens, layers of "
+            "experts, experts per token]"
+        )
+    if len(route) not in (length, length - 1):
+        refuse(
+            f"has {len(route)} rows for {length} tokens; expected one per token, or one less where "
+            "the last token's is not recorded"
+        )
+    if route.shape[1:] != expected:
+        refuse(
+            f"has {route.shape[1]} layers of {route.shape[2]} experts per token, and routes[0] "
+            f"{expected[0]} of {expected[1]}; expected those of one model"
+        )
+    if route.size and (route.min() < 0 or route.max() > _LARGEST):
+        bad = route.min() if route.min() < 0 else route.max()
+        refuse(f"names expert {bad}; experts are numbered from 0 to at most {_LARGEST}")
+
+
+def numbers_of(tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """One number per token: equal where token id and key are equal, and only there.
+
+    Args:
+        tokens: integers [R]. keys: integers [R, ...].
+
+    Returns:
+        int64 [R].
+    """
+    rows = keys.reshape(len(keys), -1)
+    generator = np.random.default_rng(0)
+    while True:
+        # odd factors: a row that differs in one place has another sum, whatever the place
+        factors = generator.integers(2**63, size=rows.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
+        sums = tokens.astype(np.uint64) * factors[0]
+        for column in range(rows.shape[1]):
+            sums += rows[:, column].astype(np.uint64) * factors[column + 1]
+        _, first, number = np.unique(sums, return_index=True, return_inverse=True)
+        same = first[number]
+        columns = (tokens, *rows.T)
+        if all((column == column[same]).all() for column in columns):
+            return number.astype(np.int64)
