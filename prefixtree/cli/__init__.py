@@ -213,6 +213,10 @@ def _report(
     if plot is not None:
         with status("pictures"):
             pictures = write_pictures(plot, forest)
+    from prefixtree.sharing.routes import measure_routes
+
+    with status("routes"):
+        facts["routes"] = measure_routes(rollouts)
     facts["groups"] = facts["near_misses"] = facts["estimate"] = facts["ranks"] = None
     cost = None
     if rollouts.groups is not None:

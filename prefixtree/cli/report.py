@@ -32,6 +32,15 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     table.add_row("replicated tokens", f"{tokens['replicated']:,}", "computed without sharing")
     table.add_row("distinct tokens", f"{tokens['distinct']:,}", "computed by prefixtree")
     table.add_row("token ratio", f"{tokens['ratio']:.2f}x", "replicated / distinct")
+    if (routes := facts["routes"]) is not None:
+        lost = routes["distinct"] - routes["distinct_without_routes"]
+        whose = "" if routes["sequences"] == facts["sequences"] else f" of {routes['sequences']:,}"
+        table.add_row(
+            "with recorded routes",
+            f"{routes['ratio']:.2f}x",
+            f"{routes['distinct']:,} distinct tokens{whose}: {lost:,} are shared no more, where "
+            "other experts ran",
+        )
     table.add_row(
         "attention FLOP ratio",
         f"{attention['flop_ratio']:.2f}x",

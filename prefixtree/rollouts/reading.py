@@ -35,6 +35,7 @@ from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, requir
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _WHOLE, _RESPONSE = ("token_ids", "input_ids"), ("response_ids", "completion_ids")
+_ROUTES = ("routes", "routed_experts")
 _FIELDS = frozenset(
     (
         *_WHOLE,
@@ -44,6 +45,7 @@ _FIELDS = frozenset(
         "tools",
         "loss_mask",
         "turn_ends",
+        *_ROUTES,
         "id",
         "group",
     )
@@ -67,8 +69,9 @@ def read_rollouts(
         - `messages`: an OpenAI chat, tokenized by `tokenizer`; `tools` holds the tools' schemas
 
     and optionally `loss_mask` (0 or 1 per token id), `turn_ends` (for each assistant turn, the
-    number of tokens up to its end), `id` and `group` (names; rollouts of one task share a group).
-    Other fields are ignored.
+    number of tokens up to its end), `routes` (or `routed_experts`: per token, perhaps without the
+    last, and layer of experts the experts that were chosen), `id` and `group` (names; rollouts of
+    one task share a group). Other fields are ignored.
 
     Args:
         path: JSON lines, gzipped or not, or parquet; "-" is standard input, JSON lines only.
@@ -109,6 +112,7 @@ def read_rollouts(
         ids=[row["id"] or f"line {number}" for number, row in rows],
         lines=[number for number, _ in rows],
         turn_ends=[row["turn_ends"] for _, row in rows],
+        routes=[row["routes"] for _, row in rows],
         messages=messages if any(m is not None for m in messages) else None,
         turns=[row["turns"] for _, row in rows],
         sampled=[None] * len(rows),
@@ -214,6 +218,7 @@ def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> dict[str, 
         "tokens": tokens,
         "loss_mask": mask,
         "turn_ends": ends,
+        "routes": _routes(row, len(tokens)),
         "turns": turns,
         "messages": messages if readable else None,
         "id": _name(row, "id"),
@@ -312,6 +317,30 @@ def _turn_ends(values: Any, num_tokens: int) -> np.ndarray:
             f"turn_ends must ascend, got {ends[bad + 1]} after {ends[bad]} at [{bad + 1}]"
         )
     return ends
+
+
+def _routes(row: dict[str, Any], num_tokens: int) -> np.ndarray | None:
+    name = next((name for name in _ROUTES if name in row), None)
+    if name is None:
+        return None
+    try:
+        routes = np.array(row[name])
+    except ValueError:
+        raise InputError(
+            f"{name} is ragged; expected as many layers for every token, and experts for every "
+            "layer"
+        ) from None
+    if routes.ndim != 3 or routes.dtype.kind not in "iu":
+        raise InputError(
+            f"{name} must be integers [tokens][layers of experts][experts per token], got shape "
+            f"{list(routes.shape)} of {routes.dtype}"
+        )
+    if len(routes) not in (num_tokens, num_tokens - 1):
+        raise InputError(
+            f"{name} has {len(routes)} entries for {num_tokens} token ids; expected one each, or "
+            "one less where the last token's is not recorded"
+        )
+    return routes
 
 
 def _name(row: dict[str, Any], field: str) -> Any:

@@ -27,6 +27,8 @@ class Rollouts:
         turn_ends: per sequence, int64, the number of tokens up to the end of each assistant turn.
             They come from the field `turn_ends` or from the runs of ones in `loss_mask`; None where
             the line has neither.
+        routes: per sequence, integers [n or n - 1, layers, k], the experts of a mixture that were
+            recorded; None for a rollout without them.
         messages: per sequence, the chat messages it came from or that the line holds beside its
             token ids, or None. None where no rollout has messages.
         turns: per sequence, (tokens, loss mask, sampled) of each assistant turn, where the chat
@@ -43,6 +45,7 @@ class Rollouts:
     ids: list[str]
     lines: list[int]
     turn_ends: list[np.ndarray | None]
+    routes: list[np.ndarray | None]
     messages: list[list[dict[str, Any]] | None] | None
     turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
     sampled: list[np.ndarray | None]
@@ -121,6 +124,7 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
     masks: list[np.ndarray | None] = []
     ends: list[np.ndarray | None] = []
     sampled: list[np.ndarray | None] = []
+    routes: list[np.ndarray | None] = []
     problems = list(rollouts.problems)
     for i, turn_ends in enumerate(rollouts.turn_ends):
         where = f"{rollouts.source}:{rollouts.lines[i]}:"
@@ -131,6 +135,8 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
             masks += [mask for _, mask, _ in turns]
             ends += [None] * len(turns)
             sampled += [written for _, _, written in turns]
+            # of other tokens than the template's
+            routes += [None] * len(turns)
         elif turn_ends is None:
             note(
                 f"{where} has neither turn_ends nor loss_mask; one of them must tell its "
@@ -152,6 +158,8 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
             masks += [None if given is None else given[i][:end] for end in lengths]
             ends += [turn_ends[: k + 1] for k in range(len(lengths))]
             sampled += [None] * len(lengths)
+            route = rollouts.routes[i]
+            routes += [None if route is None else route[:end] for end in lengths]
     require_some(origin, rollouts.source, problems, "assistant turn")
     first = {i: k for k, i in reversed(list(enumerate(origin)))}
     expanded = rollouts.take(origin)
@@ -164,6 +172,7 @@ def expand_turns(rollouts: Rollouts, *, strict: bool = False) -> Rollouts:
             for k, (i, name) in enumerate(zip(origin, expanded.ids, strict=True))
         ],
         turn_ends=ends,
+        routes=routes,
         turns=[None] * len(origin),
         sampled=sampled,
         problems=tuple(problems),

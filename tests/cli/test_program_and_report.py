@@ -348,3 +348,49 @@ def test_other_errors_of_the_system_name_their_file(monkeypatch, rollout_file):
     result = run("report", rollout_file)
     assert result.exit_code == 2
     assert result.stderr == "prefixtree: somewhere: Permission denied\n"
+
+
+# ---- recorded routes -----------------------------------------------------------------------------
+
+
+def _routes(*experts):
+    """Two layers of two experts per token: a number and the next one."""
+    return [[[e, e + 1], [e, e + 1]] for e in experts]
+
+
+def test_what_recorded_routes_cost(tmp_path):
+    same = {"token_ids": [1, 2, 3, 4], "routes": _routes(0, 0, 0, 0), "turn_ends": [3, 4]}
+    other = {"token_ids": [1, 2, 3, 5], "routed_experts": _routes(0, 2, 0), "turn_ends": [3, 4]}
+    path = write_rows(tmp_path / "r.jsonl", same, same, other, {"token_ids": [1, 2]})
+    assert run_json("report", path)["routes"] == {
+        "sequences": 3,
+        "layers": 2,
+        "experts_per_token": 2,
+        "distinct": 7,
+        "ratio": 12 / 7,
+        "distinct_without_routes": 5,
+        "ratio_without_routes": 12 / 5,
+    }
+    text = " ".join(run("report", path).stdout.split())
+    assert "with recorded routes" in text and "1.71x" in text
+    assert "7 distinct tokens of 3: 2 are shared no more" in text
+    # a turn's sequence ends at a token whose route is known
+    per_turn = run_json("report", path, "--per-turn")["routes"]
+    assert (per_turn["sequences"], per_turn["distinct"]) == (6, 7)
+    plain = write_rows(tmp_path / "plain.jsonl", {"token_ids": [1, 2]})
+    assert run_json("report", plain)["routes"] is None
+    assert "recorded routes" not in run("report", plain).stdout
+
+
+def test_routes_that_are_not_of_one_model(tmp_path):
+    one = {"token_ids": [1, 2], "routes": _routes(0, 0)}
+    for wrong, message in (
+        ([[[0, 1]]] * 2, "has 1 layers of 2 experts per token, and routes[0] 2 of 2"),
+        # of a token that the engine did not record
+        ([*_routes(0), [[0, 0], [0, 1]]], None),
+        ([[[3, 3], [0, 1]]] * 2, "routes[1][0] names an expert twice"),
+    ):
+        path = write_rows(tmp_path / "r.jsonl", one, {**one, "routes": wrong})
+        result = run("report", path)
+        assert result.exit_code == (0 if message is None else 2)
+        assert message is None or message in " ".join(result.stderr.split())

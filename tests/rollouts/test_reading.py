@@ -105,6 +105,34 @@ def test_the_same_tokens_under_both_names(write):
     assert as_lists(read_rollouts(path, strict=True).sequences) == [[1, 2]]
 
 
+@pytest.mark.parametrize("field", ["routes", "routed_experts"])
+@pytest.mark.parametrize("rows", [3, 2])
+def test_recorded_routes(write, field, rows):
+    """Engines record none for the last token; turns are cut with their routes."""
+    routes = [[[token, 9], [token, 8]] for token in range(rows)]
+    row = {"token_ids": [1, 2, 3], field: routes, "turn_ends": [2, 3]}
+    rollouts = read_rollouts(write(row, {"token_ids": [1]}), strict=True)
+    assert rollouts.routes[0].tolist() == routes and rollouts.routes[1] is None
+    turns = expand_turns(rollouts.first(1), strict=True)
+    assert as_lists(turns.routes) == [routes[:2], routes]
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([[[0]]], r"routes has 1 entries for 3 token ids; expected one each, or one less"),
+        ([[[0]]] * 4, r"routes has 4 entries for 3 token ids"),
+        ([[[0]], [[0, 1]], [[0]]], "routes is ragged; expected as many layers for every token"),
+        ([[0]] * 3, r"\[experts per token\], got shape \[3, 1\] of int64"),
+        ([[[0.5]]] * 3, "of float64"),
+        ("x", r"got shape \[\] of <U1"),
+    ],
+)
+def test_broken_routes(write, routes, message):
+    with pytest.raises(InputError, match=message):
+        read_rollouts(write({"token_ids": [1, 2, 3], "routes": routes}), strict=True)
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_standard_input(monkeypatch, compress):
     data = b'{"token_ids": [4, 5]}\n'

@@ -142,6 +142,13 @@ def check_batch(data: TensorDict) -> None:
             "batches must be without padding (pad_mode=no_padding, jagged input_ids)",
         ),
         (
+            data.get("routed_experts", None) is not None,
+            "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and "
+            "VeOmni engines replay them): set actor_rollout_ref.rollout."
+            "enable_rollout_routing_replay=False; to replay routes on packed forests, call "
+            "PrefixForest.from_sequences(..., routes=) and sequence_logprobs in a loop of your own",
+        ),
+        (
             bool(extract_multi_modal_inputs(data.get("multi_modal_inputs", []))),
             "the batch holds images, whose placeholders would be shared whatever they show",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 from verl.workers.config import MtpConfig, QATEngineConfig
+from verl.workers.engine.fsdp import transformer_impl
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import refusals
@@ -95,6 +97,30 @@ def test_images(models: Path) -> None:
     # what text-only batches carry where others have images
     text = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=[{}, {}], **COMMON)
     assert len(worker.infer_batch(text)["log_probs"].unbind()) == 2
+
+
+def test_recorded_routes(models: Path) -> None:
+    """verl's FSDP engine ignores them, and says nothing."""
+    worker = make_worker("prefixtree", models / "qwen3_moe", SETTINGS)
+    data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+    routes = [torch.zeros(len(row), 2, 2, dtype=torch.int16) for row in data["input_ids"].unbind()]
+    data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    with pytest.raises(UnsupportedError, match="enable_rollout_routing_replay=False"):
+        worker.infer_batch(data)
+    assert "routed_experts" not in inspect.getsource(transformer_impl)
+
+
+def test_a_load_balancing_loss_that_verl_does_not_read(models: Path) -> None:
+    """Its FSDP engine takes log-probabilities from logits, whatever the configuration asks for."""
+    assert "aux_loss" not in inspect.getsource(transformer_impl)
+    asks = {"attn_implementation": "prefixtree", "output_router_logits": True}
+    found = []
+    for config in (asks, {"attn_implementation": "prefixtree"}):
+        settings = replace(SETTINGS, model_options={"override_config": config})
+        worker = make_worker("prefixtree", models / "qwen3_moe", settings)
+        data = batch_of(rollouts(1, groups=1, size=2), **COMMON)
+        found.append(worker.infer_batch(data)["log_probs"].values())
+    assert torch.equal(*found)
 
 
 def test_positions_that_are_not_indices(models: Path) -> None:
