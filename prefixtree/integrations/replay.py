@@ -1,10 +1,11 @@
 """Router replay: a mixture of experts runs the experts that were recorded with its tokens.
 
 A forest with routes hands them to the model as the keyword `tree_routes`, which travels with
-`tree_mask` to every attention, in a recomputation too. The attention of a layer runs before its
-router: a hook in front of it keeps the layer's part, and a hook behind the router puts that in the
-place of the router's choice. (Hooks of the layer itself are outside of its checkpoint.) The weights
-of the experts come from the router's logits, as when it chooses itself, so its gradient is kept.
+`tree_mask` to every attention (or recurrence), in a recomputation too. The attention of a layer
+runs before its router: a hook in front of it keeps the layer's part, and a hook behind the router
+puts that in the place of the router's choice. (Hooks of the layer itself are outside of its
+checkpoint.) The weights of the experts come from the router's logits, as when it chooses itself, so
+its gradient is kept.
 The hooks stay on the model, and do nothing in calls without routes.
 
 Legend: T packed tokens, L layers of experts, k experts per token, E experts.
@@ -12,6 +13,7 @@ Legend: T packed tokens, L layers of experts, k experts per token, E experts.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,9 +37,10 @@ _TRANSFORMERS = metadata.version("transformers")
 
 def _softmax_of_all(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     weights = logits.softmax(-1, torch.float).gather(-1, experts)
-    if router.norm_topk_prob:
+    # routers without the setting always do
+    if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype)
+    return weights
 
 
 def _softmax_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -47,8 +50,15 @@ def _softmax_of_chosen(router: Any, logits: torch.Tensor, experts: torch.Tensor)
 #: model type -> the class of its routers, and the weights [T, k] of experts [T, k] by the router's
 #: logits [T, E].
 _RULES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
+    "flex_olmo": ("FlexOlmoTopKRouter", _softmax_of_all),
     "gpt_oss": ("GptOssTopKRouter", _softmax_of_chosen),
+    "mellum": ("MellumTopKRouter", _softmax_of_all),
+    "mixtral": ("MixtralTopKRouter", _softmax_of_all),
+    "olmoe": ("OlmoeTopKRouter", _softmax_of_all),
+    "qwen2_moe": ("Qwen2MoeTopKRouter", _softmax_of_all),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTopKRouter", _softmax_of_all),
     "qwen3_moe": ("Qwen3MoeTopKRouter", _softmax_of_all),
+    "qwen3_next": ("Qwen3NextTopKRouter", _softmax_of_all),
 }
 
 
@@ -63,7 +73,7 @@ _replay = _Replay()
 
 
 class _Keep:
-    """A hook in front of the attention of a layer with a router: keeps the layer's routes.
+    """A hook in front of the attention (or recurrence) of a layer with a router: keeps its routes.
 
     Args:
         layer: the layer's number among the `count` that have a router.
@@ -89,14 +99,14 @@ class _Choose:
         if _replay.routes is None:
             return None
         _replay.used += 1
-        logits, _, chosen = output
+        logits, scores, chosen = output
         experts = _replay.routes.to(chosen.dtype)
         if experts.shape != chosen.shape:
             raise ValueError(
                 f"routes are {list(experts.shape)} per layer, and the router chose "
                 f"{list(chosen.shape)} [tokens, experts per token]"
             )
-        return logits, self.weights(router, logits, experts), experts
+        return logits, self.weights(router, logits, experts).to(scores.dtype), experts
 
 
 _OTHER_LAYERS = (
@@ -178,7 +188,7 @@ def replaying(causal_lm: Any, packed: PackedForest) -> Iterator[None]:
 def _prepare(causal_lm: Any) -> int:
     """Gives the model the hooks, once -> the number of its routers."""
     _, attentions, routers = _routers_of(causal_lm)
-    _, weights = _RULES[causal_lm.config.model_type]
+    _, weights = _RULES[causal_lm.config.get_text_config().model_type]
     for number, (attention, router) in enumerate(zip(attentions, routers, strict=True)):
         if not any(isinstance(hook, _Keep) for hook in attention._forward_pre_hooks.values()):
             attention.register_forward_pre_hook(_Keep(number, len(routers)), with_kwargs=True)
@@ -189,7 +199,7 @@ def _prepare(causal_lm: Any) -> int:
 
 
 def _routers_of(causal_lm: Any) -> _Routers:
-    model_type = causal_lm.config.model_type
+    model_type = causal_lm.config.get_text_config().model_type
     if model_type not in _RULES:
         raise UnsupportedError(
             f"recorded routes are not replayed in model type {model_type!r}, only in "
@@ -207,14 +217,16 @@ def _routers_of(causal_lm: Any) -> _Routers:
         routers = [m for m in layer.modules() if kind in (c.__name__ for c in type(m).__mro__)]
         if not routers:
             continue
-        (router,), (attention,) = routers, [m for m in layer.modules() if _attends(m)]
+        (router,), (attention,) = routers, [m for m in layer.children() if _takes_keywords(m)]
         for each, module in zip(found, (layer, attention, router), strict=True):
             each.append(module)
     return found
 
 
-def _attends(module: nn.Module) -> bool:
-    return getattr(module, "is_causal", False) is True and hasattr(module, "config")
+def _takes_keywords(module: nn.Module) -> bool:
+    """Attentions and recurrences do, which hand on the tree mask; norms and MLPs do not."""
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _check_runs_plainly(layer: nn.Module, router: nn.Module) -> None:

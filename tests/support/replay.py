@@ -19,8 +19,8 @@ from torch import nn
 from tests.support.family_configs import VOCABULARY
 from tests.support.models import Objective, Run, run_replicated
 
-# of the tiny models
-EXPERTS, CHOSEN, LAYERS = 4, 2, 3
+# of most tiny models
+EXPERTS, CHOSEN = 4, 2
 
 
 def routers_of(model: nn.Module) -> list[Any]:
@@ -28,15 +28,17 @@ def routers_of(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
 
 
-def drawn_routes(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+def drawn_routes(
+    sequences: Sequence[np.ndarray], layers: int = 3, experts: int = EXPERTS
+) -> list[np.ndarray]:
     """Drawn by token id and layer, so that most shared tokens have the same; other ones at a token
     in the middle of every fourth sequence, so that the tree parts there. [n, layers, k] each."""
     g = torch.Generator().manual_seed(1)
-    drawn = [torch.randperm(EXPERTS, generator=g)[:CHOSEN] for _ in range(VOCABULARY * LAYERS)]
-    by_token = torch.stack(drawn).view(VOCABULARY, LAYERS, CHOSEN).numpy()
+    drawn = [torch.randperm(experts, generator=g)[:CHOSEN] for _ in range(VOCABULARY * layers)]
+    by_token = torch.stack(drawn).view(VOCABULARY, layers, CHOSEN).numpy()
     routes = [by_token[sequence].copy() for sequence in sequences]
     for route in routes[::4]:
-        route[len(route) // 3] = (route[len(route) // 3] + 1) % EXPERTS
+        route[len(route) // 3] = (route[len(route) // 3] + 1) % experts
     return routes
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from prefixtree import PrefixForest, pack
 from prefixtree.integrations import scoring_lm_head
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.kernels.lm_head import LogitRule
@@ -37,6 +38,7 @@ from tests.support.models import (
     ragged_sequences,
     run_packed,
 )
+from tests.support.replay import drawn_routes
 from tests.support.spawn import WORLD_SIZE
 
 TORCH_HEADS: dict[str, Any] = {
@@ -264,6 +266,15 @@ def _scores(model: Any, statistics: tuple[str, ...]) -> dict[str, Any]:
     return {"head": called, "logprobs": scores.logprobs, **(scores.statistics or {})}
 
 
+ROUTED = ("experts, TP", "experts, TP and EP", "sinks, EP with FSDP2")
+
+
+def _replayed(model: Any) -> Any:
+    sequences = ragged_sequences()
+    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
+    return sequence_logprobs(model, pack(forest)).logprobs
+
+
 # ---- the operator -----------------------------------------------------------------------------
 
 # rows of the two slices
@@ -311,6 +322,9 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     results["statistics"] = _scores(model, STATISTICS)
     model.lm_head = AdaptedHead(model.lm_head)
     results["adapted head"] = _run(model, ragged_objective(), ragged_packed())
+    for name in ROUTED:
+        spread = _loaded(CASES[name], folder / name)
+        results[f"routes, {name}"] = _tried(_replayed, spread)
     name = "head not gathered"
     results[f"statistics, {name}"] = _tried(
         _scores, _loaded(CASES[name], folder / name), STATISTICS

@@ -27,6 +27,7 @@ from tests.support.spawn import run_ranks
 from tests.support.tensor_parallel_ranks import (
     CASES,
     MISTAKES,
+    ROUTED,
     STATISTICS,
     TORCH_HEADS,
     WIDE_CASES,
@@ -141,6 +142,14 @@ def test_statistics_of_a_part_of_the_vocabulary_are_refused(results):
         message = result["statistics, head not gathered"]
         assert message.startswith("UnsupportedError: the output embedding (Linear) gives 49 logits")
         assert "expected the 98 of config.vocab_size" in message
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_recorded_routes_are_refused(results, name):
+    """Routers return a rank's part of the experts there."""
+    for result in results:
+        message = "UnsupportedError: recorded routes are not verified under tensor or expert para"
+        assert str(result[f"routes, {name}"]).startswith(message)
 
 
 def test_an_adapted_head_scores_gathered_logits(results):
