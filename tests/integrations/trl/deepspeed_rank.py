@@ -271,6 +271,8 @@ SAVING = {
     "save_steps": 2,
 }
 SHORT = {"max_completion_length": 10}
+# with the load-balancing loss
+BALANCED = {"router_aux_loss_coef": 3.0}
 TRUNCATED = {"mask_truncated_completions": True}
 CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "stage 1": (compare, Case(zero(1), SHORT, None)),
@@ -281,6 +283,7 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "unequal ranks, tied": (compare, Case(zero(3), TRUNCATED, unequal, "tied")),
     "offload": (compare, Case(zero(3, **OFFLOAD), {"gradient_checkpointing": False})),
     "hybrid": (compare, Case(zero(3), {}, rollouts, "hybrid")),
+    "experts": (compare, Case(zero(3), BALANCED, rollouts, "experts")),
     "lora 2": (compare, Case(zero(2), {"learning_rate": 1.0}, lora=True)),
     "lora 3": (compare, Case(zero(3), {"learning_rate": 1.0, **SHORT}, None, lora=True)),
     "resume 2": (resume, Case(zero(2), SAVING, by_step)),

@@ -36,6 +36,7 @@ from tests.integrations.trl.runs import (
     squared_distance,
     tiny_config,
     tiny_hybrid,
+    tiny_mixture,
     worst_metric,
     worst_parameter,
 )
@@ -44,6 +45,7 @@ from tests.integrations.trl.sample_runs import compare_on_ranks
 CONFIGS = {
     "tied": lambda: tiny_config(tie_word_embeddings=True),
     "hybrid": lambda: tiny_hybrid("qwen3_5_text"),
+    "experts": tiny_mixture,
 }
 ARGUMENTS = {
     "optim": "sgd",
@@ -253,6 +255,11 @@ CASES: dict[str, tuple[Ask, Case]] = {
     "hybrid": (
         compare,
         Case({}, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
+    ),
+    # with their load-balancing loss; one micro-batch per generation
+    "experts": (
+        compare,
+        Case({"router_aux_loss_coef": 3.0, "gradient_accumulation_steps": 1}, {}, "experts"),
     ),
     "lora": (compare, Case({"learning_rate": 1.0}, {}, lora=True)),
     "resume, full": (resume, Case(SAVING, FULL, rollout=None)),

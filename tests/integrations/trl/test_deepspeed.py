@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from tests.integrations.trl.launch import ROOT, launch
-from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid
+from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture
 
 RANK = "tests.integrations.trl.deepspeed_rank"
 COMPARED = {
@@ -26,6 +26,7 @@ COMPARED = {
     "unequal ranks, tied": 3,
     "offload": 3,
     "hybrid": 3,
+    "experts": 3,
     "lora 2": 2,
     "lora 3": 3,
 }
@@ -39,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_model(tmp_path_factory.mktemp("deepspeed"))
     save_model(folder / "tied", tiny_config(tie_word_embeddings=True))
     save_model(folder / "hybrid", tiny_hybrid("qwen3_5_text"))
+    save_model(folder / "experts", tiny_mixture())
     return folder
 
 

@@ -28,7 +28,8 @@ def run_cases(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str,
 def check_run(name: str, result: dict[str, Any], ranks: int) -> None:
     """It was spread as meant: accelerate ignores FSDP without a word where it finds no GPU."""
     case = CASES[name][1]
-    kind = "PeftModel" if case.lora else "Qwen3_5ForCausalLM" if "hybrid" in name else "Qwen3For"
+    kinds = {"hybrid": "Qwen3_5ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+    kind = "PeftModel" if case.lora else kinds.get(name, "Qwen3For")
     if case.fsdp is None:
         assert result["wrapper"] == "DistributedDataParallel" and not result["fsdp"]
         return
