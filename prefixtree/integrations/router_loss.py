@@ -44,6 +44,13 @@ class RouterLoss:
     function: Callable[..., Any]
     multiplicity: torch.Tensor
 
+    def held_bytes(self) -> int:
+        """Bytes that the loss holds until its backward: logits and probabilities of all layers."""
+        config = self.causal_lm.config.get_text_config()
+        experts = getattr(self.causal_lm, "num_experts", None) or config.num_experts
+        router_logits = len(self.multiplicity) * experts * config.num_hidden_layers
+        return 2 * router_logits * next(self.causal_lm.parameters()).element_size()
+
     def check(self) -> None:
         """Refuses checkpointing under which router logits have no gradient.
 

@@ -133,7 +133,14 @@ def sequence_logprobs(
     loss = router_loss(causal_lm, packed, output_router_logits)
     inputs = forward_inputs(packed, causal_lm.config) | router_keywords(causal_lm.config, loss)
     with (
-        recomputed_forward(model, causal_lm, packed, len(units.target), recompute),
+        recomputed_forward(
+            model,
+            causal_lm,
+            packed,
+            len(units.target),
+            recompute,
+            0 if loss is None else loss.held_bytes(),
+        ),
         every_layer_attends(causal_lm, packed),
         replaying(causal_lm, packed),
         scoring_lm_head(

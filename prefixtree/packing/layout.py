@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,13 +154,18 @@ class PackedForest:
             "use_cache": False,
             "num_items_in_batch": NoLabels(),
         }
-        if (routes := self.forest.routes) is not None:
-            # padding goes to the first experts
-            unused = np.arange(routes.shape[2], dtype=routes.dtype)
-            padding = np.broadcast_to(unused, (self.num_padding, *routes.shape[1:]))
-            packed = torch.from_numpy(np.concatenate([routes, padding]))
-            inputs["tree_routes"] = move(packed, self.device)
+        if self._routes is not None:
+            inputs["tree_routes"] = self._routes
         return inputs
+
+    @cached_property
+    def _routes(self) -> torch.Tensor | None:
+        """int16 [T, layers, k] on the device; padding goes to the first experts."""
+        if (routes := self.forest.routes) is None:
+            return None
+        unused = np.arange(routes.shape[2], dtype=routes.dtype)
+        padding = np.broadcast_to(unused, (self.num_padding, *routes.shape[1:]))
+        return move(torch.from_numpy(np.concatenate([routes, padding])), self.device)
 
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
         """Lists the edges to score, each once.

@@ -108,9 +108,18 @@ def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device
 
 
 def recomputed_forward(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, scored: int, recompute: Recompute
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    scored: int,
+    recompute: Recompute,
+    held: int = 0,
 ) -> AbstractContextManager[None]:
     """A context for one forward, in which layers recompute what was asked for.
+
+    Args:
+        scored: edges whose log-probability is computed.
+        held: bytes that are held until the backward beside activations of layers. Default: 0.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -127,7 +136,8 @@ def recomputed_forward(
     layers = len(layers_of(causal_lm))
     modes: Sequence[Mode]
     if recompute == "auto":
-        modes = plan_recomputation(model, packed, scored=scored).modes
+        memory = _left_for_activations(model, causal_lm, packed.device) - held
+        modes = plan_recomputation(model, packed, memory, scored).modes
     elif isinstance(recompute, RecomputePlan):
         modes = recompute.modes
         if len(modes) != layers:

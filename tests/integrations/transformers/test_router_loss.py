@@ -13,6 +13,7 @@ import torch
 from packaging import version
 
 import prefixtree as pt
+from prefixtree.integrations.recompute import forward
 from prefixtree.integrations.transformers import sequence_logprobs
 from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
 from tests.support.models import (
@@ -139,6 +140,24 @@ def test_planned_recomputation():
     model = build("qwen3_moe", output_router_logits=True)
     run = run_packed(model, ragged_packed(), objective, recompute="auto")
     assert_same(run, _both("qwen3_moe"))
+
+
+def test_a_plan_leaves_room_for_router_logits(monkeypatch):
+    """Their bytes are no longer there for activations."""
+    asked = []
+
+    def planned(model: Any, packed: Any, memory: int, scored: int) -> Any:
+        asked.append(memory)
+        return original(model, packed, memory, scored)
+
+    original = forward.plan_recomputation
+    monkeypatch.setattr(forward, "plan_recomputation", planned)
+    monkeypatch.setattr(forward, "available_bytes", lambda device: 2**30)
+    model, packed = build("qwen3_moe"), ragged_packed()
+    for wanted in (False, True):
+        sequence_logprobs(model, packed, recompute="auto", output_router_logits=wanted)
+    # logits and probabilities of 3 layers of 4 experts, in float32
+    assert asked[0] - asked[1] == packed.num_tokens * 3 * 4 * 2 * 4
 
 
 @cache
