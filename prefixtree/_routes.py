@@ -120,16 +120,30 @@ def numbers_of(tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
     Returns:
         int64 [R].
     """
-    rows = keys.reshape(len(keys), -1)
+    words = _words(keys)
     generator = np.random.default_rng(0)
     while True:
-        # odd factors: a row that differs in one place has another sum, whatever the place
-        factors = generator.integers(2**63, size=rows.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
+        # odd factors: rows that differ in one word have other sums
+        factors = generator.integers(2**63, size=words.shape[1] + 1, dtype=np.uint64) | np.uint64(1)
         sums = tokens.astype(np.uint64) * factors[0]
-        for column in range(rows.shape[1]):
-            sums += rows[:, column].astype(np.uint64) * factors[column + 1]
+        for rows in _blocks(len(words)):
+            sums[rows] += words[rows] @ factors[1:]
         _, first, number = np.unique(sums, return_index=True, return_inverse=True)
         same = first[number]
-        columns = (tokens, *rows.T)
-        if all((column == column[same]).all() for column in columns):
+        if (tokens == tokens[same]).all() and all(
+            (words[rows] == words[same[rows]]).all() for rows in _blocks(len(words))
+        ):
             return number.astype(np.int64)
+
+
+def _words(keys: np.ndarray) -> np.ndarray:
+    """The bytes of each key as uint64 [R, words]."""
+    rows = np.ascontiguousarray(keys.reshape(len(keys), -1)).view(np.uint8)
+    padded = np.zeros((len(rows), -(-rows.shape[1] // 8) * 8), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    return padded.view(np.uint64)
+
+
+def _blocks(count: int, size: int = 4096) -> list[slice]:
+    # few enough rows for a processor's cache
+    return [slice(start, start + size) for start in range(0, count, size)]

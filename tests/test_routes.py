@@ -113,12 +113,12 @@ def test_sums_that_collide_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
 
         def integers(self, *args: Any, size: int, **kwargs: Any) -> np.ndarray:
             Zeros.drawn += 1
-            # odd then: rows with equal sums get equal numbers
+            # made odd: at first all 1, by which rows with equal sums collide
             value = 0 if Zeros.drawn == 1 else 2 * (np.arange(size, dtype=np.uint64) + 7) ** 5
             return np.zeros(size, np.uint64) + np.uint64(value)
 
     monkeypatch.setattr(_routes.np.random, "default_rng", lambda seed: Zeros())
-    keys = np.array([[0, 3], [3, 0], [0, 3], [1, 2]], np.int16)
+    keys = np.array([[0, 3], [3, 0], [0, 3], [1, 2]])
     found = numbers_of(np.array([4, 4, 4, 4]), keys)
     assert Zeros.drawn == 2
     assert found[0] == found[2] and len(set(found.tolist())) == 3
@@ -167,3 +167,16 @@ def test_a_known_structure():
             pt.PrefixForest.from_parents([-1, 0, 0], [2, 1, 1], [7, 8, 9, 9], routes=wrong)
     with pytest.raises(pt.ForestError, match=r"routes must be \[4, layers, .* beside tokens"):
         pt.PrefixForest.from_parents([-1, 0, 0], [2, 1, 1], routes=routes)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8, 13])
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int64])
+def test_numbers_are_equal_where_rows_are(columns: int, dtype: Any):
+    """Of keys of every width in bytes, in more rows than a block has."""
+    rng = np.random.default_rng(columns)
+    tokens = rng.integers(0, 3, 5000)
+    keys = rng.integers(0, 2, (5000, columns)).astype(dtype)
+    numbers = numbers_of(tokens, keys)
+    rows = [(t, *key) for t, key in zip(tokens.tolist(), keys.tolist(), strict=True)]
+    assert len(set(zip(rows, numbers.tolist(), strict=True))) == len(set(rows))
+    assert len(set(numbers.tolist())) == len(set(rows))

@@ -217,8 +217,14 @@ def _routers_of(causal_lm: Any) -> _Routers:
         routers = [m for m in layer.modules() if kind in (c.__name__ for c in type(m).__mro__)]
         if not routers:
             continue
-        (router,), (attention,) = routers, [m for m in layer.children() if _takes_keywords(m)]
-        for each, module in zip(found, (layer, attention, router), strict=True):
+        attentions = [m for m in layer.children() if _takes_keywords(m)]
+        if len(routers) != 1 or len(attentions) != 1:
+            raise UnsupportedError(
+                f"a layer ({type(layer).__name__}) has {len(routers)} routers and "
+                f"{len(attentions)} attentions, expected one of each: recorded routes are not "
+                "verified with layers that were replaced or wrapped in part"
+            )
+        for each, module in zip(found, (layer, attentions[0], routers[0]), strict=True):
             each.append(module)
     return found
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prefixtree.integrations.replay import _RULES
-from tests.integrations.transformers.test_router_loss import WITH_LOSS
+from tests.support.family_configs import WITH_ROUTER_LOSS
 from tests.support.models import padded_balancing_loss
 from tests.support.replay import recorded_choice
 from tests.support.spawn import ROOT
@@ -78,4 +78,4 @@ def test_the_families_named_are_the_families_verified() -> None:
     families = re.search(r"Families: (.*?)\. In the others", text, re.DOTALL)
     assert families is not None
     # Granite's four are named once
-    assert len(re.split(r",\s+| and\s+", families[1])) == len(WITH_LOSS) - 3
+    assert len(re.split(r",\s+| and\s+", families[1])) == len(WITH_ROUTER_LOSS) - 3

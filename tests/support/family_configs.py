@@ -472,6 +472,29 @@ PARTS = {
     "qwen3_vl_text": "qwen3_vl",
 }
 
+# families whose forward computes a load-balancing loss
+WITH_ROUTER_LOSS = (
+    "ernie4_5_moe",
+    "flex_olmo",
+    "flint",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "jetmoe",
+    "laguna",
+    "mellum",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_5_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
+
+
 # Older transformers give these families no positions, or an attention mask: they are refused there.
 REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
 # transformers checkpoints no layer of these

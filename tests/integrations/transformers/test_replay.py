@@ -268,6 +268,10 @@ def test_routers_that_do_not_choose(monkeypatch):
     router.forward = router.forward
     with pytest.raises(pt.UnsupportedError, match="another forward than transformers'"):
         sequence_logprobs(patched, _pack())
+    twice = build("qwen3_moe")
+    twice.model.layers[1].second = routers_of(build("qwen3_moe"))[0]
+    with pytest.raises(pt.UnsupportedError, match="has 2 routers and 1 attentions, expected one"):
+        sequence_logprobs(twice, _pack())
     spread = build("qwen3_moe")
     spread.model.layers[0].mlp.experts._is_hooked = True
     with pytest.raises(pt.UnsupportedError, match="under tensor or expert parallelism"):

@@ -15,7 +15,7 @@ from packaging import version
 import prefixtree as pt
 from prefixtree.integrations.recompute import forward
 from prefixtree.integrations.transformers import sequence_logprobs
-from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
+from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES, WITH_ROUTER_LOSS
 from tests.support.models import (
     TRANSFORMERS,
     Run,
@@ -34,31 +34,10 @@ from tests.support.models import (
     tolerance,
 )
 
-# families whose forward computes the loss
-WITH_LOSS = (
-    "ernie4_5_moe",
-    "flex_olmo",
-    "flint",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "jetmoe",
-    "laguna",
-    "mellum",
-    "minimax_m2",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-)
 # whose router logits older transformers does not record
-RECORDED_SINCE = {name: "5.23" for name in WITH_LOSS if name.startswith("granite")}
+RECORDED_SINCE = {name: "5.23" for name in WITH_ROUTER_LOSS if name.startswith("granite")}
 _UNRECORDED = [n for n, v in RECORDED_SINCE.items() if version.parse(v) > TRANSFORMERS]
-_MIXTURES = cases(name for name in WITH_LOSS if name not in _UNRECORDED)
+_MIXTURES = cases(name for name in WITH_ROUTER_LOSS if name not in _UNRECORDED)
 
 
 @cache
@@ -175,7 +154,7 @@ def test_the_families_with_a_loss():
         for case in cases(FAMILIES)
         if not case.marks and _computes_loss(build(*case.values))
     }
-    assert found == {case.values[0] for case in cases(WITH_LOSS) if not case.marks}
+    assert found == {case.values[0] for case in cases(WITH_ROUTER_LOSS) if not case.marks}
 
 
 @pytest.mark.parametrize("model_type", cases(_UNRECORDED))
