@@ -184,7 +184,8 @@ those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23). `sequence_logprobs` prepares a
   model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
 - transformers does not checkpoint JetMoE, so that its test runs without.
-- Refused are images, active dropout, router noise, and RoPE that depends on the longest sequence (`dynamic`, `longrope`). The model
+- Refused are images, active dropout, router noise, and RoPE that depends on the longest sequence
+  (`dynamic`, `longrope`). The model
   types that are refused, with their reasons, are [below](#refused).
 
 **Model types** that run ({count}, of {families} families; text parts of larger models count too):
