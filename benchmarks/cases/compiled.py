@@ -45,7 +45,8 @@ INT32 = {
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
-FEATURES += ["SUBSET", "DETERMINISTIC"]
+# WIDE: dK and dV in float32
+FEATURES += ["SUBSET", "DETERMINISTIC", "WIDE"]
 DIMS = ("64x64", "128x128", "192x128", "256x256")
 # shared memory a multiprocessor has for programs, KiB
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
@@ -125,7 +126,7 @@ def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
         return f"tensordesc<fp32{[values['ROWS']]}>"
     if name in INT32:
         return "*i32"
-    if name in FLOAT32:
+    if name in FLOAT32 or (values["WIDE"] and name in ("DK", "DV_OUT")):
         return "*fp32"
     if name.isupper():
         return f"*{dtype}"

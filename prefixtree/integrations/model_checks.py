@@ -28,6 +28,7 @@ from prefixtree.integrations.families import (
 )
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
 
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
@@ -127,19 +128,22 @@ def _check_gathered(causal_lm: nn.Module) -> None:
 
 
 @contextmanager
-def every_layer_attends(model: nn.Module, packed: PackedForest) -> Iterator[None]:
+def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
     """One forward over a packed forest, in which every attention layer must follow the tree.
 
     Before the forward, every causal attention module must be set to "prefixtree". After it, as many
     calls must have reached `tree_attention` as there are layers: modules that compute attention
     elsewhere ignore the mask without an error.
 
+    Args:
+        model: what is called.
+        mask: the mask of the forward.
+
     Raises:
         UnsupportedError: a layer that runs another attention.
     """
     transformer = transformer_of(model)
     expected = _attention_layers(transformer)
-    mask = packed.mask
     with counted_calls(mask.host) as calls:
         yield
         count, recurrent = calls()

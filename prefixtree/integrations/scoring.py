@@ -5,35 +5,35 @@ the predictors, scores the edges in chunks and returns the scores in place of lo
 as `output.logits`, after whatever the wrappers do to outputs. So data-parallel and sharding
 wrappers see an ordinary forward, which uses its parameters and returns its outputs.
 
-Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
-predictors, E experts.
+Legend: T packed tokens, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.integrations.families import forward_inputs
+from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
 from prefixtree.integrations.replay import check_routes, replaying
 from prefixtree.integrations.router_loss import router_keywords, router_loss
+from prefixtree.integrations.scored_units import ScoredUnits, find_units
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
+from prefixtree.integrations.shares import GroupMode, check_group_mode, share_of_rank, whole
 from prefixtree.kernels.logit_statistics import check_statistics
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.gather import gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.transfers import move
+from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.agreement import num_ranks
 
-# logits up to 3e8 divided by it are finite in float32
-_LEAST_TEMPERATURE = 1e-30
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,18 @@ def sequence_logprobs(
     recompute: Recompute = None,
     return_statistics: Sequence[str] = (),
     output_router_logits: bool | None = None,
+    group: ProcessGroup | None = None,
+    group_mode: GroupMode = "parts",
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
     Log-probabilities and entropies are differentiable. The gradients are those of the replicated
     batch, up to rounding.
+
+    With `group`, the ranks of a process group divide the tokens of one forest (context
+    parallelism). Every rank passes the same arguments and gets all scores. The gradients of the
+    parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
+    the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
@@ -104,54 +111,83 @@ def sequence_logprobs(
             "log_sum_sq_probs", log sum p^2. Default: none.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: what `config.output_router_logits` says.
+        group: the ranks that compute this forest together. Default: this process alone computes it.
+        group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
+            of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
+            heads of all tokens, so all queries, keys, values and outputs move; the ranks must
+            divide the query heads. Default: "parts".
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
         TypeError: anything but a PackedForest, or a temperature that is no number.
-        UnsupportedError: a model that does not run exactly on packed forests, with the reason.
+        UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
+            with the reason.
+        RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences, or a forest without token ids.
         ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
-            of other numbers of layers or experts than the model has.
+            of other numbers of layers or experts than the model has; ranks of a group with
+            different forests or other arguments; an unknown group_mode, or heads that do not divide
+            among the ranks.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
-    statistics = check_statistics(return_statistics)
     if not isinstance(packed, PackedForest):
         raise TypeError(
             f"sequence_logprobs takes a packed forest, got {type(packed).__name__}; "
             "pack(PrefixForest.from_sequences(sequences)) makes one"
         )
-    causal_lm = find_causal_lm(model)
-    check_model(model, causal_lm, packed)
+
+    in_group = group is not None and num_ranks(group) > 1
+
+    def check() -> tuple[Any, ScoredUnits]:
+        check_group_mode(group_mode)
+        check_statistics(return_statistics)
+        causal_lm = find_causal_lm(model)
+        check_model(model, causal_lm, packed)
+        check_routes(model, causal_lm, packed)
+        if router_loss(causal_lm, packed, output_router_logits) is not None and in_group:
+            raise UnsupportedError(
+                "the load-balancing loss of experts is not verified where ranks divide a forest: "
+                "pass output_router_logits=False, or leave out group"
+            )
+        if packed.forest.routes is not None and in_group:
+            raise UnsupportedError(
+                "routes of experts are not verified where ranks divide a forest: make the forest "
+                "without routes, or leave out group"
+            )
+        return causal_lm, find_units(packed, temperature, loss_mask)
+
+    if group is not None and in_group:
+        options = return_entropy, tuple(return_statistics), recompute
+        causal_lm, share = share_of_rank(model, packed, group, check, options, group_mode)
+    else:
+        causal_lm, found = check()
+        share = whole(packed, found, causal_lm.config)
     prepare_states(causal_lm)
-    check_routes(model, causal_lm, packed)
-    units = _make_units(packed, temperature, loss_mask)
-    rule = logit_rule(causal_lm)
+    rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    inputs = forward_inputs(packed, causal_lm.config) | router_keywords(causal_lm.config, loss)
-    with (
-        recomputed_forward(
-            model,
-            causal_lm,
-            packed,
-            len(units.target),
-            recompute,
-            0 if loss is None else loss.held_bytes(),
-        ),
-        every_layer_attends(causal_lm, packed),
-        replaying(causal_lm, packed),
-        scoring_lm_head(
-            causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
-        ) as handed,
-    ):
-        if loss is not None:
-            loss.check()
-        output = model(**inputs, logits_to_keep=units.predictors)
-    scores = handed.returned(output)
-    columns = gather(scores, units.to_sequences).split(units.lengths)
+    keywords = router_keywords(causal_lm.config, loss)
+    held_bytes = 0 if loss is None else loss.held_bytes()
+
+    def forward(mask: TreeMask, inputs: dict[str, Any], units: Units) -> tuple[torch.Tensor, Any]:
+        with (
+            recomputed_forward(model, causal_lm, packed, len(units.target), recompute, held_bytes),
+            every_layer_attends(causal_lm, mask),
+            replaying(causal_lm, packed),
+            scoring_lm_head(
+                causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
+            ) as handed,
+        ):
+            if loss is not None:
+                loss.check()
+            output = model(**inputs, **keywords, logits_to_keep=units.predictors)
+        return handed.returned(output), output
+
+    scores, output = forward(share.mask, share.inputs, share.units)
+    columns = gather(share.gathered(scores), share.to_sequences).split(share.lengths)
     entropy = [c[:, 1] for c in columns] if return_entropy else None
     others = {
         name: [c[:, at].detach() for c in columns]
@@ -161,77 +197,3 @@ def sequence_logprobs(
     if loss is None:
         return SequenceScores(logprobs, entropy, others)
     return SequenceScores(logprobs, entropy, others, output.aux_loss, tuple(output.router_logits))
-
-
-# ---- what is scored --------------------------------------------------------------------------
-
-
-def _make_units(
-    packed: PackedForest, temperature: float | Sequence[float], loss_mask: Sequence[Any] | None
-) -> Units:
-    forest, device = packed.forest, packed.device
-    temperatures = _temperatures(temperature, forest.num_sequences)
-    lengths = forest.sequence_lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    everything = np.empty(0, np.uint8)
-    selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
-    predictor = packed.mask.host.predictor
-    unit_of_copy = np.full(offsets[-1], -1, np.int32)
-    tokens, unit_temperature, count = [], [], 0
-    for value in np.unique(temperatures):
-        sequences = np.flatnonzero(temperatures == value)
-        index, _ = packed.copy_index(sequences, selected)
-        scored = np.zeros(packed.num_tokens, bool)
-        scored[index] = True
-        token = np.flatnonzero(scored & (predictor >= 0))
-        unit_of_token = np.full(packed.num_tokens, -1, np.int32)
-        unit_of_token[token] = count + np.arange(len(token))
-        # where the group's tokens stand among all replicated ones
-        each = lengths[sequences]
-        place = np.repeat(offsets[sequences] - (np.cumsum(each) - each), each)
-        place += np.arange(len(place))
-        if loss_mask is not None:
-            place = place[selected[place] != 0]
-        unit_of_copy[place] = unit_of_token[index]
-        tokens.append(token)
-        unit_temperature.append(np.full(len(token), value, np.float32))
-        count += len(token)
-    token = np.concatenate(tokens)
-    predictors, row = np.unique(predictor[token], return_inverse=True)
-    # two moves: the integers and the temperatures
-    both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
-    predictor_ids, token_ids = both.split([len(predictors), len(token)])
-    return Units(
-        predictors=predictor_ids,
-        to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
-        target=packed.model_inputs()["input_ids"][0, token_ids],
-        temperature=move(torch.from_numpy(np.concatenate(unit_temperature)), device),
-        to_sequences=GatherIndex(np.delete(unit_of_copy, offsets[:-1]), count, device),
-        lengths=(lengths - 1).tolist(),
-    )
-
-
-def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
-    values = _as_numbers(temperature)
-    if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
-        raise ValueError(
-            f"temperature must be one number or one per sequence ({count}), got shape "
-            f"{list(values.shape)}"
-        )
-    if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
-        raise ValueError(
-            f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
-            f"divided by them overflow float32), got {temperature}"
-        )
-    return np.broadcast_to(values, count)
-
-
-def _as_numbers(temperature: Any) -> np.ndarray:
-    """The temperature as float64, rounded to float32, in which the logits are divided."""
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.tolist()
-    with suppress(TypeError, ValueError):
-        # numpy takes truth values and the digits of a string for numbers
-        if np.asarray(temperature).dtype.kind not in "bcSU":
-            return np.asarray(temperature, np.float32).astype(np.float64)
-    raise TypeError(f"temperature must be a number or one number per sequence, got {temperature!r}")

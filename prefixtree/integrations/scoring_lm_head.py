@@ -30,19 +30,16 @@ class Units:
     """The distinct (edge, temperature) pairs.
 
     Attributes:
-        predictors: int64 [P], packed tokens whose hidden states the lm_head needs, ascending.
+        predictors: int64 [P], rows of the model's input whose hidden states the lm_head needs,
+            ascending.
         to_predictors: from hidden states [P, d] to one row per unit [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
-        to_sequences: from scores [U, ...] to [R - S, ...], every sequence but its first token.
-        lengths: n - 1 of each sequence.
     """
 
     predictors: torch.Tensor
     to_predictors: GatherIndex
     target: torch.Tensor
     temperature: torch.Tensor
-    to_sequences: GatherIndex
-    lengths: list[int]
 
 
 @dataclass

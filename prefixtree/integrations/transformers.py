@@ -38,6 +38,7 @@ from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.packing.no_labels import LABELS, NoLabels
+from prefixtree.parallel.attention import DividedMask
 
 __all__ = [
     "SequenceScores",
@@ -61,7 +62,7 @@ def prefixtree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | DividedMask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that is registered with transformers.
@@ -79,14 +80,15 @@ def prefixtree_attention(
         sliding_window: as `window` of `tree_attention`.
         softcap: as in `tree_attention`.
         s_aux: as `sinks` of `tree_attention`.
-        tree_mask: the packed forest's mask.
+        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
+            of the forest: T is then the number of own tokens.
         kwargs: the model's other keywords; those that a packed forest cannot serve are refused.
 
     Returns:
         ([1, T, H, Dv], None).
 
     Raises:
-        TypeError: a tree_mask that is no TreeMask.
+        TypeError: a tree_mask that is neither a TreeMask nor a DividedMask.
         ValueError: arguments that do not fit a packed forest.
         UnsupportedError: a model or setting that does not run exactly on packed forests.
     """
@@ -114,11 +116,12 @@ def prefixtree_attention(
             s_aux,
             **kwargs,
         )
-    check_mask(tree_mask, "tree_mask")
+    mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
+    check_mask(mask, "tree_mask")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
-            f"rows, the mask has {tree_mask.num_tokens})"
+            f"rows, the mask has {mask.num_tokens})"
         )
     if attention_mask is not None:
         raise ValueError(
@@ -141,21 +144,22 @@ def prefixtree_attention(
     check_config(module.config, module.training)
     check_prepared(module)
     if shows_positions(module):
-        _check_position_ids(shown_positions(kwargs), tree_mask)
+        _check_position_ids(shown_positions(kwargs), mask)
     if torch.is_autocast_enabled(query.device.type):
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    out = tree_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        tree_mask,
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if isinstance(tree_mask, DividedMask):
+        out = tree_mask.attend(module, q, k, v, **options)
+    else:
+        out = tree_attention(q, k, v, mask, **options)
     return out.unsqueeze(0), None
 
 

@@ -95,9 +95,9 @@ def tree_attention(
         ValueError: arguments that do not fit together, with what was expected.
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
-    scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
-    backend, deterministic = _of_mask(mask, backend, deterministic)
-    check_name(backend)
+    scale, window, softcap, deterministic, backend = checked_call(
+        q, k, v, mask, scale, window, softcap, sinks, backend, deterministic
+    )
     if backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
@@ -170,6 +170,34 @@ def explain(
     return f"tree_attention would run {chosen.backend.name!r}: {reason}."
 
 
+def checked_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    backend: str | None,
+    deterministic: bool | None,
+    part: bool = False,
+) -> tuple[float, int, float, bool, str]:
+    """Raises where arguments of `tree_attention` do not fit together.
+
+    Args:
+        part: whether k and v are those of the queries' tokens, as those that a part owns.
+
+    Returns:
+        scale, window (0 for none), softcap (0 for none), deterministic and backend, as the operator
+        takes them.
+    """
+    numbers = _check(q, k, v, mask, scale, window, softcap, sinks, part)
+    backend, deterministic = _of_mask(mask, backend, deterministic)
+    check_name(backend)
+    return *numbers, deterministic, backend
+
+
 def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
     """Backend and deterministic of a call: where an argument is None, the option of the mask."""
     return (
@@ -187,8 +215,9 @@ def _check(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    part: bool = False,
 ) -> tuple[float, int, float]:
-    """Raises where arguments do not fit together.
+    """Raises where arguments do not fit together; part: k and v have the rows of q.
 
     Returns scale, window and softcap as numbers; 0 stands for no window or no soft cap.
     """
@@ -212,10 +241,10 @@ def _check(
     (rows, heads, dim), (k_rows, k_heads, k_dim), (v_rows, v_heads, _) = q.shape, k.shape, v.shape
     if rows != mask.num_queries:
         raise ValueError(f"q has {rows} rows, the mask has {mask.num_queries} queries")
-    if k_rows != v_rows or k_rows != mask.num_tokens:
-        raise ValueError(
-            f"k and v have {k_rows} and {v_rows} rows, the mask has {mask.num_tokens} tokens"
-        )
+    expected = rows if part else mask.num_tokens
+    if k_rows != v_rows or k_rows != expected:
+        whose = "the part owns" if part else "the mask has"
+        raise ValueError(f"k and v have {k_rows} and {v_rows} rows, {whose} {expected} tokens")
     if k_heads != v_heads or k_heads == 0 or heads % k_heads != 0:
         raise ValueError(
             "the query heads must be a multiple of the kv heads, which k and v share; got "

@@ -77,7 +77,8 @@ def choose(name: str, call: AttentionCall) -> Choice:
         return Choice(SDPA, f"q is on {q.device}, and the other backends need a GPU")
     # everything the choice depends on; cached, because every call asks
     shapes = q.shape, k.shape[1], v.shape[2]
-    of_call = (q.device, q.dtype, shapes, call.scale, call.deterministic, call.window)
+    options = call.scale, call.deterministic, call.window, call.wide
+    of_call = (q.device, q.dtype, shapes, *options)
     chosen = _chosen.get(call.mask)
     if chosen is None:
         chosen = _chosen[call.mask] = {}

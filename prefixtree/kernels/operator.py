@@ -34,12 +34,14 @@ def _forward(
     softcap: float,
     deterministic: bool,
     backend: str,
+    wide: bool,
     lse_used: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mask = host_of(handle)
     note_call(mask)
     window = reach(mask, window)
-    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, lse_used)
+    options = scale, window, softcap, deterministic, wide, lse_used
+    call = AttentionCall(q, k, v, sinks, mask, *options)
     with as_given(q):
         return choose(backend, call).backend.forward(call)
 
@@ -60,26 +62,32 @@ def _backward(
     softcap: float,
     deterministic: bool,
     backend: str,
+    wide: bool,
 ) -> list[torch.Tensor]:
     mask = host_of(handle)
     window = reach(mask, window)
-    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic)
+    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide)
     with as_given(q):
         *grads, dsinks = choose(backend, call).backend.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
 
-def _fake_forward(q, k, v, sinks, handle, scale, window, softcap, deterministic, backend, lse_used):
+def _fake_forward(q, k, v, *_):
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
 
 
-def _fake_backward(dout, dlse, q, k, v, sinks, *_):
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
+    wide = torch.promote_types(k.dtype, torch.float32) if rest[-1] else k.dtype
+    dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
+    dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
+    return [q.new_empty(q.shape), dk, dv, *dsinks]
 
 
-_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend"
+# `wide`: the backward gives dk and dv in float32 (float64 for float64), because the caller adds to
+# them. The forward is told too, so that it takes a backend that can
+_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 TREE_ATTENTION = register(
     _library,
     "tree_attention",
@@ -187,4 +195,5 @@ def attend(
     # unless something transforms the call, what the dispatcher would come to first: less work
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     run = TREE_ATTENTION if transformed else _differentiable
-    return run(q, k, v, sinks, handle, scale, window, softcap, deterministic, backend, lse_used)
+    options = scale, window, softcap, deterministic, backend, False, lse_used
+    return run(q, k, v, sinks, handle, *options)

@@ -27,6 +27,8 @@ class AttentionCall(NamedTuple):
         window: the sliding window, in tokens; 0 for none.
         softcap: c in c tanh(scale q k^T / c); 0 for none.
         deterministic: whether gradients must be bitwise repeatable.
+        wide: whether the backward gives dk and dv in float32 (float64 for float64 inputs), because
+            the caller adds to them; known in the forward too.
         lse_used: whether the caller gets lse; known in the forward alone. Otherwise lse is only
             saved for the backward.
     """
@@ -40,7 +42,13 @@ class AttentionCall(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    wide: bool = False
     lse_used: bool = False
+
+
+def gradient_dtype(call: AttentionCall) -> torch.dtype:
+    """The dtype of dk and dv."""
+    return torch.promote_types(call.k.dtype, torch.float32) if call.wide else call.k.dtype
 
 
 def reach(mask: HostMask, window: int) -> int:
@@ -79,6 +87,7 @@ class Backend(Protocol):
         """Computes the gradients.
 
         out and lse are those that the forward returned; dlse is None where lse was not used.
-        Returns dq, dk and dv in the inputs' dtypes, contiguous, and dsinks (None without sinks).
+        Returns dq, dk and dv in the inputs' dtypes, contiguous, and dsinks (None without sinks);
+        dk and dv in float32 (float64 for float64) for a call that is `wide`.
         """
         ...

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.protocol import AttentionCall, gradient_dtype
 from prefixtree.packing.mask import dense_mask
 
 
@@ -32,8 +32,9 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. out and lse are computed again."""
-    inputs = (call.q, call.k, call.v) + (() if call.sinks is None else (call.sinks,))
+    """-> dq, dk, dv as `Backend` says, contiguous; dsinks. out and lse are computed again."""
+    k, v = (x.to(gradient_dtype(call)) for x in (call.k, call.v))
+    inputs = (call.q, k, v) + (() if call.sinks is None else (call.sinks,))
     with torch.enable_grad():
         q, k, v, *sinks = leaves = [x.detach().requires_grad_() for x in inputs]
         out, lse = forward(call._replace(q=q, k=k, v=v, sinks=sinks[0] if sinks else None))

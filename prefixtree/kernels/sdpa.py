@@ -18,7 +18,7 @@ from functools import cache
 
 import torch
 
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.protocol import AttentionCall, gradient_dtype
 from prefixtree.packing.host_mask import HostMask
 
 # scores held at once by the chunked products
@@ -76,7 +76,7 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks. Probabilities are computed anew."""
+    """-> dq, dk, dv as `Backend` says, contiguous; dsinks. Probabilities are computed anew."""
     given, call, dout = call, _widened(call), _widen(dout)
     queries, keys, values, sinks = call.q, call.k, call.v, call.sinks
     flash = dlse is None and _flash_serves(call)
@@ -121,7 +121,8 @@ def backward(
     if sinks is not None:
         delta = torch.einsum("qhd,qhd->hq", dout, out)
         dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - total) * delta).sum(1).to(sinks.dtype)
-    return dq.to(given.q.dtype), dk.to(given.k.dtype), dv.to(given.v.dtype), dsinks
+    dtype = gradient_dtype(given)
+    return dq.to(given.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
 def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:

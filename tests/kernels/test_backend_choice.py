@@ -272,6 +272,17 @@ def test_auto_leaves_what_flash_refuses(
     assert why_not is None or why_not in said
 
 
+def test_auto_takes_triton_for_gradients_in_float32(may_take_flash: None) -> None:
+    """As those of a part, whether its forward or its backward asks, and asked before or not."""
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+    for _ in range(2):
+        assert auto(mask, inputs) == "flash"
+        assert auto(mask, inputs, wide=True) == "triton"
+    with pytest.raises(UnsupportedError, match="those of a part are summed in float32"):
+        choice.choose("flash", call_of(mask, inputs, wide=True))
+
+
 def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = mask_of(SHORT)
     inputs = rows_on_gpu(mask)

@@ -24,7 +24,13 @@ from prefixtree.kernels import operator, sdpa
 from prefixtree.kernels.flash.block_lists import Tiles, lists_of
 from prefixtree.packing import host_mask as mask_module
 from prefixtree.packing.gather import GatherIndex
-from tests.support.attention_checks import Case, assert_as_promised, ours, run
+from tests.support.attention_checks import (
+    Case,
+    assert_as_promised,
+    assert_wide_gradients_are_narrow_ones_before_the_cast,
+    ours,
+    run,
+)
 from tests.support.strategies import mask_of, random_forest
 
 
@@ -40,14 +46,34 @@ def _inputs(mask: TreeMask, dtype: torch.dtype = torch.float32) -> list[torch.Te
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window, softcap", [(0, 0.0), (5, 2.0)])
 @pytest.mark.parametrize("lse_used", [False, True])
-@pytest.mark.parametrize("subset", [False, True])
-def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, subset: bool) -> None:
+@pytest.mark.parametrize("of_part", [False, True])
+def test_opcheck(sinks: bool, window: int, softcap: float, lse_used: bool, of_part: bool) -> None:
     mask = _mask(0)
-    if subset:
+    if of_part:
         mask = mask.for_queries([(1, 5), (8, 20)])
     sink = torch.randn(4, requires_grad=True) if sinks else None
-    arguments = (*_inputs(mask), sink, mask.handle, 0.3, window, softcap, False, "sdpa", lse_used)
+    arguments = (
+        *_inputs(mask),
+        sink,
+        mask.handle,
+        0.3,
+        window,
+        softcap,
+        False,
+        "sdpa",
+        of_part,
+        lse_used,
+    )
     torch.library.opcheck(operator.TREE_ATTENTION, arguments)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("options", [{}, {"window": 5, "softcap": 2.0}])
+def test_wide_gradients_are_those_before_the_cast(backend: str, options: dict) -> None:
+    for mask in (_mask(0), _mask(0).for_queries([(1, 5), (8, 20)])):
+        for dtype in (torch.bfloat16, torch.float64):
+            case = Case.random(mask, (4, 2), (8, 8), dtype, sinks=True, **options)
+            assert_wide_gradients_are_narrow_ones_before_the_cast(case, mask, backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -283,7 +309,7 @@ def test_nothing_kept_is_of_inference_mode() -> None:
 
 def test_lse_is_differentiable_only_where_it_is_used() -> None:
     mask = _mask(4)
-    rest = (None, mask.handle, 0.3, 0, 0.0, False, "sdpa")
+    rest = (None, mask.handle, 0.3, 0, 0.0, False, "sdpa", False)
     _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, False)
     assert not lse.requires_grad
     _, lse = operator.TREE_ATTENTION(*_inputs(mask), *rest, True)
@@ -301,14 +327,14 @@ def test_the_operator_runs_the_backend_of_the_name(
     monkeypatch.setattr(sdpa, "forward", lambda *_: pytest.fail("ran sdpa"))
 
     def attend(q, k, v, sinks, window=0, softcap=0.0):
-        rest = (8**-0.5, window, softcap, False, "reference", True)
+        rest = (8**-0.5, window, softcap, False, "reference", False, True)
         return operator.TREE_ATTENTION(q, k, v, sinks, mask.handle, *rest)
 
     for name, value in run(case, attend).items():
         torch.testing.assert_close(value, want[name])
     with pytest.raises(UnsupportedError, match="'dense' does not exist"):
         operator.TREE_ATTENTION(
-            *_inputs(mask), None, mask.handle, 0.3, 0, 0.0, False, "dense", False
+            *_inputs(mask), None, mask.handle, 0.3, 0, 0.0, False, "dense", False, False
         )
 
 

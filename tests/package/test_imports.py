@@ -78,6 +78,7 @@ LAYERS = (
     ("loops", "forest", "cost", "errors", "hub", "progress"),
     ("packing",),
     ("kernels",),
+    ("parallel",),
     ("integrations",),
     ("rollouts", "plotting", "view"),
     ("sharing",),

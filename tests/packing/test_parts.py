@@ -13,35 +13,8 @@ from hypothesis import strategies as st
 from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, pack, tree_attention
 from prefixtree.packing.parts import Parts
 from tests.support.part_exchange import attend_in_parts, borrow, give_back, whole
-from tests.support.strategies import ancestors_or_self, forests, random_forest
+from tests.support.strategies import ancestors_or_self, divisions, random_forest, random_owner
 from tests.support.table_checks import assert_tables_exact
-
-KINDS = ("scattered", "runs", "one part", "one token", "chunks")
-
-
-def random_owner(rng: np.random.Generator, num_tokens: int, num_parts: int, kind: str):
-    """An owner per token: by token, by runs, all one part's, all but one token, or in chunks."""
-    if kind == "scattered":
-        return rng.integers(0, num_parts, num_tokens)
-    if kind == "runs":
-        runs = rng.integers(1, 6, num_tokens)
-        return np.repeat(rng.integers(0, num_parts, num_tokens), runs)[:num_tokens]
-    owner = np.full(num_tokens, rng.integers(num_parts))
-    if kind == "one token":
-        owner[rng.integers(num_tokens)] = rng.integers(num_parts)
-    if kind == "chunks":
-        owner = np.arange(num_tokens) * num_parts // num_tokens
-    return owner
-
-
-@st.composite
-def divisions(draw: st.DrawFn) -> Parts:
-    """Forests of any structure, padded or not, divided among 1 to 5 parts in any way."""
-    packed = pack(draw(forests(max_nodes=8)), draw(st.sampled_from([None, 4])))
-    num_parts = draw(st.integers(1, 5))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    owner = random_owner(rng, packed.num_tokens, num_parts, draw(st.sampled_from(KINDS)))
-    return Parts(packed, owner, num_parts)
 
 
 def visible_pairs(packed: PackedForest) -> np.ndarray:

@@ -6,6 +6,7 @@ Eager is written out here separately, so that a wrong reference backend cannot h
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,6 +151,29 @@ def assert_as_promised(case: Case, mask: TreeMask, **fixed: object) -> None:
                 outputs, grads = [out, lse], [dout, laid_out(case.dlse, (1, 0))]
             torch.autograd.grad(outputs, inputs, grads)
         assert promised.calls == 2
+
+
+def assert_wide_gradients_are_narrow_ones_before_the_cast(
+    case: Case, mask: TreeMask, backend: str
+) -> None:
+    """dk and dv in float32 (float64 for float64) round to those in the inputs' dtype; nothing else
+    changes, and the fake knows."""
+    options = case.options.get("scale", 0.3), case.options.get("window", 0)
+    options += case.options.get("softcap", 0.0), mask.deterministic, backend
+    got = {}
+    for wide in (False, True):
+        inputs = case.q, case.k, case.v, case.sinks
+        out, lse = operator.TREE_ATTENTION(*inputs, mask.handle, *options, wide, False)
+        given = case.dout, None, *inputs, out, lse, mask.handle, *options, wide
+        # the reference differentiates itself, which it cannot below a mode
+        with AsPromised() if backend != "reference" else nullcontext():
+            got[wide] = operator.TREE_ATTENTION_BACKWARD(*given)
+    for number, (narrow, wide) in enumerate(zip(got[False], got[True], strict=True)):
+        if number in (1, 2):
+            assert wide.dtype == torch.promote_types(case.k.dtype, torch.float32)
+            if narrow.dtype != wide.dtype:
+                assert not torch.equal(narrow.to(wide.dtype), wide)
+        assert torch.equal(narrow, wide.to(narrow.dtype))
 
 
 def eager(visible: torch.Tensor, positions: torch.Tensor | None = None) -> Attention:

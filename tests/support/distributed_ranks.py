@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
@@ -34,7 +35,6 @@ from tests.support.models import (
     text_parameters,
 )
 from tests.support.replay import drawn_routes
-from tests.support.spawn import WORLD_SIZE
 
 # what each rank does between two updates: micro-batches, None for a rank that has none left
 Step = list[list[Objective | None]]
@@ -143,7 +143,7 @@ RUNS = [
 ]
 
 
-def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
+def wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
     """The wrapped model, and a context in which gradients are (not) reduced."""
     model = case.model()
     if case.prepared == "before":
@@ -156,7 +156,7 @@ def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (WORLD_SIZE,))}
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     if case.half:
         options["mp_policy"] = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, output_dtype=torch.float32
@@ -179,7 +179,7 @@ def _wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
 
 def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
     """Gradients after the step, their clipped norm, the parameters after an update, scores."""
-    model, reduced = _wrap(case)
+    model, reduced = wrap(case)
     if case.prepared == "after":
         pt.prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,10 +191,10 @@ def _run(case: Case, step: Step, rank: int) -> dict[str, Any]:
         for i, objective in enumerate(step[rank]):
             with reduced(i == len(step[rank]) - 1):
                 logprobs += _backward(model, objective, case, _recompute(model, case, rank))
-    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     optimizer.step()
-    parameters = {n: _whole(p.detach()) for n, p in model.named_parameters()}
+    parameters = {n: whole(p.detach()) for n, p in model.named_parameters()}
     return {
         "logprobs": logprobs,
         "gradients": gradients,
@@ -235,7 +235,7 @@ def _backward(
     return [p.detach() for p in scores.logprobs]
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 

@@ -286,8 +286,10 @@ def run_packed(
     objective: Objective,
     chunk_size: int | None = 7,
     recompute: Any = None,
+    scale: float = 1.0,
+    **options: Any,
 ) -> Run:
-    """The same through `sequence_logprobs`."""
+    """The same through `sequence_logprobs`; the loss is `scale` times the objective."""
     model.zero_grad(set_to_none=True)
     scores = sequence_logprobs(
         model,
@@ -298,20 +300,21 @@ def run_packed(
         chunk_size=chunk_size,
         recompute=recompute,
         output_router_logits=bool(objective.balance) or None,
+        **options,
     )
-    backward_of(objective, scores)
+    backward_of(objective, scores, scale)
     assert scores.entropy is not None
     return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
 
 
-def backward_of(objective: Objective, scores: SequenceScores) -> None:
-    """The backward of an objective from the scores of a packed forest."""
+def backward_of(objective: Objective, scores: SequenceScores, scale: float = 1.0) -> None:
+    """The backward of `scale` times an objective, from the scores of a packed forest."""
     assert scores.entropy is not None
     loss = objective.loss(scores.logprobs, scores.entropy)
     if objective.balance:
         assert scores.aux_loss is not None
         loss = loss + objective.balance * scores.aux_loss
-    loss.backward()
+    (scale * loss).backward()
 
 
 def let_wrong_masks_run(monkeypatch: pytest.MonkeyPatch) -> None:

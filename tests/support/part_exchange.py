@@ -62,6 +62,48 @@ def give_back(parts: Parts, rows: Tensors, left_out: tuple[int, int] | None = No
     return own
 
 
+class ListExchange:
+    """The exchange of one part while the others are not there, for `part_attention`.
+
+    What the others lend comes from lists of all parts' keys and values. What they return is known
+    once the backward of each has run, so gradients are right in the second backward of each.
+
+    Args:
+        own: the own keys and values of every part.
+        returned: the gradients of keys and values that each part gave to `give_back`; all parts
+            share this list, and fill it.
+        lost: (borrower, lender) whose gradients get lost, for tests that must turn red.
+        dtype: to which returned gradients are cast, likewise. Default: none.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        index: int,
+        own: tuple[Tensors, Tensors],
+        returned: list[Tensors | None],
+        lost: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.parts, self.index, self.own, self.returned = parts, index, own, returned
+        self.lost, self.dtype = lost, dtype
+
+    def borrow(self, *own: torch.Tensor) -> Tensors:
+        assert all(torch.equal(x, of[self.index]) for x, of in zip(own, self.own, strict=True))
+        return [borrow(self.parts, of)[self.index] for of in self.own]
+
+    def give_back(self, *gradients: torch.Tensor) -> Tensors:
+        self.returned[self.index] = list(gradients)
+        if any(of is None for of in self.returned):
+            return [x[self.parts[self.index].own_rows] for x in gradients]
+        dtypes = [x.dtype for x in gradients]
+        rows = [
+            [x.to(self.dtype or x.dtype) for x in of] for of in zip(*self.returned, strict=True)
+        ]
+        own = [give_back(self.parts, x, self.lost)[self.index] for x in rows]
+        return [x.to(dtype) for x, dtype in zip(own, dtypes, strict=True)]
+
+
 def whole(parts: Parts, own: Tensors) -> torch.Tensor:
     """[T, ...] of the own rows of every part; NaN where no part owns a token."""
     out = own[0].new_full((parts.packed.num_tokens, *own[0].shape[1:]), torch.nan)

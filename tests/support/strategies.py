@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from prefixtree import MicroBatch, MicroBatchPlan, PackedForest, PrefixForest, TreeMask
+from prefixtree import MicroBatch, MicroBatchPlan, PackedForest, PrefixForest, TreeMask, pack
+from prefixtree.packing.parts import Parts
 
 Sequences = list[list[int]]
+_KINDS = ("scattered", "runs", "one part", "one token", "chunks")
 
 
 @st.composite
@@ -81,6 +83,31 @@ def random_forest(rng: np.random.Generator, max_nodes: int, max_length: int) -> 
     parents = [int(rng.integers(-1, i)) if rng.random() < 0.9 else -1 for i in range(n)]
     lengths = rng.integers(1, max_length + 1, n)
     return PrefixForest.from_parents(parents, lengths, order=str(rng.choice(["heaviest", "input"])))
+
+
+def random_owner(rng: np.random.Generator, num_tokens: int, num_parts: int, kind: str):
+    """An owner per token: by token, by runs, all one part's, all but one token, or in chunks."""
+    if kind == "scattered":
+        return rng.integers(0, num_parts, num_tokens)
+    if kind == "runs":
+        runs = rng.integers(1, 6, num_tokens)
+        return np.repeat(rng.integers(0, num_parts, num_tokens), runs)[:num_tokens]
+    owner = np.full(num_tokens, rng.integers(num_parts))
+    if kind == "one token":
+        owner[rng.integers(num_tokens)] = rng.integers(num_parts)
+    if kind == "chunks":
+        owner = np.arange(num_tokens) * num_parts // num_tokens
+    return owner
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> Parts:
+    """Forests of any structure, padded or not, divided among 1 to 5 parts in any way."""
+    packed = pack(draw(forests(max_nodes=8)), draw(st.sampled_from([None, 4])))
+    num_parts = draw(st.integers(1, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    owner = random_owner(rng, packed.num_tokens, num_parts, draw(st.sampled_from(_KINDS)))
+    return Parts(packed, owner, num_parts)
 
 
 def subtree_ends(forest: PrefixForest) -> np.ndarray:

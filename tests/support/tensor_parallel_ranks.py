@@ -275,6 +275,10 @@ def _replayed(model: Any) -> Any:
     return sequence_logprobs(model, pack(forest)).logprobs
 
 
+def _in_a_group(model: Any) -> Any:
+    return sequence_logprobs(model, ragged_packed(), group=dist.group.WORLD)
+
+
 # ---- the operator -----------------------------------------------------------------------------
 
 # rows of the two slices
@@ -315,6 +319,9 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         return results
     for name, head in TORCH_HEADS.items():
         results[name] = _tried(_run_torchs, head)
+    for name in ("llama", "experts, EP with FSDP2"):
+        model = _loaded(CASES[name], folder / name)
+        results["in a group", name] = _tried(_in_a_group, model)
     model = _loaded(CASES["llama"], folder / "llama")
     for name, mistake in MISTAKES.items():
         results[name] = _mistaken(model, mistake)

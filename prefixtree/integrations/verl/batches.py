@@ -27,15 +27,16 @@ def sequences_of(data: TensorDict) -> list[np.ndarray]:
     return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
 
 
-def split(data: TensorDict, group: Any) -> list[list[int]]:
+def split(data: TensorDict, group: Any, ranks: int = 1) -> list[list[int]]:
     """Which sequences make up each micro-batch; as many micro-batches on every rank of the group.
 
-    With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens,
-    with a fixed one `micro_batch_size_per_gpu` sequences. Either way sequences that share are
+    With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
+    for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
+    sequences. Either way sequences that share are
     brought together, so that every sequence is in one micro-batch, but not in the order given.
 
     Raises:
-        ValueError: a sequence longer than max_token_len_per_gpu on any rank, or fewer sequences on
+        ValueError: a sequence longer than that on any rank, or fewer sequences on
             one than another needs micro-batches (all ranks raise); a number of sequences that the
             fixed size does not divide.
     """
@@ -49,11 +50,14 @@ def split(data: TensorDict, group: Any) -> list[list[int]]:
             )
         order = leaf_order(PrefixForest.from_sequences(sequences))
         return [order[i : i + size] for i in range(0, len(order), size)]
-    max_tokens = data["max_token_len_per_gpu"]
+    max_tokens = data["max_token_len_per_gpu"] * ranks
     (longest,) = _largest([max(len(s) for s in sequences)], group)
     if longest > max_tokens:
+        budget = f"max_token_len_per_gpu={max_tokens // ranks}"
+        if ranks > 1:
+            budget += f" x {ranks} ranks"
         raise ValueError(
-            f"a sequence has {longest} tokens, more than max_token_len_per_gpu={max_tokens}; raise "
+            f"a sequence has {longest} tokens, more than {budget}; raise "
             "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
         )
     bins = plan_bins(sequences, max_tokens)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.adapters import check_adapters
 from prefixtree.integrations.families import check_checkpointing
-from prefixtree.integrations.model_checks import every_layer_attends
+from prefixtree.integrations.model_checks import every_layer_attends, transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
+from prefixtree.integrations.shares import token_share_of_rank
 from prefixtree.integrations.transformers import prepare, sequence_logprobs
 from prefixtree.integrations.verl.batches import (
     scored_tokens,
@@ -88,7 +90,11 @@ class _PackedEngine(FSDPEngineWithLMHead):
             )
         self._has_trained = False
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
-        check_recompute(self.recompute, self.packs and self.model_output == "log_probs")
+        check_recompute(
+            self.recompute,
+            self.packs and self.model_output == "log_probs",
+            engine_config.ulysses_sequence_parallel_size,
+        )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._work = Work()
         self._flops_counter = FlopsCounter(hf_config)
@@ -113,6 +119,8 @@ class _PackedEngine(FSDPEngineWithLMHead):
 
     def _with_metrics(self, outputs: dict[str, Any], seconds: float, forward_only: bool) -> Any:
         if self.packs:
+            # per GPU, of which ulysses_sequence_parallel_size did this work together
+            seconds *= self.ulysses_sequence_parallel_size
             metrics = work_metrics(self._work, self._flops_counter, seconds, forward_only)
             outputs["metrics"].update(metrics)
         return outputs
@@ -137,7 +145,7 @@ class _PackedEngine(FSDPEngineWithLMHead):
         dist.all_reduce(batch_num_tokens, group=group)
         tu.assign_non_tensor(
             data,
-            sp_size=1,
+            sp_size=self.ulysses_sequence_parallel_size,
             dp_size=self.get_data_parallel_size(),
             batch_num_tokens=batch_num_tokens.item(),
         )
@@ -145,7 +153,7 @@ class _PackedEngine(FSDPEngineWithLMHead):
             data=data, key="return_model_output", default=False
         )
         self._work = Work()
-        indices = split(data, group)
+        indices = split(data, group, self.ulysses_sequence_parallel_size)
         outputs = []
         for step, chosen in enumerate(indices):
             last = step == len(indices) - 1
@@ -224,6 +232,7 @@ class PackedActorEngine(_PackedEngine):
             recompute=self.recompute,
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
+            group=self.ulysses_parallel_group,
         )
         input_ids = micro_batch["input_ids"]
         outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
@@ -275,11 +284,19 @@ class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
         check_adapters(self.module)
         if self.module.training:
             check_checkpointing(self.module, self.model_config.hf_config)
-        with every_layer_attends(self.module, packed):
-            values = self.module(**packed.model_inputs()).logits  # [1, T, 1]
-        if values.shape != (1, packed.num_tokens, 1):
+        inputs, mask = packed.model_inputs(), packed.mask
+        share = None
+        group = self.ulysses_parallel_group
+        if group is not None:
+            find = partial(transformer_of, self.module)
+            share = token_share_of_rank(self.module, packed, group, find)
+            inputs, mask = share.inputs, share.mask
+        with every_layer_attends(self.module, mask):
+            values = self.module(**inputs).logits  # [1, t, 1]
+        if values.shape != (1, mask.num_queries, 1):
             raise UnsupportedError(
                 f"the critic returned {list(values.shape)}, expected one value per "
-                f"token, {[1, packed.num_tokens, 1]}; use a token classifier with one label"
+                f"token, {[1, mask.num_queries, 1]}; use a token classifier with one label"
             )
-        return {"values": to_jagged(packed.unpack(values[0, :, 0]), micro_batch["input_ids"])}
+        values = values[0] if share is None else share.gathered(values[0])
+        return {"values": to_jagged(packed.unpack(values[:, 0]), micro_batch["input_ids"])}

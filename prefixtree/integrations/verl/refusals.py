@@ -14,7 +14,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import LIGER_LAYERS, check_config
+from prefixtree.integrations.families import LIGER_LAYERS, check_config, family_of
 from prefixtree.integrations.recompute.layers import MODES
 
 # of override_config: as in `sequence_logprobs`
@@ -44,9 +44,9 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
     sequence_parallel = engine_config.ulysses_sequence_parallel_size
     for refused, why in (
         (
-            sequence_parallel > 1,
-            f"ulysses_sequence_parallel_size={sequence_parallel}: packed forests are not split "
-            "over ranks yet; set it to 1 (packing lets more context into one GPU)",
+            sequence_parallel > 1 and bool(family_of(hf_config.get_text_config()).rules),
+            f"ulysses_sequence_parallel_size={sequence_parallel}: {hf_config.model_type} has "
+            "recurrent layers, whose states ranks do not hand to one another; set it to 1",
         ),
         (
             model_config.use_fused_kernels,
@@ -83,15 +83,17 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
     check_config(hf_config, training=not engine_config.forward_only)
 
 
-def check_recompute(recompute: Any, is_served: bool) -> None:
+def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1) -> None:
     """Refuses a setting of override_config that nothing would follow.
 
     Args:
         recompute: its value, None where it is not set.
         is_served: whether the engine is a packed actor's or reference's.
+        sequence_parallel: ulysses_sequence_parallel_size.
 
     Raises:
-        UnsupportedError: for a critic, or without attn_implementation="prefixtree".
+        UnsupportedError: for a critic, without attn_implementation="prefixtree", or "auto" with
+            ranks that compute a forest together.
         ValueError: an unknown value.
     """
     if recompute is None:
@@ -104,6 +106,12 @@ def check_recompute(recompute: Any, is_served: bool) -> None:
         )
     if recompute not in (values := ("auto", *MODES)):
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
+    if recompute == "auto" and sequence_parallel > 1:
+        raise UnsupportedError(
+            f"{setting} plans by the free memory of each rank, and with "
+            f"ulysses_sequence_parallel_size={sequence_parallel} ranks must recompute the same "
+            f"layers: set one of {', '.join(map(repr, MODES))}"
+        )
 
 
 def check_batch(data: TensorDict) -> None:

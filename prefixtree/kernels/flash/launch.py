@@ -89,6 +89,8 @@ def refused_features(call: AttentionCall) -> str | None:
         return f"scale must be above 0, and is {call.scale}"
     if call.deterministic:
         return "flash-attn-4 has no deterministic backward with block lists on Hopper"
+    if call.wide:
+        return "its backward rounds dk and dv to q's dtype; those of a part are summed in float32"
     if call.mask.is_subset:
         return "its block lists take q whole, and this mask is for_queries(...)"
     return None

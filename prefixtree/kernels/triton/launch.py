@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.triton import configs
 from prefixtree.kernels.triton.backward import (
     keys_kernel,
@@ -271,9 +271,11 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks."""
+    """-> dq, dk, dv as `Backend` says, contiguous; dsinks."""
     q, k, v, sinks = call.q, call.k, call.v, call.sinks
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq = q.new_empty(q.shape)
+    # the kernels cast their float32 sums to the dtype of these
+    dk, dv = (x.new_empty(x.shape, dtype=gradient_dtype(call)) for x in (k, v))
     if q.shape[0] == 0:
         return dq, dk.zero_(), dv.zero_(), None if sinks is None else torch.zeros_like(sinks)
     problem = Problem.of(call)

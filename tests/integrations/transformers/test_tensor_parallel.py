@@ -82,6 +82,13 @@ def _check(results: Results, name: str, case: Case) -> None:
             assert all(torch.equal(g, first["gradients"][n]) for n, g in found.gradients.items())
 
 
+@pytest.mark.parametrize("name", ["llama", "experts, EP with FSDP2"])
+def test_in_a_group_it_is_refused(results, name):
+    """Ranks of tensor parallelism must not have parts of a forest."""
+    for result in results:
+        assert "is tensor or expert parallel, which is not verified" in result["in a group", name]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(results, name):
     _check(results, name, CASES[name])

@@ -119,6 +119,41 @@ class CpuFSDP(FullyShardedDataParallel):
         super().__init__(*args, **{**kwargs, "sync_module_states": False})
 
 
+# In the place of flash_attention_2, which no CPU has: transformers' function for it, which verl
+# patches to exchange heads among ranks, over a dense kernel.
+VARLEN = "varlen_on_cpu"
+
+
+def _dense_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    query_length: int,
+    *,
+    position_ids: torch.Tensor,
+    softmax_scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Causal attention within the sequences of a row, which begin at position 0; [1, T, H, D]."""
+    sequence = (position_ids[0] == 0).cumsum(0)
+    mask = (sequence[:, None] == sequence[None]).tril()
+    rows = (x.transpose(1, 2) for x in (query, key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(*rows, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _register_varlen() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations import flash_attention
+    from verl.models.transformers import monkey_patch
+
+    AttentionInterface.register(VARLEN, flash_attention.flash_attention_forward)
+    AttentionMaskInterface.register(VARLEN, lambda *args, **kwargs: None)
+    monkey_patch._flash_attention_forward = _dense_varlen
+
+
 def _unpinned(policy: Any, pin_memory: bool) -> Any:
     return policy(pin_memory=False)
 
@@ -135,6 +170,7 @@ def register_engines() -> None:
 
     if ("cpu", "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:
         return
+    _register_varlen()
     # verl pins what a reference offloads; without an accelerator there is nothing to pin for
     transformer_impl.CPUOffloadPolicy = partial(_unpinned, transformer_impl.CPUOffloadPolicy)
     transformer_impl.FSDP = CpuFSDP

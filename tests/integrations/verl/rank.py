@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,6 +48,30 @@ def steps(rank: int) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def counted_exchanges() -> Iterator[Counter[str]]:
+    """How often verl's engine exchanged heads among ranks, and ours borrowed keys."""
+    from verl.models.transformers import monkey_patch
+
+    from prefixtree.parallel.ranks import RankExchange
+
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    heads = monkey_patch.gather_heads_scatter_seq
+    with (
+        patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
+        patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
+    ):
+        yield calls
+
+
 def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     """Runs all cases on this rank."""
     torch.set_num_threads(1)
@@ -61,15 +89,17 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.runs import CASES, HYBRID_CASES, run
+    from tests.integrations.verl.runs import CASES, HYBRID_CASES, SEQUENCE_PARALLEL_CASES, run
 
     register_engines()
-    cases = CASES | HYBRID_CASES
+    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         for vendor in ("stock", "prefixtree"):
             try:
-                results[name, vendor] = run(vendor, folder, cases[name], rank, world)
+                with counted_exchanges() as calls:
+                    results[name, vendor] = run(vendor, folder, cases[name], rank, world)
+                results[name, vendor]["exchanges"] = dict(calls)
             except Exception:
                 results[name, vendor] = traceback.format_exc()
     # in one go: others wait for the name

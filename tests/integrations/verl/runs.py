@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -45,6 +46,7 @@ from verl.workers.utils.padding import (
     response_to_nested,
 )
 
+from tests.integrations.verl.cpu_platform import VARLEN
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
 
@@ -212,6 +214,25 @@ CASES: dict[str, Settings] = {
     ),
     "ppo, experts": Settings(algorithm="ppo", model="qwen3_moe", tokens=None, size=4),
 }
+_TWO_RANKS = {"ulysses_sequence_parallel_size": 2}
+# on four ranks, two of which have the same data and compute each forest together
+SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
+    "grpo, two ranks a forest": Settings(model="qwen3_moe", engine=_TWO_RANKS, tokens=30),
+    "grpo, two ranks a forest, lora": Settings(
+        model_options={"lora_rank": 4, "lora_alpha": 8},
+        lr=1.0,
+        engine={**_TWO_RANKS, "pad_to_length": True, "pad_to_length_bucket": 32},
+        tokens=10000,
+        same_steps=True,
+    ),
+    "ppo, two ranks a forest": Settings(algorithm="ppo", engine=_TWO_RANKS, tokens=None),
+    "ppo, two ranks a forest, fsdp1": Settings(
+        algorithm="ppo",
+        model="qwen3_tied",
+        engine={**_TWO_RANKS, "strategy": "fsdp"},
+        checkpointing=False,
+    ),
+}
 # models with recurrent layers, of a newer transformers than verl asks for
 HYBRID_CASES: dict[str, Settings] = {
     "grpo, nemotron_h": Settings(model="nemotron_h"),
@@ -260,13 +281,16 @@ def worker_config(
 ) -> TrainingWorkerConfig:
     """verl's configuration of one worker, for an engine of "stock" or "prefixtree"."""
     packs = vendor == "prefixtree"
+    ranks = settings.engine.get("ulysses_sequence_parallel_size", 1)
+    stock = "sdpa" if ranks == 1 else VARLEN
     model_config = HFModelConfig(
         path=str(path),
         **{
             "external_lib": "prefixtree.integrations.verl" if packs else None,
-            "override_config": {"attn_implementation": "prefixtree" if packs else "sdpa"},
+            "override_config": {"attn_implementation": "prefixtree" if packs else stock},
             "enable_gradient_checkpointing": settings.checkpointing,
-            "use_remove_padding": packs,  # verl's own needs flash-attn for it
+            # verl's own needs flash-attn for it, or what stands for it among several ranks
+            "use_remove_padding": packs or ranks > 1,
             **settings.model_options,
         },
     )
@@ -310,6 +334,8 @@ def make_worker(vendor: str, *args: Any, **kwargs: Any) -> TrainingWorker:
     is_first = worker.engine_config.strategy == "fsdp"
     kind = FullyShardedDataParallel if is_first else FSDPModule
     assert isinstance(worker.engine.module, kind), type(worker.engine.module)
+    if (together := worker.engine.ulysses_sequence_parallel_size) > 1:
+        assert dist.get_world_size(worker.engine.ulysses_parallel_group) == together
     adapted = [n for n, _ in worker.engine.module.named_parameters() if "lora_" in n]
     assert bool(adapted) == (worker.model_config.lora_rank > 0)
     return worker
@@ -358,6 +384,9 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
         "parameters": {role: {name: tensor}}, "start": the same before the updates}
     """
     path = folder / settings.model
+    together = settings.engine.get("ulysses_sequence_parallel_size", 1)
+    # as verl's dispatch has it
+    rank, world = rank // together, world // together
     shared = settings.even or rank < world - 1
     rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
     count = len(rows["uid"])
@@ -400,36 +429,51 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
             seed=3,
             dataloader_kwargs={"shuffle": False},
         )
-        out = tu.get(worker.train_mini_batch(data), "metrics")
+        trained = of_collecting_rank(worker, worker.train_mini_batch(data))
+        out = tu.get(trained, "metrics")
         metrics |= {f"{role}: {name}": value for name, value in out.items()}
     end = {role: parameters(worker) for role, worker in roles.items()}
     return {"infer": infer, "metrics": metrics, "parameters": end, "start": start}
 
 
-def run_ranks(folder: Path, names: list[str]) -> list[dict[Any, Any]]:
-    """What each of two ranks computed (`rank.py`), all named cases with both engines."""
+def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
+    """What a call gave to that one of the ranks with the same data whose output verl collects.
+
+    verl's dispatch gives what it collected to all of them with the next batch.
+    """
+    together = worker.engine.ulysses_sequence_parallel_size
+    if together == 1:
+        return output
+    assert (output is not None) == (dist.get_rank() % together == 0)
+    outputs = [None] * dist.get_world_size()
+    dist.all_gather_object(outputs, output)
+    return outputs[dist.get_rank() // together * together]
+
+
+def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, Any]]:
+    """What each rank computed (`rank.py`), all named cases with both engines."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.integrations.verl.rank"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(folder), *names],
+            [*command, str(rank), str(ranks), str(folder), *names],
             cwd=Path(__file__).parents[3],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     logs = [process.communicate(timeout=500)[0] for process in processes]
     for process, log in zip(processes, logs, strict=True):
         assert process.returncode == 0, log[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def _infer(worker: TrainingWorker, rows: dict[str, list[Any]], **extra: Any) -> dict[str, Any]:
     data = batch_of(rows, compute_loss=False, **extra)
-    out = worker.infer_batch(data)
+    out = of_collecting_rank(worker, worker.infer_batch(data))
     names = [n for n in ("log_probs", "entropy", "values") if n in out]
     mask = jagged(rows["response_mask"])
     return {n: [t.clone() for t in response_from_nested(out[n], mask).unbind()] for n in names}

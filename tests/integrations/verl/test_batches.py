@@ -145,3 +145,12 @@ def test_everything_is_scored_otherwise() -> None:
     everything(other)
     tu.assign_non_tensor(other, return_model_output=False)
     everything(other)
+
+
+def test_ranks_that_compute_a_forest_together_share_a_budget() -> None:
+    rows = rollouts(10, groups=4, size=4)
+    data = batch_of(rows, max_token_len_per_gpu=30)
+    assert split(data, None, 2) == split(batch_of(rows, max_token_len_per_gpu=60), None)
+    short = batch_of(rows, max_token_len_per_gpu=8)
+    with pytest.raises(ValueError, match="more than max_token_len_per_gpu=8 x 2 ranks; raise"):
+        split(short, None, 2)

@@ -102,6 +102,17 @@ SOURCES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "engine.py",
     ),
     "FSDPEngine._build_fsdp_module": (FSDPEngine._build_fsdp_module, "8e510619444b", "engine.py"),
+    "FSDPEngine._init_device_mesh": (FSDPEngine._init_device_mesh, "8423b3568186", "engine.py"),
+    "FSDPEngine.get_data_parallel_group": (
+        FSDPEngine.get_data_parallel_group,
+        "4910dd51d20b",
+        "engine.py",
+    ),
+    "FSDPEngine.is_mp_src_rank_with_outputs": (
+        FSDPEngine.is_mp_src_rank_with_outputs,
+        "5f5f4ce39c00",
+        "engine.py",
+    ),
     "EngineRegistry.get_engine_cls": (EngineRegistry.get_engine_cls, "7eb4fb33e468", "engine.py"),
     "postprocess_batch_func": (engine_utils.postprocess_batch_func, "f466530f3236", "engine.py"),
     "restore_dynamic_batch": (seqlen_balancing.restore_dynamic_batch, "7e60692a3e9f", "engine.py"),
@@ -332,6 +343,8 @@ def test_engines_have_the_attributes_that_are_read() -> None:
         "self.device_mesh",
         "self.model_config",
         "self.engine_config",
+        "self.ulysses_sequence_parallel_size",
+        "self.ulysses_parallel_group",
     ):
         assert name in source, f"verl {verl.__version__}: FSDPEngine has no {name}"
 

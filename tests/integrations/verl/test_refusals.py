@@ -26,7 +26,6 @@ COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
 @pytest.mark.parametrize(
     ("part", "option", "message"),
     [
-        ("engine", {"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size=2"),
         ("model_options", {"use_fused_kernels": True}, "use_fused_kernels=True"),
         ("model_options", {"enable_activation_offload": True}, "enable_activation_offload=True"),
         ("model_options", {"mtp": MtpConfig(enable=True)}, "mtp.enable=True"),
@@ -61,6 +60,22 @@ def test_ligers_layers_where_they_are_verified(models: Path) -> None:
     model_config.hf_config.model_type = "olmoe"
     with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of olmoe"):
         refusals.check_settings(model_config, engine_config)
+
+
+def test_ranks_that_compute_a_forest_together(models: Path) -> None:
+    """Recurrent layers are refused, and plans by each rank's memory."""
+    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
+    model_config, engine_config = worker.model_config, worker.engine_config
+    object.__setattr__(engine_config, "ulysses_sequence_parallel_size", 2)  # frozen
+    refusals.check_settings(model_config, engine_config)
+    model_config.hf_config.model_type = "qwen3_next"
+    message = "ulysses_sequence_parallel_size=2: qwen3_next has recurrent layers"
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.check_settings(model_config, engine_config)
+    refusals.check_recompute("all", True, 2)
+    refusals.check_recompute("auto", True, 1)
+    with pytest.raises(UnsupportedError, match="'auto' plans by the free memory of each rank"):
+        refusals.check_recompute("auto", True, 2)
 
 
 def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:

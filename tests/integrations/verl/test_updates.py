@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 
 from tests.integrations.verl.compare import check_same
-from tests.integrations.verl.runs import CASES, run, run_ranks
+from tests.integrations.verl.runs import CASES, SEQUENCE_PARALLEL_CASES, run, run_ranks
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     """What two ranks computed, all cases with both engines."""
     return run_ranks(models, list(CASES))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
+    """What four ranks computed, verl's engine by Ulysses and ours by parts of forests."""
+    return run_ranks(models, list(SEQUENCE_PARALLEL_CASES), 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,6 +43,19 @@ def test_two_ranks(
     for rank, results in enumerate(two_ranks):
         differences = check_same(results[name, "stock"], results[name, "prefixtree"], CASES[name])
         record_property(f"differences of rank {rank}", differences)
+
+
+@pytest.mark.parametrize("name", SEQUENCE_PARALLEL_CASES)
+def test_two_ranks_with_the_same_data(
+    name: str, four_ranks: list[dict[tuple[str, str], Any]], record_property: Callable[..., None]
+) -> None:
+    settings = SEQUENCE_PARALLEL_CASES[name]
+    for rank, results in enumerate(four_ranks):
+        assert results[name, "stock"]["exchanges"].keys() == {"heads"}
+        assert results[name, "prefixtree"]["exchanges"].keys() == {"keys"}
+        differences = check_same(results[name, "stock"], results[name, "prefixtree"], settings)
+        record_property(f"differences of rank {rank}", differences)
+        print("DIFF", name, rank, {k: f"{v:.1e}" for k, v in differences.items()})
 
 
 def test_ranks_agree_on_their_micro_batches(two_ranks: list[dict[Any, Any]]) -> None:

@@ -20,7 +20,14 @@ from prefixtree.kernels.choice import choose
 from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.kernels.triton import configs, launch
 from tests.conftest import Poison
-from tests.support.attention_checks import Case, assert_as_promised, assert_numerics, ours, run
+from tests.support.attention_checks import (
+    Case,
+    assert_as_promised,
+    assert_numerics,
+    assert_wide_gradients_are_narrow_ones_before_the_cast,
+    ours,
+    run,
+)
 from tests.support.strategies import (
     ancestors_or_self,
     forests,
@@ -368,6 +375,18 @@ def test_deterministic_is_bitwise_repeatable(monkeypatch: pytest.MonkeyPatch) ->
             assert torch.equal(value, want[name]), name
 
 
+@pytest.mark.parametrize("tiles", ["descriptors", "dK and dV apart", "nothing is cut"])
+def test_wide_gradients_are_those_before_the_cast(
+    tiles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut and uncut key tiles, in the half precision that the interpreter computes right."""
+    use(monkeypatch, tiles)
+    mask = mask_for(FOREST).with_options(deterministic=True)
+    for of_part in (mask, mask.for_queries([(3, 22), (40, 80)])):
+        case = Case.random(of_part, (4, 2), (16, 16), torch.float16, **FEATURES["all"])
+        assert_wide_gradients_are_narrow_ones_before_the_cast(case.to(DEVICE), of_part, "triton")
+
+
 @pytest.mark.parametrize("sinks, dlse", [(False, False), (True, True)])
 def test_opcheck(sinks: bool, dlse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "descriptors")
@@ -375,7 +394,7 @@ def test_opcheck(sinks: bool, dlse: bool, monkeypatch: pytest.MonkeyPatch) -> No
     case = Case.random(mask, (4, 2), (8, 8), DTYPES[1]).to(DEVICE)
     inputs = [x.requires_grad_() for x in (case.q, case.k, case.v)]
     sink = torch.randn(4, device=DEVICE, requires_grad=True) if sinks else None
-    arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", dlse)
+    arguments = (*inputs, sink, mask.handle, 0.3, 0, 0.0, False, "triton", False, dlse)
     torch.library.opcheck(operator.TREE_ATTENTION, arguments)
 
 

@@ -1,0 +1,142 @@
+"""What a call of `sequence_logprobs` scores: the distinct pairs of an edge and a temperature.
+
+Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.integrations.scoring_lm_head import Units
+from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.transfers import move
+
+# logits up to 3e8 divided by it are finite in float32
+_LEAST_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True)
+class ScoredUnits:
+    """The distinct (edge, temperature) pairs, on the host.
+
+    Attributes:
+        predictor, token: int64 [U], the packed tokens of each unit's edge.
+        temperature: float32 [U].
+        of_copies: int32 [R - S], the unit of each token of every sequence but its first; -1 where
+            it is not scored.
+        lengths: n - 1 of each sequence.
+    """
+
+    predictor: np.ndarray
+    token: np.ndarray
+    temperature: np.ndarray
+    of_copies: np.ndarray
+    lengths: list[int]
+
+    @property
+    def count(self) -> int:
+        """U."""
+        return len(self.token)
+
+
+def find_units(
+    packed: PackedForest, temperature: float | Sequence[float], loss_mask: Sequence[Any] | None
+) -> ScoredUnits:
+    """Finds what is scored; arguments as in `sequence_logprobs`.
+
+    Raises:
+        TypeError, ValueError, ForestError: as in `sequence_logprobs`.
+    """
+    forest = packed.forest
+    temperatures = _temperatures(temperature, forest.num_sequences)
+    lengths = forest.sequence_lengths
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    everything = np.empty(0, np.uint8)
+    selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
+    predictor = packed.mask.host.predictor
+    unit_of_copy = np.full(offsets[-1], -1, np.int32)
+    tokens, unit_temperature, count = [], [], 0
+    for value in np.unique(temperatures):
+        sequences = np.flatnonzero(temperatures == value)
+        index, _ = packed.copy_index(sequences, selected)
+        scored = np.zeros(packed.num_tokens, bool)
+        scored[index] = True
+        token = np.flatnonzero(scored & (predictor >= 0))
+        unit_of_token = np.full(packed.num_tokens, -1, np.int32)
+        unit_of_token[token] = count + np.arange(len(token))
+        # where the group's tokens stand among all replicated ones
+        each = lengths[sequences]
+        place = np.repeat(offsets[sequences] - (np.cumsum(each) - each), each)
+        place += np.arange(len(place))
+        if loss_mask is not None:
+            place = place[selected[place] != 0]
+        unit_of_copy[place] = unit_of_token[index]
+        tokens.append(token)
+        unit_temperature.append(np.full(len(token), value, np.float32))
+        count += len(token)
+    token = np.concatenate(tokens)
+    return ScoredUnits(
+        predictor[token].astype(np.int64),
+        token,
+        np.concatenate(unit_temperature),
+        np.delete(unit_of_copy, offsets[:-1]),
+        (lengths - 1).tolist(),
+    )
+
+
+def units_on_device(
+    packed: PackedForest, found: ScoredUnits, which: np.ndarray | None, rows: np.ndarray
+) -> Units:
+    """Moves units to the device, in two copies: the integers and the temperatures.
+
+    Args:
+        packed: the packed forest.
+        found: all its units.
+        which: int64 [*], the units to move. Default: all.
+        rows: int64 [*], for each of these the row of the model's output that scores it.
+    """
+    device = packed.device
+    token = found.token if which is None else found.token[which]
+    temperature = found.temperature if which is None else found.temperature[which]
+    predictors, row = np.unique(rows, return_inverse=True)
+    both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
+    predictor_ids, token_ids = both.split([len(predictors), len(token)])
+    return Units(
+        predictors=predictor_ids,
+        to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
+        target=packed.model_inputs()["input_ids"][0, token_ids],
+        temperature=move(torch.from_numpy(temperature), device),
+    )
+
+
+def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
+    values = _as_numbers(temperature)
+    if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
+        raise ValueError(
+            f"temperature must be one number or one per sequence ({count}), got shape "
+            f"{list(values.shape)}"
+        )
+    if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
+        raise ValueError(
+            f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
+            f"divided by them overflow float32), got {temperature}"
+        )
+    return np.broadcast_to(values, count)
+
+
+def _as_numbers(temperature: Any) -> np.ndarray:
+    """The temperature as float64, rounded to float32, in which the logits are divided."""
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.tolist()
+    with suppress(TypeError, ValueError):
+        # numpy takes truth values and the digits of a string for numbers
+        if np.asarray(temperature).dtype.kind not in "bcSU":
+            return np.asarray(temperature, np.float32).astype(np.float64)
+    raise TypeError(f"temperature must be a number or one number per sequence, got {temperature!r}")

@@ -1,0 +1,177 @@
+"""Attention of a forest whose tokens are divided among ranks, each of which computes some heads.
+
+Ranks exchange tokens for heads before the attention, and heads for tokens after it (DeepSpeed
+Ulysses, arXiv 2309.14509). Every query moves, where the exchange of `parallel.ranks` moves borrowed
+keys alone. Attention is balanced whatever the forest. Legend: T packed tokens, t own tokens, n
+ranks, H query heads, Hk kv heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.kernels.attention import checked_call
+from prefixtree.kernels.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.packing.parts import Parts
+from prefixtree.packing.transfers import move
+from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.ranks import all_to_all, arrival
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
+    """Says why heads cannot be divided among ranks; None where they can.
+
+    A kv head goes to several ranks where there are more ranks than kv heads.
+    """
+    if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return None
+    return (
+        f"{heads} query heads and {kv_heads} kv heads do not divide among {ranks} ranks: expected "
+        "a number of ranks that divides the query heads, and divides or is a multiple of the kv "
+        'heads; take another size of the group, or group_mode="parts"'
+    )
+
+
+class HeadsMask(DividedMask):
+    """Every rank computes some heads of all tokens.
+
+    Args:
+        parts: the forest divided among the ranks of the group.
+        index: this rank's place in the group.
+        group: the process group.
+    """
+
+    def __init__(self, parts: Parts, index: int, group: ProcessGroup) -> None:
+        super().__init__(parts[index])
+        packed = parts.packed
+        self.whole = packed.mask
+        self.exchange = _TokensForHeads(parts.owner, len(parts), index, group, packed.device)
+
+    @torch._disable_dynamo
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        return _attend(self, query, key, value, **options)
+
+
+class _TokensForHeads:
+    """The exchange between ranks that hold all heads of their tokens and ranks that hold some heads
+    of all tokens."""
+
+    def __init__(
+        self,
+        owner: np.ndarray,
+        ranks: int,
+        index: int,
+        group: ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.ranks, self.index, self._group = ranks, index, group
+        row, self._counts = arrival(owner, ranks)
+        both = move(torch.from_numpy(np.concatenate([row, np.argsort(row)])), device)
+        # the row at which each packed token arrives, and the token of each such row
+        self._row, self._token = both.split(len(row))
+
+    def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[t, n h, d] each, of one dtype -> [T, h, d] of this rank's heads, in packed order."""
+        shapes = [(x.shape[1] // self.ranks, x.shape[2]) for x in rows]
+        own = self._counts[self.index]
+        sent = torch.cat([x.reshape(own, self.ranks, -1).transpose(0, 1) for x in rows], 2)
+        got = all_to_all(sent.flatten(0, 1), [own] * self.ranks, self._counts, self._group)
+        pieces = got.index_select(0, self._row).split([h * d for h, d in shapes], 1)
+        return [x.unflatten(1, shape) for x, shape in zip(pieces, shapes, strict=True)]
+
+    def to_tokens(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The reverse: [T, h, d] each, of one dtype -> [t, n h, d]."""
+        shapes = [x.shape[1:] for x in heads]
+        sent = torch.cat([x.flatten(1) for x in heads], 1).index_select(0, self._token)
+        own = self._counts[self.index]
+        got = all_to_all(sent, self._counts, [own] * self.ranks, self._group)
+        pieces = got.unflatten(0, (self.ranks, own)).split([h * d for h, d in shapes], 2)
+        return [
+            x.transpose(0, 1).reshape(own, self.ranks * h, d)
+            for x, (h, d) in zip(pieces, shapes, strict=True)
+        ]
+
+
+def _attend(
+    mask: HeadsMask,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    ranks, heads, kv_heads = mask.exchange.ranks, query.shape[1], key.shape[1]
+    options = checked_call(
+        query, key, value, mask.mask, scale, window, softcap, sinks, None, None, part=True
+    )
+    if (problem := heads_problem(heads, kv_heads, ranks)) is not None:
+        raise ValueError(problem)
+    # a kv head that several ranks have gets its gradient from all of them
+    wide = ranks > kv_heads
+    out: torch.Tensor = _HeadsAttention.apply(query, key, value, sinks, mask, (*options, wide))
+    return out
+
+
+class _HeadsAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        mask: HeadsMask,
+        options: tuple[Any, ...],
+    ) -> torch.Tensor:
+        exchange, handle = mask.exchange, mask.whole.handle
+        ctx.copies = max(1, exchange.ranks // key.shape[1])
+        if ctx.copies > 1:
+            key, value = (x.repeat_interleave(ctx.copies, 1) for x in (key, value))
+        rows = exchange.to_heads([query, key, value])
+        own_sinks = None if sinks is None else sinks.chunk(exchange.ranks)[exchange.index]
+        out, lse = TREE_ATTENTION(*rows, own_sinks, handle, *options, False)
+        ctx.save_for_backward(*rows, own_sinks, out, lse, handle)
+        ctx.exchange, ctx.options = exchange, options
+        return exchange.to_tokens([out])[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        *rows, sinks, out, lse, handle = ctx.saved_tensors
+        exchange, dtype = ctx.exchange, dout.dtype
+        (dout,) = exchange.to_heads([dout])
+        dq, dk, dv, *dsinks = TREE_ATTENTION_BACKWARD(
+            dout, None, *rows, sinks, out, lse, handle, *ctx.options
+        )
+        if ctx.copies == 1:
+            dq, dk, dv = exchange.to_tokens([dq, dk, dv])
+        else:
+            (dq,) = exchange.to_tokens([dq])
+            dk, dv = (
+                x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype)
+                for x in exchange.to_tokens([dk, dv])
+            )
+        dsink = None
+        if sinks is not None:
+            dsink = sinks.new_zeros(exchange.ranks, len(sinks))
+            dsink[exchange.index] = dsinks[0]
+            dsink = dsink.flatten()
+        return dq, dk, dv, dsink, None, None

@@ -1,0 +1,151 @@
+"""Calls of `sequence_logprobs(group=)` that every rank of a group of two refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support.models import build, pack_sequences, ragged_sequences
+
+
+def scored(rank: int, group: Any, family: str = "llama", **changes: Any) -> Any:
+    """Scores the same forest on every rank, but for the changes."""
+    model = changes.pop("model", None) or build(family)
+    sequences = changes.pop("sequences", ragged_sequences())
+    packed = changes.pop("packed", None) or pack_sequences(sequences)
+    return sequence_logprobs(model, packed, group=group, **changes)
+
+
+def _other_order(rank: int, group: Any) -> Any:
+    sequences = ragged_sequences()
+    return scored(rank, group, sequences=sequences[::-1] if rank else sequences)
+
+
+def _other_tokens(rank: int, group: Any) -> Any:
+    return scored(rank, group, sequences=ragged_sequences(rank))
+
+
+def _other_mask(rank: int, group: Any) -> Any:
+    masks = [np.ones(len(s)) for s in ragged_sequences()]
+    masks[10][3:] = 1 - rank  # nobody shares these tokens
+    return scored(rank, group, loss_mask=masks)
+
+
+def _other_temperature(rank: int, group: Any) -> Any:
+    return scored(rank, group, temperature=1.0 + rank)
+
+
+def _other_mode(rank: int, group: Any) -> Any:
+    return scored(rank, group, recompute=("all", "nothing")[rank])
+
+
+def _other_gradient_mode(rank: int, group: Any) -> Any:
+    with torch.set_grad_enabled(rank == 0):
+        return scored(rank, group)
+
+
+def _other_group_mode(rank: int, group: Any) -> Any:
+    return scored(rank, group, group_mode=("parts", "heads")[rank])
+
+
+def _unknown_group_mode(rank: int, group: Any) -> Any:
+    return scored(rank, group, group_mode="ring")
+
+
+def _unknown_statistics(rank: int, group: Any) -> Any:
+    return scored(rank, group, return_statistics=("mode",) if rank else ())
+
+
+def _odd_heads(rank: int, group: Any) -> Any:
+    model = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
+    return scored(rank, group, model=model, group_mode="heads")
+
+
+def _one_raises(rank: int, group: Any) -> Any:
+    return scored(rank, group, temperature=-1.0 if rank else 1.0)
+
+
+def _recurrent(rank: int, group: Any) -> Any:
+    return scored(rank, group, "qwen3_5")
+
+
+def _auto(rank: int, group: Any) -> Any:
+    return scored(rank, group, recompute="auto")
+
+
+def _flash(rank: int, group: Any) -> Any:
+    packed = pack_sequences(ragged_sequences()).with_options(backend="flash")
+    return scored(rank, group, packed=packed)
+
+
+def _torchs_tensor_parallel(rank: int, group: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    plan = {"model.layers.0.mlp.up_proj": ColwiseParallel()}
+    model = parallelize_module(build("llama"), init_device_mesh("cpu", (2,)), plan)
+    return scored(rank, group, model=model)
+
+
+def _deepspeed(rank: int, group: Any) -> Any:
+    engine = type("DeepSpeedEngine", (nn.Sequential,), {"__module__": "deepspeed.runtime.engine"})
+    return scored(rank, group, model=engine(build("llama")))
+
+
+def _zero3(rank: int, group: Any) -> Any:
+    model = build("llama")
+    model.lm_head.weight.ds_id = 0
+    return scored(rank, group, model=model)
+
+
+def _hooked(rank: int, group: Any) -> Any:
+    model = build("llama")
+    # as transformers marks the modules of its plans
+    model.model.layers[0].mlp.up_proj._is_hooked = True
+    return scored(rank, group, model=model)
+
+
+def _mesh(rank: int, group: Any) -> Any:
+    return scored(rank, init_device_mesh("cpu", (2,)))
+
+
+def _not_a_member(rank: int, group: Any) -> Any:
+    return scored(rank, dist.new_group([0]))
+
+
+BAD: dict[str, Callable[[int, Any], Any]] = {
+    "other order": _other_order,
+    "other tokens": _other_tokens,
+    "other mask": _other_mask,
+    "other temperature": _other_temperature,
+    "other recompute": _other_mode,
+    "other gradient mode": _other_gradient_mode,
+    "other group_mode": _other_group_mode,
+    "unknown group_mode": _unknown_group_mode,
+    "unknown statistics": _unknown_statistics,
+    "odd heads": _odd_heads,
+    "one raises": _one_raises,
+    "recurrent": _recurrent,
+    "auto": _auto,
+    "flash": _flash,
+    "DeepSpeed": _deepspeed,
+    "ZeRO-3": _zero3,
+    "DTensor": _torchs_tensor_parallel,
+    "plan": _hooked,
+    "mesh": _mesh,
+    "not a member": _not_a_member,
+}
+
+
+def message_of(call: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "computed"

@@ -1,0 +1,417 @@
+"""One rank of test_groups.py: forests that the ranks of a group compute together."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import prefixtree as pt
+from prefixtree.integrations import shares
+from prefixtree.integrations.recompute.layers import MODES
+from prefixtree.integrations.recompute.plan import RecomputePlan
+from prefixtree.integrations.shares import token_share_of_rank
+from prefixtree.packing.parts import Parts
+from prefixtree.packing.split import split_tokens
+from prefixtree.parallel import heads
+from prefixtree.parallel import ranks as exchange_of_ranks
+from prefixtree.parallel.attention import PartMask
+from tests.support import distributed_ranks
+from tests.support.distributed_ranks import whole, wrap
+from tests.support.group_bad_calls import BAD, message_of, scored
+from tests.support.models import (
+    Objective,
+    build,
+    enable_checkpointing,
+    gradients,
+    make_objective,
+    pack_sequences,
+    ragged_sequences,
+    run_packed,
+)
+from tests.support.spawn import ROOT
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is run.
+
+    Attributes:
+        family: of `models.build`.
+        wrapper: "ddp", "fsdp1", "fsdp2", or "" where gradients are averaged by hand.
+        checkpointing: "reentrant" or "not reentrant" checkpointing of every layer.
+        recompute: as `sequence_logprobs` takes it.
+        lora, double, compiled, half: adapters, float64 parameters, compiled layers, FSDP2's mixed
+            precision with bfloat16 parameters.
+        forest: a key of FORESTS.
+        group_mode: as `sequence_logprobs` takes it.
+        scattered: each token belongs to any rank, so that ranks borrow from one another.
+        changes: of the model's configuration.
+    """
+
+    family: str = "qwen3"
+    wrapper: str = ""
+    checkpointing: str = ""
+    recompute: str | RecomputePlan | None = None
+    lora: bool = False
+    double: bool = False
+    compiled: bool = False
+    half: bool = False
+    forest: str = "ragged"
+    group_mode: str = "parts"
+    scattered: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def model(self) -> Any:
+        """The model before it is wrapped."""
+        model = build(self.family, **dict(self.changes))
+        if self.lora:
+            model = distributed_ranks.Case("", self.family, lora=True).model()
+        if self.checkpointing:
+            enable_checkpointing(model, self.checkpointing == "reentrant")
+        return model.double() if self.double else model
+
+
+# on two ranks
+CASES: dict[str, Case] = {
+    "float64": Case(double=True),
+    "windows, softcap": Case("gemma2"),
+    "windows, softcap, checkpointing": Case("gemma2", "ddp", "not reentrant"),
+    "reentrant checkpointing": Case("llama", "", "reentrant"),
+    "sinks": Case("gpt_oss", recompute="all_but_attention"),
+    "MLA": Case("deepseek_v3", recompute="all"),
+    "experts, DDP": Case("qwen3_moe", "ddp"),
+    "adapters, DDP": Case(wrapper="ddp", lora=True),
+    "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
+    "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
+    "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
+    "scattered, sinks": Case("gpt_oss", compiled=True, recompute="all", scattered=True),
+    "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
+    "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0)),
+    "FSDP2, checkpointing": Case("gemma2", "fsdp2", "not reentrant"),
+    "FSDP1, checkpointing": Case("gpt_oss", "fsdp1", "not reentrant"),
+    "shared keys": Case("gemma3n_text", "", "not reentrant"),
+    "compiled layers": Case("gemma2", compiled=True, recompute="all"),
+    "one scores nothing": Case(wrapper="ddp", forest="one scores nothing"),
+    "one token": Case(wrapper="fsdp2", forest="one token"),
+    "heads, windows, checkpointing": Case("gemma2", "ddp", "not reentrant", group_mode="heads"),
+    "heads, sinks, FSDP2": Case("gpt_oss", "fsdp2", recompute="all", group_mode="heads"),
+    "heads, MLA, compiled layers": Case(
+        "deepseek_v3", compiled=True, recompute="all_but_attention", group_mode="heads"
+    ),
+    "heads, adapters": Case(wrapper="ddp", lora=True, group_mode="heads"),
+    "heads, one token": Case(forest="one token", group_mode="heads"),
+    "trees apart": Case(forest="trees apart"),
+}
+HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
+# on four: one group, and two groups with forests of their own
+WIDE_CASES: dict[str, Case] = {
+    "float64": Case(double=True, recompute="all"),
+    "more ranks than tokens": Case(wrapper="ddp", forest="one token"),
+    "scattered, groups, FSDP2": Case("deepseek_v3", "fsdp2", forest="groups", scattered=True),
+    "scattered": Case("gpt_oss", scattered=True),
+    # two kv heads: each is two ranks'
+    "heads, float64": Case(double=True, recompute="all", group_mode="heads"),
+    "heads, sinks": Case("gpt_oss", group_mode="heads"),
+    "heads, groups, FSDP2, experts": Case(
+        "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads"
+    ),
+    "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups"),
+    "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups"),
+    "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
+}
+
+
+def _ragged(seed: int) -> Objective:
+    return make_objective(ragged_sequences(seed), seed)
+
+
+def _masked(objective: Objective, first: int) -> Objective:
+    """Nothing is scored after the first tokens of each sequence."""
+    masks = [np.arange(len(s)) < first for s in objective.sequences]
+    return replace(objective, loss_masks=masks)
+
+
+def _apart() -> Objective:
+    rng = np.random.default_rng(5)
+    return make_objective([rng.integers(3, 90, 16) for _ in range(2)], plain=True)
+
+
+# of the ranks with the same place along data parallelism
+FORESTS: dict[str, Callable[[int], Objective]] = {
+    "ragged": lambda place: _ragged(0),
+    "groups": lambda place: _ragged(place + 1),
+    # one rank has all of these
+    "one scores nothing": lambda place: _masked(_ragged(0), 3),
+    "one token": lambda place: make_objective([np.array([7])], plain=True),
+    "trees apart": lambda place: _apart(),
+}
+
+
+def objective_of(case: Case, place: int = 0) -> Objective:
+    """What a group trains on."""
+    objective = FORESTS[case.forest](place)
+    if case.double:
+        objective = replace(objective, weights=[w.double() for w in objective.weights])
+    return objective
+
+
+def num_groups(case: Case) -> int:
+    """Groups with forests of their own."""
+    return 2 if case.forest == "groups" else 1
+
+
+@contextmanager
+def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
+    """Notes own rows, and the rows that come to them, of each exchange in a forward."""
+    borrowing = exchange_of_ranks.RankExchange.borrow
+    exchanging = heads._TokensForHeads.to_heads
+
+    def borrow(self: Any, *own: torch.Tensor) -> Any:
+        key, value = borrowing(self, *own)
+        calls.append((len(own[0]), len(key) - len(own[0])))
+        return key, value
+
+    def to_heads(self: Any, rows: Any) -> Any:
+        found = exchanging(self, rows)
+        if len(rows) == 3:
+            calls.append((len(rows[0]), len(found[0]) - len(rows[0])))
+        return found
+
+    with (
+        patch.object(exchange_of_ranks.RankExchange, "borrow", borrow),
+        patch.object(heads._TokensForHeads, "to_heads", to_heads),
+    ):
+        yield
+
+
+def _scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
+    """In the place of `split_tokens`."""
+    return Parts(packed, np.random.default_rng(1).integers(0, ranks, packed.num_tokens), ranks)
+
+
+def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str, Any]:
+    """Scores of the rank's forest, and gradients averaged over all ranks."""
+    place = rank // dist.get_world_size(group)
+    objective = objective_of(case, place)
+    packed = pack_sequences(objective.sequences)
+    model = case.model()
+    wrapped = model
+    if case.wrapper == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+    elif case.wrapper:
+        with patch.object(distributed_ranks.Case, "model", lambda self: model):
+            wrapped, _ = wrap(
+                distributed_ranks.Case(case.wrapper, case.family, lora=case.lora, half=case.half)
+            )
+    if case.compiled:
+        pt.compile_layers(model, backend="aot_eager")
+    _check_wrapped(case, wrapped)
+    calls: list[tuple[int, int]] = []
+    split = _scattered if case.scattered else shares.split_tokens
+    with _spied(calls), patch.object(shares, "split_tokens", split):
+        run = run_packed(
+            wrapped,
+            packed,
+            objective,
+            recompute=case.recompute,
+            scale=loss_scale,
+            group=group,
+            group_mode=case.group_mode,
+        )
+    found = run.gradients
+    if case.wrapper == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True):
+            found = gradients(wrapped)
+    averaged = {
+        name.removeprefix("module.").replace("_fsdp_wrapped_module.", ""): whole(g)
+        for name, g in found.items()
+    }
+    if not case.wrapper:
+        for gradient in averaged.values():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return {
+        "run": {"logprobs": run.logprobs, "entropy": run.entropy, "gradients": averaged},
+        "calls": calls,
+    }
+
+
+def _check_wrapped(case: Case, model: nn.Module) -> None:
+    """The run is what the case says."""
+    if case.wrapper == "ddp":
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+    if case.wrapper == "fsdp1":
+        assert sum(isinstance(m, FullyShardedDataParallel) for m in model.modules()) > 2
+    if case.wrapper == "fsdp2":
+        assert isinstance(model, FSDPModule)
+        sharded = next(p for p in model.parameters() if p.requires_grad)
+        assert sharded.to_local().shape[0] < sharded.shape[0]
+
+
+# ---- what goes wrong is seen ------------------------------------------------------------------
+
+
+def _gradients_kept(self: Any, *gradients: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Takes part in the exchange, and adds nothing."""
+    _GIVE_BACK(self, *gradients)
+    return [x.index_select(0, self._rows.own) for x in gradients]
+
+
+def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """As if a sum over ranks followed, not a mean."""
+    return gradient.split(ctx.counts)[ctx.index], None, None, None
+
+
+_GIVE_BACK = exchange_of_ranks.RankExchange.give_back
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "borrowers' gradients": (exchange_of_ranks.RankExchange, "give_back", _gradients_kept),
+    "scale": (exchange_of_ranks._GatherRows, "backward", staticmethod(_own_rows_alone)),
+}
+
+
+def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str, Any]:
+    with patch.object(*mistake):
+        return _run(Case(), group, rank)
+
+
+# ---- more on two ranks ------------------------------------------------------------------------
+
+
+def _statistics(rank: int, group: Any) -> Any:
+    with torch.no_grad():
+        scores = scored(rank, group, return_statistics=("is_top1", "log_sum_sq_probs"))
+    return {"logprobs": scores.logprobs, **scores.statistics}
+
+
+def _group_of_one(rank: int) -> bool:
+    """The plain path: nothing of a part is made."""
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    with (
+        patch.object(shares, "share_of_rank", None),
+        patch.object(PartMask, "__init__", None),
+    ):
+        scores = scored(rank, groups[rank])
+    return bool(torch.cat(scores.logprobs).isfinite().all())
+
+
+def _bits(rank: int, group: Any) -> bool:
+    """Two runs are equal to the bit."""
+    first, second = (_run(Case("gpt_oss"), group, rank)["run"]["gradients"] for _ in range(2))
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _losses_of_their_own(rank: int, group: Any) -> dict[str, Any]:
+    """Rank r computes 1 + 2 r times the objective, on average twice the objective."""
+    return _run(Case(), group, rank, loss_scale=1.0 + 2 * rank)
+
+
+def _values_per_token(rank: int, sequences: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Logits of every token, and the gradient of the embedding."""
+    model, packed = build("llama"), pack_sequences(sequences)
+    share = token_share_of_rank(model, packed, dist.group.WORLD, lambda: model)
+    values = share.gathered(model(**share.inputs).logits[0])
+    (values * values_weight(values)).sum().backward()
+    gradient = model.get_input_embeddings().weight.grad
+    dist.all_reduce(gradient)
+    return [values.detach(), gradient / dist.get_world_size()]
+
+
+def values_weight(values: torch.Tensor) -> torch.Tensor:
+    """Of a sum over all values."""
+    return torch.linspace(-1, 1, values.numel()).view_as(values)
+
+
+def rows_in_bfloat16() -> tuple[pt.PackedForest, list[torch.Tensor]]:
+    """A prompt with 24 responses; q [T, 4, 16], k and v [T, 2, 16], and dout."""
+    packed = pt.pack(pt.PrefixForest.from_parents([-1, *[0] * 24], [64, *[32] * 24]))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(packed.num_tokens, h, 16) for h in (4, 2, 2, 4)]
+    return packed, [torch.randn(*s, generator=generator).bfloat16() for s in shapes]
+
+
+def _heads_in_bfloat16(rank: int, group: Any) -> list[torch.Tensor]:
+    """out, dq, dk and dv of the own tokens, with two ranks for each kv head; and the tokens."""
+    packed, (*qkv, dout) = rows_in_bfloat16()
+    parts = split_tokens(packed, dist.get_world_size())
+    mask = heads.HeadsMask(parts, rank, group)
+    leaves = [mask.part.own(x).requires_grad_() for x in qkv]
+    out = mask.attend(nn.Module(), *leaves)
+    gradients = torch.autograd.grad(out, leaves, mask.part.own(dout))
+    return [out.detach(), *gradients, torch.from_numpy(mask.part.own_tokens)]
+
+
+def _documented(rank: int) -> dict[str, torch.Tensor]:
+    """Parameters after the update of docs/parallel.md."""
+    names = documented_names()
+    text = (ROOT / "docs/parallel.md").read_text().partition("[start:fsdp2]")[2]
+    exec(text.partition("```python")[2].partition("```")[0], names)
+    return {name: whole(p.detach()) for name, p in names["model"].named_parameters()}
+
+
+def documented_names() -> dict[str, Any]:
+    """What the code of docs/parallel.md takes from its reader."""
+    sequences = ragged_sequences()
+    return {
+        "device": "cpu",
+        "num_ranks": 4,
+        "model": build("llama"),
+        "make_optimizer": partial(torch.optim.SGD, lr=0.1),
+        "rollouts": sequences,
+        "groups": [0] * 8 + [1] * 4,
+        "advantages": np.linspace(-1, 1, len(sequences)).tolist(),
+        "masks": [np.arange(len(s)) >= 3 for s in sequences],
+    }
+
+
+def _tried(compute: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return compute(*arguments)
+    except Exception:
+        return traceback.format_exc()
+
+
+def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
+    """Results, or tracebacks."""
+    ranks = dist.get_world_size()
+    results: dict[Any, Any] = {}
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "cp"))
+    for name, case in (CASES if ranks == 2 else WIDE_CASES).items():
+        group = mesh["cp"].get_group() if num_groups(case) > 1 else dist.group.WORLD
+        results[name] = _tried(_run, case, group, rank)
+    for name in ("ragged", "one token"):
+        sequences = FORESTS[name](0).sequences
+        results["values", name] = _tried(_values_per_token, rank, sequences)
+    if ranks > 2:
+        results["documented"] = _tried(_documented, rank)
+        results["heads in bfloat16"] = _tried(_heads_in_bfloat16, rank, dist.group.WORLD)
+        return results
+    group = dist.group.WORLD
+    for name, mistake in MISTAKES.items():
+        results["mistake", name] = _tried(_mistaken, mistake, group, rank)
+    for name, call in BAD.items():
+        results["bad", name] = message_of(call, rank, group)
+    results["statistics"] = _tried(_statistics, rank, group)
+    results["group of one"] = _tried(_group_of_one, rank)
+    results["bits"] = _tried(_bits, rank, group)
+    results["half"] = _tried(_run, HALF, group, rank)
+    results["losses of their own"] = _tried(_losses_of_their_own, rank, group)
+    return results
