@@ -12,15 +12,17 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
+from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.micro_batches import (
     MicroBatch,
     MicroBatchPlan,
-    PlanStats,
     plan_micro_batches,
 )
+from prefixtree.packing.plan_stats import PlanStats, ReuseStats
+from prefixtree.packing.steps import StepStats
 
 if TYPE_CHECKING:
     from prefixtree.integrations.compiled import compile_layers
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "BlockTables",
+    "BorrowCost",
     "CostModel",
     "Edges",
     "ForestError",
@@ -45,7 +48,9 @@ __all__ = [
     "PlanStats",
     "PrefixForest",
     "RecomputePlan",
+    "ReuseStats",
     "SequenceScores",
+    "StepStats",
     "TileShape",
     "TreeMask",
     "UnsupportedError",

@@ -25,8 +25,10 @@ from prefixtree.integrations.replay import check_routes, replaying
 from prefixtree.integrations.router_loss import router_keywords, router_loss
 from prefixtree.integrations.scored_units import ScoredUnits, find_units
 from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
+from prefixtree.integrations.scoring_steps import scores_in_steps
 from prefixtree.integrations.shares import GroupMode, check_group_mode, share_of_rank, whole
 from prefixtree.kernels.logit_statistics import check_statistics
+from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.gather import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -76,6 +78,8 @@ def sequence_logprobs(
     output_router_logits: bool | None = None,
     group: ProcessGroup | None = None,
     group_mode: GroupMode = "parts",
+    max_tokens: int | None = None,
+    borrow_cost: BorrowCost | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -86,6 +90,10 @@ def sequence_logprobs(
     parallelism). Every rank passes the same arguments and gets all scores. The gradients of the
     parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
     the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
+
+    With `max_tokens`, a larger forest is computed in steps, each of which borrows the keys and
+    values above it from earlier ones; the backward runs them again, last to first. Any loss works.
+    Its backward adds the gradients to the parameters' `.grad`; `torch.autograd.grad` finds none.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
@@ -116,6 +124,10 @@ def sequence_logprobs(
             of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
             heads of all tokens, so all queries, keys, values and outputs move; the ranks must
             divide the query heads. Default: "parts".
+        max_tokens: what one step may hold, in own tokens. A borrowed token counts
+            `borrow_cost.weight`. Ranks of DDP and FSDP take as many steps as the rank with most.
+            Not together with `group`. Default: the forest in one forward.
+        borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
@@ -125,12 +137,14 @@ def sequence_logprobs(
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
-        ForestError: masks that do not match the sequences, or a forest without token ids.
+        ForestError: masks that do not match the sequences, or a forest without token ids; a path
+            that fits no steps of max_tokens.
         ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
-            among the ranks.
+            among the ranks; max_tokens below 1, or with a group or recompute="auto"; a borrow_cost
+            without max_tokens.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
@@ -140,7 +154,15 @@ def sequence_logprobs(
             "pack(PrefixForest.from_sequences(sequences)) makes one"
         )
 
+    if borrow_cost is not None and max_tokens is None:
+        raise ValueError("borrow_cost goes with max_tokens, and only with it")
+    if max_tokens is not None and group is not None:
+        raise ValueError(
+            "a forest is divided among the ranks of a group or into steps, not both: give group or "
+            "max_tokens"
+        )
     in_group = group is not None and num_ranks(group) > 1
+    divided = in_group or max_tokens is not None
 
     def check() -> tuple[Any, ScoredUnits]:
         check_group_mode(group_mode)
@@ -148,15 +170,15 @@ def sequence_logprobs(
         causal_lm = find_causal_lm(model)
         check_model(model, causal_lm, packed)
         check_routes(model, causal_lm, packed)
-        if router_loss(causal_lm, packed, output_router_logits) is not None and in_group:
+        if divided and router_loss(causal_lm, packed, output_router_logits) is not None:
             raise UnsupportedError(
-                "the load-balancing loss of experts is not verified where ranks divide a forest: "
-                "pass output_router_logits=False, or leave out group"
+                "the load-balancing loss of experts is not verified where a forest is divided: "
+                "pass output_router_logits=False, or leave out group and max_tokens"
             )
-        if packed.forest.routes is not None and in_group:
+        if divided and packed.forest.routes is not None:
             raise UnsupportedError(
-                "routes of experts are not verified where ranks divide a forest: make the forest "
-                "without routes, or leave out group"
+                "routes of experts are not verified where a forest is divided: make the forest "
+                "without routes, or leave out group and max_tokens"
             )
         return causal_lm, find_units(packed, temperature, loss_mask)
 
@@ -171,8 +193,11 @@ def sequence_logprobs(
     loss = router_loss(causal_lm, packed, output_router_logits)
     keywords = router_keywords(causal_lm.config, loss)
     held_bytes = 0 if loss is None else loss.held_bytes()
+    # what the model returned: the loss and its logits stand beside the scores
+    output: Any = None
 
-    def forward(mask: TreeMask, inputs: dict[str, Any], units: Units) -> tuple[torch.Tensor, Any]:
+    def forward(mask: TreeMask, inputs: dict[str, Any], units: Units) -> torch.Tensor:
+        nonlocal output
         with (
             recomputed_forward(model, causal_lm, packed, len(units.target), recompute, held_bytes),
             every_layer_attends(causal_lm, mask),
@@ -184,10 +209,14 @@ def sequence_logprobs(
             if loss is not None:
                 loss.check()
             output = model(**inputs, **keywords, logits_to_keep=units.predictors)
-        return handed.returned(output), output
+        return handed.returned(output)
 
-    scores, output = forward(share.mask, share.inputs, share.units)
-    columns = gather(share.gathered(scores), share.to_sequences).split(share.lengths)
+    if max_tokens is None:
+        scores = share.gathered(forward(share.mask, share.inputs, share.units))
+    else:
+        whole_forest = model, causal_lm, packed, found, share
+        scores = scores_in_steps(forward, *whole_forest, max_tokens, borrow_cost, recompute)
+    columns = gather(scores, share.to_sequences).split(share.lengths)
     entropy = [c[:, 1] for c in columns] if return_entropy else None
     others = {
         name: [c[:, at].detach() for c in columns]

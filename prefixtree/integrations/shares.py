@@ -19,7 +19,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of, forward_inputs
 from prefixtree.integrations.scored_units import ScoredUnits, units_on_device
 from prefixtree.integrations.scoring_lm_head import Units
-from prefixtree.packing.borrow_cost import BorrowCost
+from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.packing.cost_model import CostModel, cost_model_of
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
@@ -294,7 +294,7 @@ _known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]]
 def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
     if model not in _known_costs:
         cost = model_cost(model.config)
-        _known_costs[model] = cost_model_of(cost), BorrowCost.from_model_cost(cost)
+        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
     return _known_costs[model]
 
 

@@ -132,14 +132,17 @@ class Deal(NamedTuple):
 
 
 def assign(
-    tree: Tree, units: Units, num_ranks: int, max_tokens: int
+    tree: Tree, units: Units, num_ranks: int, max_tokens: int, whole_trees: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rank and the micro-batch of each unit, int64 [U]; micro-batches are numbered by rank."""
+    """The rank and the micro-batch of each unit, int64 [U]; micro-batches are numbered by rank.
+
+    With `whole_trees`, what a rank has of a tree is one micro-batch, however large.
+    """
     deal = _deal(tree, units, num_ranks)
     least, best = None, None
     for _ in range(1 + _CORRECTIONS):
         unit_rank = deal.rank[deal.item]
-        unit_bin = _fill(tree, units, unit_rank, max_tokens)
+        unit_bin = _fill(tree, units, unit_rank, max_tokens, whole_trees)
         sets = make_sets(unit_bin[units.of_pair], units.ends)
         cost = loops.planning.union_weights(tree.parent, tree.cost, *sets)
         bin_rank = np.zeros(len(cost), np.int64)
@@ -226,8 +229,12 @@ def _items(tree: Tree, units: Units, capacity: int, keep: int, limit: int) -> np
     return number[item]
 
 
-def _fill(tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int) -> np.ndarray:
+def _fill(
+    tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int, whole_trees: bool
+) -> np.ndarray:
     """The micro-batch of each unit, int64 [U], numbered rank by rank."""
+    if whole_trees:
+        return _fill_with_trees(tree, units, unit_rank, max_tokens)
     node = loops.planning.common_ancestors(tree.parent, units.ptr, units.ends)
     above = np.append(loops.planning.path_weights(tree.parent, tree.length), 0)[node]
     below = loops.planning.union_weights(tree.parent, tree.length, units.ptr, units.ends) - above
@@ -255,6 +262,35 @@ def _fill(tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int) -> n
         unit_bin[mine] = count + label
         count += int(label.max()) + 1
     return unit_bin
+
+
+def _fill_with_trees(
+    tree: Tree, units: Units, unit_rank: np.ndarray, max_tokens: int
+) -> np.ndarray:
+    """The same with all of a rank's units of one tree in one micro-batch.
+
+    Trees that a group joins go together.
+    """
+    tree_of_node = np.cumsum(tree.parent < 0) - 1
+    num_trees = int(tree_of_node[-1]) + 1
+    # a tree is another one on each rank
+    pair_tree = unit_rank[units.of_pair] * num_trees + tree_of_node[units.ends]
+    label, joined = np.arange(int(pair_tree.max()) + 1), True
+    while joined:
+        least = np.full(len(unit_rank), len(label))
+        np.minimum.at(least, units.of_pair, label[pair_tree])
+        before = label.copy()
+        np.minimum.at(label, pair_tree, least[units.of_pair])
+        joined = bool((label != before).any())
+    of_pair = np.unique(label[pair_tree], return_inverse=True)[1]
+    order = np.lexsort((units.ends, of_pair))
+    coarse = of_pair[order]
+    ptr = np.append(0, np.cumsum(np.bincount(coarse)))
+    coarse_of_unit = of_pair[units.ptr[:-1]]
+    coarse_rank = np.empty(len(ptr) - 1, np.int64)
+    coarse_rank[coarse_of_unit] = unit_rank
+    trees = Units(units.ends[order], coarse, ptr, coarse, np.full(len(ptr) - 1, -1))
+    return _fill(tree, trees, coarse_rank, max_tokens, False)[coarse_of_unit]
 
 
 def _fill_rank(

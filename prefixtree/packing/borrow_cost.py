@@ -34,6 +34,10 @@ class BorrowCost:
         element_bytes: bytes per element of keys and values.
         token_bytes: bytes of memory per own token of a step, in all layers. None where it is not
             known: then there is no `weight`, which `plan_steps` needs.
+        kept_copies: the share of layers that hold a copy of a step's borrowed keys and values from
+            their forward to their backward, 0 .. 1: those that are not recomputed whole.
+        on_host: whether borrowed rows and their gradients wait on the host of a GPU until their
+            layer runs, so that one layer's are on the device at once. Else all layers' are.
         lm_head: FLOPs per scored edge. It is a part of `CostModel.linear`, which counts every token
             as scored; a token that predicts no scored edge costs so much less.
         linear_rate: FLOPs per second in linear layers.
@@ -52,6 +56,8 @@ class BorrowCost:
     value_dim: int = 128
     element_bytes: int = 2
     token_bytes: float | None = 559_928
+    kept_copies: float = 0.0
+    on_host: bool = False
     lm_head: float = 4.98e9
     linear_rate: float = 6e14
     attention_rate: float = 4.2e14
@@ -67,36 +73,6 @@ class BorrowCost:
                 "costs must be finite and >= 0, and layers, token_bytes and rates above 0, got "
                 f"{self}"
             )
-
-    @classmethod
-    def from_model_cost(cls, cost: ModelCost, token_bytes: float | None = None) -> BorrowCost:
-        """The bytes of a model; the rates stay the defaults.
-
-        Args:
-            cost: of the model, from `prefixtree.cost.model_cost`.
-            token_bytes: as the attribute; it depends on what layers recompute. Default: not known.
-
-        Returns:
-            The costs.
-
-        Raises:
-            ValueError: a model without a layer of softmax attention, which has no keys to borrow.
-        """
-        layers = sum(1 for layer in cost.layers if layer.per_pair)
-        if not layers:
-            raise ValueError(
-                f"{cost.model_type} has no layer with softmax attention, so it has no keys and "
-                "values to borrow"
-            )
-        return cls(
-            layers=layers,
-            kv_heads=cost.kv_heads,
-            head_dim=cost.head_dim,
-            value_dim=cost.value_dim,
-            element_bytes=cost.element_bytes,
-            token_bytes=token_bytes,
-            lm_head=4 * 2 * cost.lm_head_weights,
-        )
 
     @property
     def row_bytes(self) -> int:
@@ -125,7 +101,10 @@ class BorrowCost:
                 "the weight of a borrowed token needs token_bytes, the memory per own token; got "
                 "None: give BorrowCost token_bytes=..., or leave borrow_cost out"
             )
-        return self.layers * (self.row_bytes + self.gradient_row_bytes) / self.token_bytes
+        kept = self.layers * self.kept_copies * self.row_bytes
+        # with a second copy, beside own rows, while the layer runs
+        held = 2 if self.on_host else self.layers
+        return (kept + held * (self.row_bytes + self.gradient_row_bytes)) / self.token_bytes
 
     def compute_seconds(self, tokens: np.ndarray, flops: np.ndarray, cost: CostModel) -> np.ndarray:
         """Predicts the time to compute own tokens, all of them scored.
@@ -154,6 +133,36 @@ class BorrowCost:
             return 0.0
         busiest = int(max(rows.sum(0).max(), rows.sum(1).max()))
         return 3 * self.layers * self.latency + busiest * self.update_row_bytes / self.link_rate
+
+
+def borrow_cost_of(cost: ModelCost, token_bytes: float | None = None) -> BorrowCost:
+    """The bytes of a model; the rates stay the defaults.
+
+    Args:
+        cost: of the model, from `prefixtree.cost.model_cost`.
+        token_bytes: as in `BorrowCost`; it depends on what layers recompute. Default: not known.
+
+    Returns:
+        The costs.
+
+    Raises:
+        ValueError: a model without a layer of softmax attention, which has no keys to borrow.
+    """
+    layers = sum(1 for layer in cost.layers if layer.per_pair)
+    if not layers:
+        raise ValueError(
+            f"{cost.model_type} has no layer with softmax attention, so it has no keys and values "
+            "to borrow"
+        )
+    return BorrowCost(
+        layers=layers,
+        kv_heads=cost.kv_heads,
+        head_dim=cost.head_dim,
+        value_dim=cost.value_dim,
+        element_bytes=cost.element_bytes,
+        token_bytes=token_bytes,
+        lm_head=4 * 2 * cost.lm_head_weights,
+    )
 
 
 def run_flops(packed: PackedForest, border: np.ndarray, cost_model: CostModel) -> np.ndarray:

@@ -8,7 +8,7 @@ for such a plan is in `packing.assignment`. Legend: S sequences, N nodes.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +21,12 @@ from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing import assignment
 from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.packing.per_sequence import flat_selection
+from prefixtree.packing.plan_stats import PlanStats, ReuseStats
+from prefixtree.packing.steps import StepStats, plan_any_steps
 
 
 class MicroBatch:
@@ -39,6 +42,8 @@ class MicroBatch:
         num_tokens: distinct tokens; 0 for an empty step.
         cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
             step.
+        steps: the StepStats of the steps that compute it, where it holds more tokens than the
+            plan's `max_tokens`; None where it is computed in one forward.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class MicroBatch:
         sequence_indices: np.ndarray,
         num_tokens: int,
         cost: float,
+        steps: StepStats | None = None,
         forest: PrefixForest | None = None,
     ) -> None:
         self._source = source
@@ -54,6 +60,7 @@ class MicroBatch:
         self.sequence_indices = sequence_indices
         self.num_tokens = num_tokens
         self.cost = cost
+        self.steps = steps
 
     @property
     def is_empty(self) -> bool:
@@ -101,84 +108,24 @@ class MicroBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # to another process goes this micro-batch's part of the forest, not the whole
-        return _rebuild, (self.forest, self.sequence_indices, self.num_tokens, self.cost)
+        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps
+        return _rebuild, (self.forest, *sizes)
 
     def __repr__(self) -> str:
-        return f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens)"
+        steps = f" in {len(self.steps.own_tokens)} steps" if self.steps else ""
+        return (
+            f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens{steps})"
+        )
 
 
 def _rebuild(
-    forest: PrefixForest, sequence_indices: np.ndarray, num_tokens: int, cost: float
+    forest: PrefixForest,
+    sequence_indices: np.ndarray,
+    num_tokens: int,
+    cost: float,
+    steps: StepStats | None,
 ) -> MicroBatch:
-    return MicroBatch(forest, sequence_indices, num_tokens, cost, forest)
-
-
-@dataclass(frozen=True)
-class PlanStats:
-    """The tokens and FLOPs of a plan, beside those of other ways to compute the batch.
-
-    Dummies of empty steps are not counted.
-
-    Attributes:
-        packed_tokens: tokens that the plan computes, summed over its micro-batches.
-        distinct_tokens: tokens of one forest over all sequences. No plan computes fewer.
-        replicated_tokens: tokens of all sequences. A trainer without sharing computes these.
-        micro_batches: the number of micro-batches that hold sequences.
-        steps: micro-batches per rank, empty ones included.
-        empty_steps: the number of dummies, over all ranks.
-        rank_costs: FLOPs of each rank, by the cost model.
-        lockstep_cost: FLOPs of the costliest micro-batch of each step, summed over the steps: the
-            time of ranks that wait for each other in every step, as under FSDP.
-        naive_tokens: distinct tokens of micro-batches filled in input order up to the budget in
-            replicated tokens, as trainers do, if each were packed.
-        naive_micro_batches: the number of those micro-batches.
-    """
-
-    packed_tokens: int
-    distinct_tokens: int
-    replicated_tokens: int
-    micro_batches: int
-    steps: int
-    empty_steps: int
-    rank_costs: tuple[float, ...]
-    lockstep_cost: float
-    naive_tokens: int
-    naive_micro_batches: int
-
-    @property
-    def repeated_tokens(self) -> int:
-        """Ancestor tokens computed again because their tree was cut: packed - distinct."""
-        return self.packed_tokens - self.distinct_tokens
-
-    @property
-    def balance(self) -> float:
-        """Cost of the heaviest rank divided by the mean cost per rank; 1.0 is even."""
-        return max(self.rank_costs) * len(self.rank_costs) / sum(self.rank_costs)
-
-    @property
-    def lockstep_balance(self) -> float:
-        """`lockstep_cost` divided by the mean cost per rank; 1.0 is even in every step."""
-        return self.lockstep_cost * len(self.rank_costs) / sum(self.rank_costs)
-
-    def __str__(self) -> str:
-        packed = self.packed_tokens
-        empty = f", {self.empty_steps} of them empty" if self.empty_steps else ""
-        if idle := self.rank_costs.count(0):
-            empty += f" ({idle} rank{'s have' if idle > 1 else ' has'} no sequence)"
-        ranks = len(self.rank_costs)
-        return "\n".join(
-            (
-                f"{packed:,} tokens in {self.micro_batches:,} micro-batches",
-                f"  ranks       {ranks} x {self.steps} steps{empty}; heaviest rank "
-                f"{self.balance:.3f} x the mean, {self.lockstep_balance:.3f} x step by step",
-                f"  repeated    {self.repeated_tokens:,} ancestor tokens beyond the "
-                f"{self.distinct_tokens:,} distinct ({packed / self.distinct_tokens - 1:.1%})",
-                f"  replicated  {self.replicated_tokens:,} tokens "
-                f"({self.replicated_tokens / packed:.2f} x)",
-                f"  naive       {self.naive_tokens:,} tokens in {self.naive_micro_batches:,} "
-                f"micro-batches ({self.naive_tokens / packed:.2f} x)",
-            )
-        )
+    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest)
 
 
 class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
@@ -197,9 +144,11 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             sum(w * -(a * p * m[1:]).sum() for w, a, p, m in terms).backward()
         optimizer.step()
 
+    Of a plan with `reuse`, give `sequence_logprobs` max_tokens=plan.max_tokens too.
+
     Attributes:
         forest: the PrefixForest over all sequences.
-        max_tokens: the budget of a micro-batch, in distinct tokens.
+        max_tokens: the budget of a micro-batch, in distinct tokens; of a step with `reuse`.
         stats: PlanStats.
     """
 
@@ -344,8 +293,15 @@ def plan_micro_batches(
     *,
     namespaces: Sequence[Hashable] | None = None,
     cost_model: CostModel | None = None,
+    reuse: bool = False,
+    borrow_cost: BorrowCost | None = None,
 ) -> MicroBatchPlan:
     """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
+
+    A tree that does not fit is cut, and the path above a cut is computed again on each side. With
+    `reuse` the trees of a rank are not cut: a micro-batch may exceed `max_tokens`, and
+    `sequence_logprobs(max_tokens=)` computes it in steps. Then a sequence may be longer, too.
+    `stats.reuse` compares both.
 
     The plan is deterministic. It does not depend on the order of the input, except for ties
     between trees of different namespaces and between groups.
@@ -363,13 +319,17 @@ def plan_micro_batches(
             nothing. Default: all sequences may share.
         cost_model: FLOPs per token and per visible pair, `CostModel.from_config(model.config)`.
             Default: those of a model like Qwen3-8B.
+        reuse: whether trees larger than `max_tokens` stay whole and are computed in steps.
+            Default: False.
+        borrow_cost: bytes of a borrowed token, for the steps. Default: `BorrowCost()`.
 
     Returns:
         The plan: `plan[rank][step]` is a MicroBatch.
 
     Raises:
-        ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens`; another
-            number of groups than of sequences.
+        ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens` without
+            `reuse`; with it, a path that fits no steps (`plan_steps`); another number of groups
+            than of sequences.
         ValueError: max_tokens, num_ranks or min_steps below 1; namespaces with a forest.
     """
     max_tokens, num_ranks, min_steps = (
@@ -389,17 +349,19 @@ def plan_micro_batches(
     else:
         forest = PrefixForest.from_sequences(sequences, namespaces)
     lengths = forest.sequence_lengths
-    for bad in np.flatnonzero(lengths > max_tokens)[:1]:
+    for bad in [] if reuse else np.flatnonzero(lengths > max_tokens)[:1]:
         raise ForestError(
             f"sequences[{bad}] has {lengths[bad]} tokens, max_tokens is {max_tokens}; a sequence "
-            f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it"
+            f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it, "
+            "or compute it in steps (reuse=True)"
         )
-    tree = assignment.make_tree(forest, cost_model or CostModel())
+    cost_model = cost_model or CostModel()
+    tree = assignment.make_tree(forest, cost_model)
     group = np.full(len(lengths), -1)
     if groups is not None:
         group = label_numbers(groups, "groups", len(lengths), none_is_no_label=True)
     units = assignment.make_units(tree, group, max_tokens)
-    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens)
+    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens, reuse)
 
     # bins are numbered rank by rank
     num_bins = int(unit_bin.max()) + 1
@@ -414,7 +376,11 @@ def plan_micro_batches(
     costliest_first = np.lexsort((-costs, bin_rank))
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for b in costliest_first.tolist():
-        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]))
+        steps_of = None
+        if tokens[b] > max_tokens:
+            packed = pack(_cut_out(forest, members[b]))
+            steps_of = plan_any_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost).stats
+        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
         ranks[bin_rank[b]].append(batch)
     steps = max(min_steps, *(len(rank) for rank in ranks))
     nothing = np.empty(0, np.int64)
@@ -437,7 +403,35 @@ def plan_micro_batches(
         naive_tokens=int(naive.sum()),
         naive_micro_batches=len(naive),
     )
+    if reuse:
+        cut = None
+        if lengths.max() <= max_tokens:
+            _, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens)
+            bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
+            cut = tuple(
+                int(loops.planning.union_weights(tree.parent, weight, *bins).sum())
+                for weight in (tree.length, tree.cost)
+            )
+        stats = replace(stats, reuse=_reuse_stats(ranks, cut, tree.unit_cost))
     return MicroBatchPlan(forest, max_tokens, tuple(map(tuple, ranks)), stats)
+
+
+def _reuse_stats(
+    ranks: list[list[MicroBatch]],
+    cut: tuple[int, ...] | None,
+    unit_cost: float,
+) -> ReuseStats:
+    batches = [batch for rank in ranks for batch in rank if not batch.is_empty]
+    steps = [batch.steps for batch in batches if batch.steps is not None]
+    return ReuseStats(
+        stepped=len(steps),
+        forwards=len(batches) - len(steps) + sum(len(s.own_tokens) for s in steps),
+        borrowed_tokens=max((max(s.borrowed_tokens) for s in steps), default=0),
+        lent_bytes=max((s.lent_bytes for s in steps), default=0),
+        second_forward=sum(s.second_forward for s in steps),
+        cut_tokens=cut[0] if cut else None,
+        cut_cost=cut[1] * unit_cost if cut else None,
+    )
 
 
 # ---- forests of micro-batches --------------------------------------------------------------------

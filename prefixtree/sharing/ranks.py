@@ -38,7 +38,7 @@ def predict_ranks(
         ForestError: more ranks than packed tokens.
         InputError: a model without keys and values to borrow.
     """
-    from prefixtree.packing.borrow_cost import BorrowCost
+    from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
     from prefixtree.packing.cost_model import CostModel, cost_model_of
     from prefixtree.packing.layout import pack
     from prefixtree.packing.split import split_tokens
@@ -47,7 +47,7 @@ def predict_ranks(
     if cost is not None:
         cost_model = cost_model_of(cost, gradient_checkpointing=checkpointing)
         try:
-            borrow_cost = BorrowCost.from_model_cost(cost)
+            borrow_cost = borrow_cost_of(cost)
         except ValueError as problem:
             raise InputError(f"--ranks: {problem}") from None
     packed = pack(forest)

@@ -10,9 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, pack, tree_attention
+from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, pack
 from prefixtree.packing.parts import Parts
-from tests.support.part_exchange import attend_in_parts, borrow, give_back, whole
+from tests.support.part_exchange import (
+    attend_in_parts,
+    attend_whole,
+    borrow,
+    give_back,
+    random_values,
+    whole,
+)
 from tests.support.strategies import ancestors_or_self, divisions, random_forest, random_owner
 from tests.support.table_checks import assert_tables_exact
 
@@ -23,22 +30,6 @@ def visible_pairs(packed: PackedForest) -> np.ndarray:
     count = packed.forest.num_tokens
     visible[:count, :count] = ancestors_or_self(packed.forest)
     return visible
-
-
-def random_values(num_tokens: int, seed: int = 0, kv_heads: int = 1) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout, float64."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = (2, kv_heads, kv_heads, 2)
-    return tuple(
-        torch.randn(num_tokens, h, 4, generator=generator, dtype=torch.float64) for h in heads
-    )
-
-
-def attend_whole(packed: PackedForest, qkv, dout, **options):
-    """out, dq, dk, dv of the whole forest, by the reference."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out = tree_attention(*leaves, packed.mask, backend="reference", **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 # ---- what a part is -----------------------------------------------------------------------------

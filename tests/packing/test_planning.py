@@ -16,7 +16,7 @@ from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
 from prefixtree.loops import planning as loops
 from prefixtree.packing import assignment
 from prefixtree.packing.cost_model import CostModel
-from prefixtree.packing.micro_batches import PlanStats
+from prefixtree.packing.plan_stats import PlanStats
 from tests.support.strategies import (
     Sequences,
     batches_of,

@@ -13,7 +13,7 @@ from benchmarks.lib.workloads import AIRLINE, NAMES, forest_of, single, workload
 from prefixtree import CostModel, ForestError, PackedForest, PrefixForest, pack
 from prefixtree.cost import model_cost
 from prefixtree.packing import split
-from prefixtree.packing.borrow_cost import BorrowCost
+from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.packing.parts import Parts
 from prefixtree.packing.split import Split, split_stats, split_tokens
 from tests.support.strategies import forests
@@ -174,13 +174,13 @@ def test_the_defaults_are_a_qwen3_8b_in_bfloat16_with_checkpointing() -> None:
         tie_word_embeddings=False,
     )
     cost = model_cost(config, element_bytes=2)
-    read = BorrowCost.from_model_cost(cost, token_bytes=559_928)
+    read = borrow_cost_of(cost, token_bytes=559_928)
     assert dataclasses.replace(read, lm_head=4.98e9) == BorrowCost()
     assert read.lm_head == pytest.approx(4.98e9, rel=1e-3)
     # keys and values in bf16, their gradients in fp32
     assert read.weight == 36 * 8 * 256 * (2 + 4) / 559_928
     with pytest.raises(ValueError, match="needs token_bytes, the memory per own token; got None"):
-        _ = BorrowCost.from_model_cost(cost).weight
+        _ = borrow_cost_of(cost).weight
 
 
 # ---- bad input -----------------------------------------------------------------------------------

@@ -90,6 +90,9 @@ def test_stats_count_the_tokens_one_by_one(forest, budget) -> None:
     cost = CostModel()
     lent = {token for step in steps for token in step.borrowed_tokens.tolist()}
     assert steps.stats.lent_tokens == len(lent)
+    assert steps.stats.own_lent_tokens == tuple(
+        sum(token in lent for token in step.own_tokens.tolist()) for step in steps
+    )
     assert steps.stats.lent_bytes == len(lent) * 36 * 8 * 256 * 2
     total = again = 0.0
     for token, position in enumerate(packed.position_ids.tolist()):
@@ -214,6 +217,9 @@ def test_a_budget_below_a_paths_borrowed_bytes() -> None:
     packed = pack(PrefixForest.from_sequences([np.arange(1000)]))
     with pytest.raises(ForestError, match="for packed token 199, whose path has 200") as told:
         plan_steps(packed, 100, borrow_cost=weighing(0.5))
-    enough = int(str(told.value).split(" is enough")[0].split()[-1])
-    steps = plan_steps(packed, enough, borrow_cost=weighing(0.5))
-    assert steps.stats.peak <= enough and enough == 501
+    assert "borrows 199, which count 0.50 each by their bytes, 99.5 in all" in str(told.value)
+    least = int(str(told.value).split()[-1])
+    steps = plan_steps(packed, least, borrow_cost=weighing(0.5))
+    assert steps.stats.peak <= least <= 501
+    with pytest.raises(ForestError, match=f"works for this forest is {least}$"):
+        plan_steps(packed, least - 1, borrow_cost=weighing(0.5))

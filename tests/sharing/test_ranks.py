@@ -11,7 +11,7 @@ from transformers import GptOssConfig, Qwen3Config
 from prefixtree import CostModel, PrefixForest, pack
 from prefixtree.cost import model_cost
 from prefixtree.errors import InputError
-from prefixtree.packing.borrow_cost import BorrowCost
+from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.packing.cost_model import cost_model_of
 from prefixtree.packing.split import split_tokens
 from prefixtree.rollouts import read_rollouts
@@ -42,7 +42,7 @@ def test_the_report_predicts_what_split_tokens_finds(rollout_file, config) -> No
     cost = model_cost(Qwen3Config.from_pretrained(config.parent))
     of_model = (
         cost_model_of(cost),
-        BorrowCost.from_model_cost(cost),
+        borrow_cost_of(cost),
     )
     plain, modelled = ((), (CostModel(), BorrowCost())), (("--model", config), of_model)
     for options, (flops, borrow) in (plain, modelled):
@@ -81,7 +81,7 @@ def test_layers_without_keys_are_not_counted(rollout_file) -> None:
         vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2
     ))  # fmt: skip
-    assert BorrowCost.from_model_cost(cost).layers == 2
+    assert borrow_cost_of(cost).layers == 2
     without = dataclasses.replace(
         cost, layers=tuple(dataclasses.replace(x, per_pair=0) for x in cost.layers)
     )

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from prefixtree import PrefixForest, pack
 from prefixtree.integrations.transformers import sequence_logprobs
 from tests.support.models import build, pack_sequences, ragged_sequences
+from tests.support.replay import drawn_routes
 
 
 def scored(rank: int, group: Any, family: str = "llama", **changes: Any) -> Any:
@@ -76,6 +78,16 @@ def _recurrent(rank: int, group: Any) -> Any:
     return scored(rank, group, "qwen3_5")
 
 
+def _router_loss(rank: int, group: Any) -> Any:
+    return scored(rank, group, "qwen3_moe", output_router_logits=True)
+
+
+def _routes(rank: int, group: Any) -> Any:
+    sequences = ragged_sequences()
+    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
+    return scored(rank, group, "qwen3_moe", packed=pack(forest))
+
+
 def _auto(rank: int, group: Any) -> Any:
     return scored(rank, group, recompute="auto")
 
@@ -132,6 +144,8 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "odd heads": _odd_heads,
     "one raises": _one_raises,
     "recurrent": _recurrent,
+    "router loss": _router_loss,
+    "routes": _routes,
     "auto": _auto,
     "flash": _flash,
     "DeepSpeed": _deepspeed,

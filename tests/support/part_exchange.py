@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prefixtree import tree_attention
+from prefixtree import PackedForest, tree_attention
 from prefixtree.packing.parts import Parts
 
 Tensors = list[torch.Tensor]
@@ -170,3 +170,19 @@ def attend_in_steps(
             result[own] = gradient[part.own_rows] + later[own]
             later[part.borrowed_tokens] += gradient[part.exchange.receive_rows]
     return results
+
+
+def random_values(num_tokens: int, seed: int = 0, kv_heads: int = 1) -> tuple[torch.Tensor, ...]:
+    """q, k, v and dout, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (2, kv_heads, kv_heads, 2)
+    return tuple(
+        torch.randn(num_tokens, h, 4, generator=generator, dtype=torch.float64) for h in heads
+    )
+
+
+def attend_whole(packed: PackedForest, qkv, dout, **options):
+    """out, dq, dk, dv of the whole forest, by the reference."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = tree_attention(*leaves, packed.mask, backend="reference", **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]

@@ -1,0 +1,360 @@
+"""Steps of one packed forest: keys and values borrowed over time, and the autograd node behind.
+
+A step computes a run of packed tokens and borrows the keys and values of the path above the first
+one, which earlier steps computed. In the forward `run_in_steps` runs all steps without a graph, but
+the last one, and keeps what steps lend. In the backward it runs them in the reverse order, each
+with a graph. What a step's queries give to borrowed keys and values waits for the lender, in
+float32.
+
+What a step lends lies on one path, the one above the first token of the next step. So what steps
+borrow is a stack: a step adds to its top, and what its successor does not see any more leaves it.
+Only the stack is on the device, and what left it waits on the host for the backward. Where a path
+does not fit, the stack waits on the host too, and each layer fetches its own.
+
+Legend: t own tokens, K rows of a step (own and borrowed), Hk kv heads, D and Dv head dims, U scored
+units, n steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.packing.steps import Steps
+from prefixtree.packing.transfers import move
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Loan:
+    """Rows that one step lends, all of which the same steps borrow.
+
+    Attributes:
+        lender: the step that owns the rows.
+        last: the last step that borrows them; all steps between borrow them too.
+        rows: int64 [r] on the device, their rows among the own tokens of the lender, ascending.
+        keys_values: by layer, [r, Hk, D] and [r, Hk, Dv]; on the host while no step needs them.
+        gradients: by layer, the sums of what borrowers returned so far, float32.
+    """
+
+    lender: int
+    last: int
+    rows: torch.Tensor
+    keys_values: dict[Hashable, _Pair] = field(default_factory=dict)
+    gradients: dict[Hashable, _Pair] = field(default_factory=dict)
+
+
+def find_loans(steps: Steps) -> list[Loan]:
+    """What steps lend, by lender, and ascending in packed order within it.
+
+    Args:
+        steps: runs of packed tokens, as `plan_steps` makes them.
+
+    Returns:
+        The loans. Those that step i borrows, in this order, are the path above its first token.
+    """
+    start = steps.runs[0]
+    end = steps.packed.mask.host.subtree_end
+    loans = []
+    for lender in range(len(steps)):
+        first, stop = int(start[lender]), int(start[lender + 1])
+        rows = np.flatnonzero(end[first:stop] > stop)
+        last = np.searchsorted(start[:-1], end[first + rows]) - 1
+        cuts = np.flatnonzero(np.diff(last)) + 1
+        for piece in np.split(np.arange(len(rows)), cuts):
+            if len(piece):
+                index = move(torch.from_numpy(rows[piece]), steps.packed.device)
+                loans.append(Loan(lender, int(last[piece[0]]), index))
+    return loans
+
+
+class LoanStore:
+    """The keys and values that steps lend to later ones, and the gradients that come back.
+
+    Args:
+        steps: runs of packed tokens, as `plan_steps` makes them.
+        keeps: whether lent rows are kept for the backward once no forward needs them.
+        on_host: whether rows that later steps borrow wait on the host, too.
+
+    Attributes:
+        loans: all of them, by lender.
+    """
+
+    def __init__(self, steps: Steps, keeps: bool, on_host: bool = False) -> None:
+        self.loans = find_loans(steps)
+        self._device = steps.packed.device
+        self._keeps, self._on_host = keeps, on_host
+        count = len(steps)
+        self.of_lender: list[list[Loan]] = [[] for _ in range(count)]
+        self.of_borrower: list[list[Loan]] = [[] for _ in range(count)]
+        self._ending: list[list[Loan]] = [[] for _ in range(count)]
+        for loan in self.loans:
+            self.of_lender[loan.lender].append(loan)
+            self._ending[loan.last].append(loan)
+            for step in range(loan.lender + 1, loan.last + 1):
+                self.of_borrower[step].append(loan)
+
+    @contextmanager
+    def lending(self, step: int) -> Iterator[StepExchanges]:
+        """A forward without a graph. Behind it, what no further one needs leaves the device."""
+        yield StepExchanges(self, step, lends=True)
+        for loan in self._ending[step]:
+            if self._keeps:
+                loan.keys_values = {k: to_host(pair) for k, pair in loan.keys_values.items()}
+            else:
+                loan.keys_values = {}
+
+    def with_graph(self, step: int) -> StepExchanges:
+        """For a forward with a graph and its backward; the steps behind it have had theirs."""
+        if not self._on_host:
+            for loan in self._ending[step]:
+                loan.keys_values = {k: self.fetch(pair) for k, pair in loan.keys_values.items()}
+        for loan in self.of_lender[step]:
+            # the step computes them again
+            loan.keys_values = {}
+        return StepExchanges(self, step, lends=False)
+
+    def close(self, step: int) -> None:
+        """Behind the backward of a step.
+
+        Raises:
+            RuntimeError: a layer's backward did not take what borrowers returned for its rows.
+        """
+        if left := [layer for loan in self.of_lender[step] for layer in loan.gradients]:
+            raise RuntimeError(
+                f"the backward of step {step} did not reach the attention of {len(left)} layers "
+                f"({left[0]}), whose keys later steps borrowed: their gradients are lost. A hook "
+                "or a checkpoint of the model stops gradients there; score without max_tokens"
+            )
+
+    def park(self, pair: _Pair) -> _Pair:
+        """Where rows wait for the next step that needs them."""
+        return to_host(pair) if self._on_host else pair
+
+    def fetch(self, pair: _Pair) -> _Pair:
+        """Rows on the device, wherever they waited."""
+        return to_device(pair, self._device)
+
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and values, and bytes of gradients, wherever they are."""
+        return tuple(
+            sum(x.nbytes for loan in self.loans for pair in of(loan).values() for x in pair)
+            for of in (lambda loan: loan.keys_values, lambda loan: loan.gradients)
+        )
+
+
+class StepExchanges:
+    """The exchanges of one step's layers: `PartMask.exchange_of`."""
+
+    def __init__(self, store: LoanStore, step: int, lends: bool) -> None:
+        self.store = store
+        self.borrowed = store.of_borrower[step]
+        self.lent = store.of_lender[step]
+        self.lends = lends
+        self.seen: set[Hashable] = set()
+
+    def __call__(self, layer: Hashable) -> StepExchange:
+        """The exchange of a layer, known by its attention module.
+
+        Raises:
+            UnsupportedError: a module that attends twice per forward, in a step's first forward.
+        """
+        if self.lends and layer in self.seen:
+            raise UnsupportedError(
+                f"{type(layer).__name__} attends twice in one forward: the keys of both would be "
+                "one, so it cannot lend them from step to step; score without max_tokens, in "
+                "micro-batches (plan_micro_batches)"
+            )
+        self.seen.add(layer)
+        return StepExchange(self, layer)
+
+
+class StepExchange:
+    """The exchange of one layer of one step: a `KeyValueExchange`."""
+
+    def __init__(self, of_step: StepExchanges, layer: Hashable) -> None:
+        self._step = of_step
+        self._layer = layer
+
+    def borrow(self, own_key: torch.Tensor, own_value: torch.Tensor) -> _Pair:
+        """See `KeyValueExchange`. The borrowed rows stand before the own ones."""
+        store, own = self._step.store, (own_key.detach(), own_value.detach())
+        if self._step.lends:
+            for loan in self._step.lent:
+                # copies of their own memory, which is free again when the loan ends
+                key, value = (x.index_select(0, loan.rows) for x in own)
+                loan.keys_values[self._layer] = store.park((key, value))
+        if not self._step.borrowed:
+            return own
+        waiting = (loan.keys_values[self._layer] for loan in self._step.borrowed)
+        keys, values = zip(*map(store.fetch, waiting), own, strict=True)
+        return torch.cat(keys), torch.cat(values)
+
+    def give_back(self, dkey: torch.Tensor, dvalue: torch.Tensor) -> _Pair:
+        """See `KeyValueExchange`. Borrowers add up in the order of their backwards."""
+        row, store = 0, self._step.store
+        for loan in self._step.borrowed:
+            end = row + len(loan.rows)
+            total = dkey[row:end], dvalue[row:end]
+            if self._layer in loan.gradients:
+                before = store.fetch(loan.gradients[self._layer])
+                total = before[0].add_(total[0]), before[1].add_(total[1])
+            else:
+                total = total[0].clone(), total[1].clone()
+            loan.gradients[self._layer] = store.park(total)
+            row = end
+        own = dkey[row:], dvalue[row:]
+        for loan in self._step.lent:
+            # none in layers whose borrowers need no gradients
+            if (waiting := loan.gradients.pop(self._layer, None)) is not None:
+                for rows, returned in zip(own, store.fetch(waiting), strict=True):
+                    # each row once
+                    rows.index_add_(0, loan.rows, returned)
+        return own
+
+
+# ---- the autograd node ---------------------------------------------------------------------------
+
+#: Runs a step, or with None a dummy that scores nothing, and gives its scores [u, columns].
+Compute = Callable[[int | None, "StepExchanges | None"], torch.Tensor]
+
+
+class StepRun:
+    """One forward and one backward of all steps.
+
+    Args:
+        store: of the steps; not used before.
+        units: the units that each step scores, int64 on the device; each of U in one step.
+        compute: runs a step through the model, with a graph where gradients are enabled.
+        num_runs: how often the model runs in a forward pass, n or more. The rest are dummies, where
+            other ranks have more steps.
+        check: raises where the backward would not find what the forward did. Default: nothing.
+    """
+
+    def __init__(
+        self,
+        store: LoanStore,
+        units: Sequence[torch.Tensor],
+        compute: Compute,
+        num_runs: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self.store = store
+        self._units = units
+        self._compute = compute
+        self._check = check
+        dummies = num_runs - len(units)
+        self._runs: list[int | None] = [*range(len(units)), *[None] * dummies]
+        # the last scores, whose backward comes first: their graph is kept
+        self._last: torch.Tensor | None = None
+        self._is_done = False
+
+    def forward(self, has_backward: bool) -> torch.Tensor:
+        """The scores of all units, [U, columns], without a graph.
+
+        Args:
+            has_backward: whether `backward` follows.
+        """
+        results = []
+        *others, last = self._runs
+        for step in others if has_backward else self._runs:
+            results.append(self._without_graph(step))
+        if has_backward:
+            self._last = self._with_graph(last)
+            results.append(self._last.detach())
+        count = sum(len(units) for units in self._units)
+        scores = results[0].new_empty(count, *results[0].shape[1:])
+        for units, of_step in zip(self._units, results, strict=False):
+            scores[units] = of_step
+        return scores
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """Adds the gradients of all parameters to theirs, for those of the scores [U, columns]."""
+        if self._is_done:
+            raise RuntimeError(
+                "the backward of sequence_logprobs(max_tokens=) ran already, and what its steps "
+                "lent one another is freed: call sequence_logprobs again for another backward "
+                "(retain_graph does not keep it)"
+            )
+        self._is_done = True
+        if self._check is not None:
+            self._check()
+        scores, self._last = self._last, None
+        for step in reversed(self._runs):
+            if scores is None:
+                scores = self._with_graph(step)
+            if step is None:
+                torch.autograd.backward(scores, torch.zeros_like(scores))
+            else:
+                torch.autograd.backward(scores, gradient[self._units[step]])
+                self.store.close(step)
+            scores = None
+
+    def _without_graph(self, step: int | None) -> torch.Tensor:
+        if step is None:
+            return self._compute(None, None)
+        with self.store.lending(step) as exchanges:
+            return self._compute(step, exchanges)
+
+    def _with_graph(self, step: int | None) -> torch.Tensor:
+        exchanges = None if step is None else self.store.with_graph(step)
+        with torch.enable_grad():
+            return self._compute(step, exchanges)
+
+
+class _InSteps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, run: StepRun) -> torch.Tensor:
+        ctx.run = run
+        return run.forward(has_backward=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "sequence_logprobs(max_tokens=) is differentiable once: its backward adds the "
+                "gradients of the parameters step by step, so create_graph=True has no graph to "
+                "make; leave it out, or score without max_tokens"
+            )
+        ctx.run.backward(gradient)
+        return None, None
+
+
+def run_in_steps(run: StepRun, device: torch.device, has_backward: bool) -> torch.Tensor:
+    """The scores of all steps, as one node of the graph.
+
+    Args:
+        run: not used before.
+        device: of the scores.
+        has_backward: whether gradients are wanted.
+
+    Returns:
+        [U, columns].
+    """
+    if not has_backward:
+        with torch.no_grad():
+            return run.forward(has_backward=False)
+    # no parameter is an input: wrappers count on the steps' own backwards to reach them
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    scores: torch.Tensor = _InSteps.apply(anchor, run)
+    return scores
+
+
+def to_host(pair: _Pair) -> _Pair:
+    """Copies in pinned memory, without waiting; what is on the CPU stays where it is."""
+    if not pair[0].is_cuda:
+        return pair
+    key, value = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in pair)
+    return key.copy_(pair[0], non_blocking=True), value.copy_(pair[1], non_blocking=True)
+
+
+def to_device(pair: _Pair, device: torch.device) -> _Pair:
+    """Copies on the device, without waiting; what is there already stays."""
+    return move(pair[0], device), move(pair[1], device)

@@ -1,0 +1,275 @@
+"""What steps lend one another: loans, where they wait, and attention over a store of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixtree import PackedForest, PrefixForest, UnsupportedError, pack, tree_attention
+from prefixtree.packing.borrow_cost import BorrowCost
+from prefixtree.packing.steps import Steps, plan_steps
+from prefixtree.parallel import steps as steps_module
+from prefixtree.parallel.attention import part_attention
+from prefixtree.parallel.steps import LoanStore, find_loans
+from tests.support.part_exchange import attend_whole, random_values
+from tests.support.strategies import forests, random_forest
+
+# one layer, whose borrowed tokens count next to nothing
+COST = BorrowCost(layers=1, kv_heads=1, head_dim=4, value_dim=4, element_bytes=4, token_bytes=1e6)
+LAYER = "layer"
+
+
+def some_steps(forest: PrefixForest, size: int) -> Steps:
+    """Steps of about `size` own tokens."""
+    return plan_steps(pack(forest), size, borrow_cost=COST)
+
+
+@given(forests(), st.integers(2, 9))
+def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
+    steps = some_steps(forest, size)
+    loans = find_loans(steps)
+    for step in steps:
+        borrowed = [loan for loan in loans if loan.lender < step.index <= loan.last]
+        lenders = [steps[loan.lender] for loan in borrowed]
+        tokens = [
+            lender.own_tokens[loan.rows.numpy()]
+            for lender, loan in zip(lenders, borrowed, strict=True)
+        ]
+        assert np.concatenate([[], *tokens]).tolist() == step.borrowed_tokens.tolist()
+        # the borrowed rows stand before the own ones
+        assert step.tokens.tolist() == [*step.borrowed_tokens, *step.own_tokens]
+        lent = [loan.rows.numpy() for loan in loans if loan.lender == step.index]
+        assert np.concatenate([[], *lent]).tolist() == step.lent_rows.tolist()
+    assert all(loan.last > loan.lender for loan in loans)
+
+
+# ---- where rows wait -----------------------------------------------------------------------------
+
+
+class Places:
+    """Tells the host from the device on a machine that has one memory for both.
+
+    In the place of the copies: what is copied to the host is another tensor, and known.
+    """
+
+    def __init__(self) -> None:
+        self.on_host: set[int] = set()
+        self.kept: list[torch.Tensor] = []
+        self.copies = {"host": 0, "device": 0}
+
+    def _copied(self, pair: Any, to: str) -> Any:
+        copies = tuple(x.clone() for x in pair)
+        # kept, so that no number is given to another tensor
+        self.kept += copies
+        self.copies[to] += sum(x.nbytes for x in copies)
+        return copies
+
+    def to_host(self, pair: Any) -> Any:
+        if id(pair[0]) in self.on_host:
+            return pair
+        copies = self._copied(pair, "host")
+        self.on_host |= {id(x) for x in copies}
+        return copies
+
+    def to_device(self, pair: Any, device: torch.device) -> Any:
+        return self._copied(pair, "device") if id(pair[0]) in self.on_host else pair
+
+    def bytes(self, store: LoanStore) -> tuple[int, int]:
+        """Bytes of the store on the device and on the host."""
+        found = [0, 0]
+        for loan in store.loans:
+            for pair in (*loan.keys_values.values(), *loan.gradients.values()):
+                for x in pair:
+                    found[id(x) in self.on_host] += x.nbytes
+        return found[0], found[1]
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Places:
+    """A store's host and device, told apart."""
+    places = Places()
+    monkeypatch.setattr(steps_module, "to_host", places.to_host)
+    monkeypatch.setattr(steps_module, "to_device", places.to_device)
+    return places
+
+
+def attend(
+    steps: Steps,
+    store: LoanStore,
+    qkv: Any,
+    dout: torch.Tensor,
+    places: Places | None = None,
+    lost: int | None = None,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[list[tuple[int, int]]]]:
+    """out, dq, dk, dv [T, ...] of all steps.
+
+    Also bytes on the device and the host: behind each forward, and before and behind each backward.
+    """
+    results = [torch.full_like(x, torch.nan) for x in (dout, *qkv)]
+    seen: list[list[tuple[int, int]]] = [[], [], []]
+    for part in steps:
+        with store.lending(part.index) as exchanges:
+            out = part_attention(*map(part.own, qkv), part, exchanges(LAYER), **options)
+            if places:
+                seen[0].append(places.bytes(store))
+        results[0][part.own_tokens] = out
+    for part in reversed(list(steps)):
+        leaves = [part.own(x).requires_grad_() for x in qkv]
+        exchanges = store.with_graph(part.index)
+        if part.index == lost:
+            for loan in store.of_lender[lost]:
+                loan.gradients.clear()
+        if places:
+            seen[1].append(places.bytes(store))
+        out = part_attention(*leaves, part, exchanges(LAYER), **options)
+        gradients = torch.autograd.grad(out, leaves, part.own(dout))
+        if places:
+            seen[2].append(places.bytes(store))
+        store.close(part.index)
+        for result, gradient in zip(results[1:], gradients, strict=True):
+            result[part.own_tokens] = gradient
+    return results, seen
+
+
+def worst(got: Any, expected: Any) -> float:
+    """Largest difference; NaN counts as infinite."""
+    pairs = zip(got, expected, strict=True)
+    return max(float((a - b).abs().nan_to_num(torch.inf).max()) for a, b in pairs)
+
+
+@settings(max_examples=40)
+@given(forests(max_nodes=8), st.integers(0, 99), st.integers(2, 9), st.booleans(), st.booleans())
+def test_attention_over_the_store_is_that_of_the_whole(forest, seed, size, window, on_host) -> None:
+    steps = some_steps(forest, size)
+    options = {"window": 3, "softcap": 2.0} if window else {}
+    *qkv, dout = random_values(steps.packed.num_tokens, seed)
+    got, _ = attend(steps, LoanStore(steps, True, on_host), qkv, dout, **options)
+    assert worst(got, attend_whole(steps.packed, qkv, dout, **options)) < 1e-12
+
+
+def test_the_check_turns_red_where_returned_gradients_are_lost() -> None:
+    rng = np.random.default_rng(0)
+    checked = 0
+    for seed in range(20):
+        steps = some_steps(random_forest(rng, 8, 8), 9)
+        *qkv, dout = random_values(steps.packed.num_tokens, seed)
+        expected = attend_whole(steps.packed, qkv, dout)
+        for lender in range(len(steps)):
+            if len(steps[lender].lent_rows):
+                got, _ = attend(steps, LoanStore(steps, True), qkv, dout, lost=lender)
+                assert worst(got[:2], expected[:2]) < 1e-12
+                assert worst(got[2:], expected[2:]) > 1e-6
+                checked += 1
+    assert checked > 10
+
+
+def test_gradients_are_added_in_float32() -> None:
+    """What many borrowers return is as exact as in one launch; rounded in between it is not."""
+    steps = plan_steps(comb(40), 11, borrow_cost=COST)
+    assert len(steps) > 30
+    *qkv, dout = (x.bfloat16() for x in random_values(steps.packed.num_tokens))
+    lent = np.concatenate([part.own_tokens[part.lent_rows] for part in steps])
+    exact = attend_whole(steps.packed, [x.double() for x in qkv], dout.double())
+
+    def error(results: Any) -> float:
+        pairs = zip(results[2:], exact[2:], strict=True)
+        return sum(float((a[lent].double() - b[lent]).abs().mean()) for a, b in pairs)
+
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out = tree_attention(*leaves, steps.packed.mask)
+    one_launch = error([out, *torch.autograd.grad(out, leaves, dout)])
+    store = LoanStore(steps, True)
+    assert error(attend(steps, store, qkv, dout)[0]) <= 1.05 * one_launch
+    # the check can fail
+    rounded = LoanStore(steps, True)
+    rounded.park = lambda pair: tuple(x.bfloat16().to(x.dtype) for x in pair)
+    assert error(attend(steps, rounded, qkv, dout)[0]) > 1.2 * one_launch
+
+
+def comb(teeth: int = 9, spine: int = 3, tooth: int = 4) -> PackedForest:
+    """A path with a branch at every so many tokens."""
+    trunk = np.arange(teeth * spine)
+    rng = np.random.default_rng(0)
+    branches = [
+        np.concatenate([trunk[: spine * (i + 1)], 1000 + rng.integers(0, 900, tooth)])
+        for i in range(teeth)
+    ]
+    return pack(PrefixForest.from_sequences([trunk, *branches]))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_memory_is_that_of_the_formula(places: Places, on_host: bool) -> None:
+    steps = plan_steps(comb(), 11, borrow_cost=COST)
+    assert len(steps) > 5 and max(steps.stats.borrowed_tokens) > 10
+    *qkv, dout = (x.float() for x in random_values(steps.packed.num_tokens))
+    store = LoanStore(steps, True, on_host)
+    results, (forwards, before, backwards) = attend(steps, store, qkv, dout, places)
+    assert worst(results, attend_whole(steps.packed, qkv, dout)) < 1e-4
+    row, gradient, stats = COST.row_bytes, COST.gradient_row_bytes, steps.stats
+    everything = zip(stats.borrowed_tokens, stats.own_lent_tokens, strict=True)
+    for (borrowed, lent), forward, backward in zip(
+        everything, forwards, reversed(backwards), strict=True
+    ):
+        if on_host:
+            assert forward[0] == backward[0] == 0
+            continue
+        assert forward[0] == (borrowed + lent) * row
+        # what it lends is added, and free, once its backward has run
+        assert backward[0] == borrowed * (row + gradient)
+    most = max(device for device, _ in (*forwards, *before, *backwards))
+    assert 0.9 * stats.held_bytes(COST) < most <= stats.held_bytes(COST) or on_host
+    # a lent row is copied to the host once, and back once
+    assert max(host for _, host in forwards) <= stats.lent_bytes
+    if not on_host:
+        assert places.copies == {"host": stats.lent_bytes, "device": stats.lent_bytes}
+    # nothing is left
+    assert store.held_bytes() == (0, 0)
+
+
+def test_without_a_backward_only_the_path_is_kept(places: Places) -> None:
+    steps = plan_steps(comb(), 11, borrow_cost=COST)
+    *qkv, _ = (x.float() for x in random_values(steps.packed.num_tokens))
+    store = LoanStore(steps, keeps=False)
+    for part in steps:
+        with store.lending(part.index) as exchanges:
+            part_attention(*map(part.own, qkv), part, exchanges(LAYER))
+            rows = part.num_borrowed + len(part.lent_rows)
+            assert places.bytes(store) == (rows * COST.row_bytes, 0)
+    assert store.held_bytes() == (0, 0) and not places.kept
+
+
+# ---- what goes wrong is seen ---------------------------------------------------------------------
+
+
+def test_a_module_that_attends_twice_is_refused() -> None:
+    store = LoanStore(plan_steps(comb(), 11, borrow_cost=COST), True)
+    with store.lending(0) as exchanges:
+        exchanges(LAYER)
+        with pytest.raises(UnsupportedError, match="str attends twice in one forward"):
+            exchanges(LAYER)
+    # recomputation asks again
+    exchanges = store.with_graph(0)
+    exchanges(LAYER)
+    exchanges(LAYER)
+
+
+def test_gradients_that_no_backward_takes_are_missed() -> None:
+    steps = plan_steps(comb(), 11, borrow_cost=COST)
+    *qkv, dout = random_values(steps.packed.num_tokens)
+    store = LoanStore(steps, True)
+    for part in steps:
+        with store.lending(part.index) as exchanges:
+            part_attention(*map(part.own, qkv), part, exchanges(LAYER))
+    last = steps[len(steps) - 1]
+    exchanges = store.with_graph(last.index)
+    leaves = [last.own(x).requires_grad_() for x in qkv]
+    part_attention(*leaves, last, exchanges(LAYER)).backward(last.own(dout))
+    store.close(last.index)
+    with pytest.raises(RuntimeError, match="of step 0 did not reach the attention of 1 layers"):
+        store.close(0)

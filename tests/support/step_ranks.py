@@ -1,0 +1,301 @@
+"""One rank of the runs of tests/integrations/transformers/test_steps_on_ranks.py.
+
+Runs every case, one after the other; gives what it found or the traceback per case. The reference
+of a case is the packed run of each rank's forests in one forward, of a model without a wrapper.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.packing.borrow_cost import BorrowCost
+from tests.support.models import (
+    Objective,
+    build,
+    counted,
+    enable_checkpointing,
+    make_objective,
+    pack_sequences,
+    ragged_sequences,
+    randomise,
+)
+from tests.support.spawn import WORLD_SIZE
+
+# a borrowed token counts a twentieth of an own one
+LIGHT = BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+MAX_TOKENS = 20
+# micro-batches of each rank: 91 tokens and 10, and each has another number of steps
+FORESTS = (
+    (make_objective(ragged_sequences(0), 0), make_objective(ragged_sequences(1)[:2], 1)),
+    (make_objective(ragged_sequences(2)[10:11], 2), make_objective(ragged_sequences(3)[:8], 3)),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wrapper and a model; micro-batches of one update."""
+
+    wrapper: str
+    model_type: str = "qwen3"
+    checkpointing: bool = False
+    lora: bool = False
+    micro_batches: int = 1
+    half: bool = False
+    find_unused: bool = False
+    # all micro-batches are scored before the first backward
+    interleaved: bool = False
+
+    def model(self) -> Any:
+        """The model before it is wrapped."""
+        model = build(self.model_type)
+        if self.lora:
+            import peft
+
+            config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+            model = peft.get_peft_model(model, config)
+            randomise(model)  # B starts at 0, where A has no gradient
+            model.train()
+        if self.checkpointing:
+            enable_checkpointing(model, use_reentrant=False)
+        return model
+
+
+CASES = {
+    "ddp": Case("ddp", micro_batches=2),
+    "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
+    "ddp, find unused": Case("ddp", find_unused=True),
+    "ddp, lora": Case("ddp", lora=True),
+    "ddp, experts": Case("ddp", "qwen3_moe"),
+    "ddp, interleaved": Case("ddp", micro_batches=2, interleaved=True),
+    "fsdp2": Case("fsdp2", micro_batches=2),
+    "fsdp2, checkpointing": Case("fsdp2", "gpt_oss", checkpointing=True, micro_batches=2),
+    "fsdp2, latent attention, experts": Case("fsdp2", "deepseek_v3"),
+    "fsdp2, lora": Case("fsdp2", lora=True, checkpointing=True),
+    "fsdp2, interleaved": Case("fsdp2", micro_batches=2, interleaved=True),
+    "fsdp2, bfloat16": Case("fsdp2", half=True),
+    "fsdp1, checkpointing": Case("fsdp1", "gpt_oss", checkpointing=True, micro_batches=2),
+    "tensor parallel": Case("tensor parallel", "llama", checkpointing=True),
+    "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
+}
+# for transformers to spread the model; the ranks of the first share their forests
+_SPREAD: dict[str, dict[str, Any]] = {
+    "tensor parallel": {"tp_plan": "auto"},
+    "expert parallel": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
+}
+
+
+def loss_of(objective: Objective, scores: Any) -> torch.Tensor:
+    """The objective, and what is no sum over tokens."""
+    everything = torch.cat(scores.logprobs)
+    entropy = torch.cat(scores.entropy)
+    return objective.loss(scores.logprobs, scores.entropy) + (
+        1e-3 * everything.sum().pow(2) + entropy.exp().mean()
+    )
+
+
+def backward(model: nn.Module, objective: Objective, **options: Any) -> torch.Tensor:
+    """Adds the gradients of one micro-batch; gives its log-probabilities."""
+    loss, logprobs = forward(model, objective, **options)
+    loss.backward()
+    return logprobs
+
+
+def forward(model: nn.Module, objective: Objective, **options: Any) -> tuple[torch.Tensor, ...]:
+    """The loss of one micro-batch, and its log-probabilities."""
+    scores = sequence_logprobs(
+        model,
+        pack_sequences(objective.sequences),
+        objective.temperatures,
+        objective.loss_masks,
+        return_entropy=True,
+        **options,
+    )
+    return loss_of(objective, scores), torch.cat(scores.logprobs).detach()
+
+
+def _wrap(case: Case, folder: Path) -> tuple[nn.Module, Callable[[bool], Any]]:
+    """The wrapped model, and a context in which gradients are (not) reduced."""
+    model = case.model()
+    if case.wrapper in _SPREAD:
+        saved = folder / case.wrapper
+        if dist.get_rank() == 0:
+            model.save_pretrained(saved)
+        dist.barrier()
+        spread = AutoModelForCausalLM.from_pretrained(
+            saved,
+            attn_implementation="prefixtree",
+            dtype=torch.float32,
+            **_SPREAD[case.wrapper],
+        ).train()
+        if case.checkpointing:
+            enable_checkpointing(spread, use_reentrant=False)
+        return spread, lambda last: nullcontext()
+    if case.wrapper == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=case.find_unused)
+        return ddp, lambda last: nullcontext() if last else ddp.no_sync()
+    if case.wrapper == "fsdp1":
+        fsdp1 = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        return fsdp1, lambda last: nullcontext() if last else fsdp1.no_sync()
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (WORLD_SIZE,))}
+    if case.half:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, output_dtype=torch.float32
+        )
+    inner = model.get_base_model() if case.lora else model
+    for layer in inner.get_decoder().layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+    def reduced(last: bool) -> Any:
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return model, reduced
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): p.grad.clone()
+                for name, p in model.named_parameters()
+            }
+    return {
+        name.removeprefix("module."): p.grad.full_tensor()
+        if isinstance(p.grad, DTensor)
+        else p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def _distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a parameter's gradient by its norm, as `models.Errors`."""
+    assert got.keys() == expected.keys()
+    norms = {name: float(g.norm()) for name, g in expected.items()}
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max(
+        float((got[name].float() - g).norm()) / max(norms[name], floor)
+        for name, g in expected.items()
+    )
+
+
+def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    alone = case.model()
+    together = case.wrapper == "tensor parallel"
+    for of_rank in FORESTS[:1] if together else FORESTS:
+        for objective in of_rank[: case.micro_batches]:
+            backward(alone, objective)
+    ranks = 1 if together else WORLD_SIZE
+    expected = {name: g.float() / ranks for name, g in _gradients(alone).items()}
+
+    model, reduced = _wrap(case, folder)
+    if case.wrapper == "ddp":
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+    elif case.wrapper == "fsdp1":
+        assert isinstance(model.model.layers[0], FullyShardedDataParallel)
+    else:
+        # norms and some biases stay whole under tensor parallelism
+        sharded = [
+            isinstance(p, DTensor) and p.to_local().shape != p.shape
+            for name, p in model.named_parameters()
+            if not together or name.endswith("_proj.weight")
+        ]
+        assert sharded and all(sharded)
+    found: dict[str, Any] = {"forwards": []}
+    if case.half:
+        # how far one forward is from float32
+        backward(model, FORESTS[rank][0])
+        found["in one forward"] = _distance(_gradients(model), expected)
+    # DDP builds its buckets anew after the first update
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        losses = []
+        for number, objective in enumerate(FORESTS[0 if together else rank][: case.micro_batches]):
+            alone.zero_grad(set_to_none=True)
+            reference = backward(alone, objective)
+            is_last = number == case.micro_batches - 1
+            with reduced(is_last), counted([model]) as forwards:
+                loss, logprobs = forward(
+                    model, objective, max_tokens=MAX_TOKENS, borrow_cost=LIGHT, chunk_size=7
+                )
+                losses.append(loss)
+                # the first ones first
+                while losses and (is_last or not case.interleaved):
+                    losses.pop(0).backward()
+                found["forwards"].append(forwards())
+            found["logprobs"] = float((logprobs - reference).abs().max())
+    got = _gradients(model)
+    found["gradients"] = _distance(got, expected)
+    found["sum"] = sum(float(g.double().sum()) for g in got.values())
+    return found
+
+
+def _one_rank_cannot(rank: int) -> str:
+    """What a rank is told where the other's path fits no steps."""
+    model = nn.parallel.DistributedDataParallel(build("qwen3"))
+    packed = pack_sequences([list(range(60)) if rank == 0 else [1, 2, 3]])
+    try:
+        sequence_logprobs(model, packed, max_tokens=30, borrow_cost=BorrowCost(token_bytes=1e4))
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+def _scores_without_gradients(rank: int, folder: Path) -> float:
+    """The largest difference of log-probabilities, as a reference model is scored."""
+    model, _ = _wrap(CASES["fsdp2"], folder)
+    model.eval()
+    objective = FORESTS[rank][0]
+    packed = pack_sequences(objective.sequences)
+    with torch.no_grad():
+        whole = sequence_logprobs(CASES["fsdp2"].model().eval(), packed)
+        stepped = sequence_logprobs(model, packed, max_tokens=MAX_TOKENS, borrow_cost=LIGHT)
+    assert not stepped.logprobs[0].requires_grad
+    return float((torch.cat(stepped.logprobs) - torch.cat(whole.logprobs)).abs().max())
+
+
+def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+    """Runs all cases on this rank."""
+    warnings.simplefilter("ignore", FutureWarning)
+    # as torchrun sets them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda case=case: _run(case, rank, folder) for name, case in CASES.items()
+    }
+    runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
+    runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
+    results: dict[str, Any] = {}
+    for name, run in runs.items():
+        try:
+            results[name] = run()
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+    return results
