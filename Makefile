@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # one thread a process: the tests run in as many processes as there are cores
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl test-verl-hybrids test-flash test-fla families lint types images docs clean
+.PHONY: demo test test-transformers test-trl test-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -78,6 +78,38 @@ test-verl-hybrids: .venvs/verl-$(VERL)/.ready
 	@.venvs/verl-$*/bin/python -m pip install --quiet --disable-pip-version-check "verl==$*" \
 	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
 	@touch $@
+
+# the adapter for Megatron-Core, in the versions it is tested with; in one process, as tests start ranks
+MEGATRON ?= 0.19.2 0.18.0
+test-megatron: $(MEGATRON:%=.venvs/megatron-%/.ready)
+	for v in $(MEGATRON); do \
+	  $(TEST_ENV) .venvs/megatron-$$v/bin/python -m pytest tests/integrations/megatron $(ARGS) || exit 1; done
+
+# everything else from $(VENV). The wheels ask for Python 3.12, for a compiled helper of data sets that
+# the tests have no use for, so they are unpacked, whatever Python is here. Megatron-Bridge goes beside
+# the version it belongs to, with what its models import of its requirements; the others want a GPU, or
+# other versions of what is in $(VENV)
+BRIDGE ?= 0.6.2
+WHEELS_0.19.2 := "megatron-bridge==$(BRIDGE)"
+PACKAGES_0.19.2 := omegaconf einops
+.venvs/megatron-%/.ready: $(READY)
+	@echo "setting up .venvs/megatron-$* (wheels of Python 3.12, unpacked)"
+	@$(PYTHON) -m venv .venvs/megatron-$*
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/megatron-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/megatron-$*/bin/python -m pip install --quiet --disable-pip-version-check packaging $(PACKAGES_$*)
+	@.venvs/megatron-$*/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary :all: --python-version 3.12 --dest .venvs/megatron-$*/wheels \
+	  "megatron-core==$*" $(WHEELS_$*)
+	@for wheel in .venvs/megatron-$*/wheels/*.whl; do .venvs/megatron-$*/bin/python -m zipfile -e $$wheel \
+	  "$$(.venvs/megatron-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"; done
+	@touch $@
+
+# the adapter for verl's Megatron engines: Megatron's environment before verl's
+VERL_MEGATRON ?= 0.19.2
+test-verl-megatron: .venvs/megatron-$(VERL_MEGATRON)/.ready .venvs/verl-$(VERL)/.ready
+	$(TEST_ENV) PYTHONPATH=$$(.venvs/megatron-$(VERL_MEGATRON)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") \
+	  .venvs/verl-$(VERL)/bin/python -m pytest tests/integrations/verl/test_megatron.py $(ARGS)
 
 # the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# what has an environment of its own: make test-trl, make test-verl, make test-flash, make test-fla
+# what has an environment of its own: make test-trl, make test-verl, ...
 collect_ignore = [
+    "integrations/megatron",
     "integrations/trl",
     "integrations/verl",
     "kernels/flash/fa4",

@@ -1,25 +1,54 @@
-"""What a call of `sequence_logprobs` scores: the distinct pairs of an edge and a temperature.
+"""What is scored of a packed forest, and the way of scores back to its sequences.
 
-Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature).
+Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
+predictors, d hidden size, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefixtree.integrations.scoring_lm_head import Units
-from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
 
 # logits up to 3e8 divided by it are finite in float32
 _LEAST_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """The scores of a replicated batch, sequence by sequence, in input order.
+
+    Attributes:
+        logprobs: one float32 tensor [n - 1] per sequence, on the model's device: the natural
+            log-probabilities of tokens 1 .. n - 1; 0 where the loss mask is 0. They are float64
+            where a Megatron model computes in it.
+        entropy: one float32 tensor [n - 1] per sequence, in nats: the entropies of the
+            distributions of those tokens; 0 where the loss mask is 0. None without
+            `return_entropy`.
+        statistics: name -> one float32 tensor [n - 1] per sequence, without gradients; 0 where the
+            loss mask is 0. It has the names of `return_statistics`.
+        aux_loss: float32 [], differentiable: the load-balancing loss of a mixture of experts, as
+            transformers' forward gives it for one padded batch of all sequences with its
+            attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
+            it was not asked for.
+        router_logits: [T, E] per layer of experts, differentiable, the logits by which
+            `aux_loss` was computed, for losses of your own: weigh each packed token by
+            `packed.multiplicity`. Empty without `aux_loss`.
+    """
+
+    logprobs: list[torch.Tensor]
+    entropy: list[torch.Tensor] | None
+    statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,23 @@ class ScoredUnits:
     def count(self) -> int:
         """U."""
         return len(self.token)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The distinct (edge, temperature) pairs that an lm_head scores, on the device.
+
+    Attributes:
+        predictors: int64 [P], rows of the model's input whose hidden states the lm_head needs,
+            ascending.
+        to_predictors: from hidden states [P, d] to one row per unit [U, d].
+        target: int64 [U] token ids. temperature: float32 [U].
+    """
+
+    predictors: torch.Tensor
+    to_predictors: GatherIndex
+    target: torch.Tensor
+    temperature: torch.Tensor
 
 
 def find_units(
@@ -114,6 +160,31 @@ def units_on_device(
         target=packed.model_inputs()["input_ids"][0, token_ids],
         temperature=move(torch.from_numpy(temperature), device),
     )
+
+
+def scores_of(
+    scores: torch.Tensor,
+    to_sequences: GatherIndex,
+    lengths: list[int],
+    with_entropy: bool,
+    statistics: Sequence[str] = (),
+) -> SequenceScores:
+    """Copies the scores of units to the sequences that hold them.
+
+    Args:
+        scores: [U, 1 + entropy + statistics].
+        to_sequences: to [R - S] rows, every sequence but its first token.
+        lengths: n - 1 of each sequence.
+        with_entropy: whether the second column has entropies.
+        statistics: the names of the columns behind.
+    """
+    columns = gather(scores, to_sequences).split(lengths)
+    others = {
+        name: [c[:, at].detach() for c in columns]
+        for at, name in enumerate(statistics, 1 + with_entropy)
+    }
+    entropy = [c[:, 1] for c in columns] if with_entropy else None
+    return SequenceScores([c[:, 0] for c in columns], entropy, others)
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:

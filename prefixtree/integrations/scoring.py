@@ -4,14 +4,12 @@ The model, wrapped or not, is called once. Inside its forward the lm_head gets t
 the predictors, scores the edges in chunks and returns the scores in place of logits. They come back
 as `output.logits`, after whatever the wrappers do to outputs. So data-parallel and sharding
 wrappers see an ordinary forward, which uses its parameters and returns its outputs.
-
-Legend: T packed tokens, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,47 +21,24 @@ from prefixtree.integrations.model_checks import check_model, every_layer_attend
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
 from prefixtree.integrations.replay import check_routes, replaying
 from prefixtree.integrations.router_loss import router_keywords, router_loss
-from prefixtree.integrations.scored_units import ScoredUnits, find_units
-from prefixtree.integrations.scoring_lm_head import Units, logit_rule, scoring_lm_head
+from prefixtree.integrations.scored_units import (
+    ScoredUnits,
+    SequenceScores,
+    Units,
+    find_units,
+    scores_of,
+)
+from prefixtree.integrations.scoring_lm_head import logit_rule, scoring_lm_head
 from prefixtree.integrations.scoring_steps import scores_in_steps
 from prefixtree.integrations.shares import GroupMode, check_group_mode, share_of_rank, whole
 from prefixtree.kernels.logit_statistics import check_statistics
 from prefixtree.packing.borrow_cost import BorrowCost
-from prefixtree.packing.gather import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True)
-class SequenceScores:
-    """The scores of a replicated batch, sequence by sequence, in input order.
-
-    Attributes:
-        logprobs: one float32 tensor [n - 1] per sequence, on the model's device: the natural
-            log-probabilities of tokens 1 .. n - 1; 0 where the loss mask is 0.
-        entropy: one float32 tensor [n - 1] per sequence, in nats: the entropies of the
-            distributions of those tokens; 0 where the loss mask is 0. None without
-            `return_entropy`.
-        statistics: name -> one float32 tensor [n - 1] per sequence, without gradients; 0 where the
-            loss mask is 0. It has the names of `return_statistics`.
-        aux_loss: float32 [], differentiable: the load-balancing loss of a mixture of experts, as
-            transformers' forward gives it for one padded batch of all sequences with its
-            attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
-            it was not asked for.
-        router_logits: [T, E] per layer of experts, differentiable, the logits by which
-            `aux_loss` was computed, for losses of your own: weigh each packed token by
-            `packed.multiplicity`. Empty without `aux_loss`.
-    """
-
-    logprobs: list[torch.Tensor]
-    entropy: list[torch.Tensor] | None
-    statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    aux_loss: torch.Tensor | None = None
-    router_logits: tuple[torch.Tensor, ...] = ()
 
 
 def sequence_logprobs(
@@ -216,13 +191,8 @@ def sequence_logprobs(
     else:
         whole_forest = model, causal_lm, packed, found, share
         scores = scores_in_steps(forward, *whole_forest, max_tokens, borrow_cost, recompute)
-    columns = gather(scores, share.to_sequences).split(share.lengths)
-    entropy = [c[:, 1] for c in columns] if return_entropy else None
-    others = {
-        name: [c[:, at].detach() for c in columns]
-        for at, name in enumerate(statistics, 1 + return_entropy)
-    }
-    logprobs = [c[:, 0] for c in columns]
+    found_scores = scores_of(scores, share.to_sequences, share.lengths, return_entropy, statistics)
     if loss is None:
-        return SequenceScores(logprobs, entropy, others)
-    return SequenceScores(logprobs, entropy, others, output.aux_loss, tuple(output.router_logits))
+        return found_scores
+    logits = tuple(output.router_logits)
+    return replace(found_scores, aux_loss=output.aux_loss, router_logits=logits)

@@ -20,26 +20,10 @@ from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_hook
 from prefixtree.integrations.parallel_lm_head import is_linear, sliced_head
 from prefixtree.integrations.router_loss import RouterLoss
+from prefixtree.integrations.scored_units import Units
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.logprobs import linear_logprobs, lm_head_logprobs
-from prefixtree.packing.gather import GatherIndex, gather
-
-
-@dataclass(frozen=True)
-class Units:
-    """The distinct (edge, temperature) pairs.
-
-    Attributes:
-        predictors: int64 [P], rows of the model's input whose hidden states the lm_head needs,
-            ascending.
-        to_predictors: from hidden states [P, d] to one row per unit [U, d].
-        target: int64 [U] token ids. temperature: float32 [U].
-    """
-
-    predictors: torch.Tensor
-    to_predictors: GatherIndex
-    target: torch.Tensor
-    temperature: torch.Tensor
+from prefixtree.packing.gather import gather
 
 
 @dataclass

@@ -26,8 +26,7 @@ from prefixtree.integrations.families import family_of, forward_inputs
 from prefixtree.integrations.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.integrations.recompute.layers import Mode, layers_of
 from prefixtree.integrations.recompute.plan import RecomputePlan
-from prefixtree.integrations.scored_units import ScoredUnits, units_on_device
-from prefixtree.integrations.scoring_lm_head import Units
+from prefixtree.integrations.scored_units import ScoredUnits, Units, units_on_device
 from prefixtree.integrations.shares import Share
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of

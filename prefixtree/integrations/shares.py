@@ -17,8 +17,7 @@ from torch import nn
 from prefixtree.cost import model_cost
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of, forward_inputs
-from prefixtree.integrations.scored_units import ScoredUnits, units_on_device
-from prefixtree.integrations.scoring_lm_head import Units
+from prefixtree.integrations.scored_units import ScoredUnits, Units, units_on_device
 from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.packing.cost_model import CostModel, cost_model_of
 from prefixtree.packing.gather import GatherIndex, gather

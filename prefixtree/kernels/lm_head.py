@@ -36,12 +36,13 @@ def score(
     rule: LogitRule,
     out: torch.Tensor,
 ) -> None:
-    """Writes out, float32 [R, C]: log softmax(rule(x) / temperature) at the targets; the entropy.
+    """Writes out [R, C], in whose dtype it computes: log softmax(rule(x) / temperature) at the
+    targets; the entropy.
 
     Args:
         x [R, V], overwritten. target: int64 [R]. temperature: float32 [R].
     """
-    z = rule.apply(x.float())
+    z = rule.apply(x.to(out.dtype))
     z /= temperature[:, None]
     # not z - logsumexp(z): between large logits that cancels
     z = torch.log_softmax(z, -1)
@@ -59,8 +60,9 @@ def gradient(
     grad: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
-    """Writes the gradient of x into [R, V], which may be x; grad, float32 [R, C], is out's."""
-    logits = rule.apply(x.float())
+    """Writes the gradient of x into [R, V], which may be x; grad [R, C], in out's dtype, is
+    out's."""
+    logits = rule.apply(x.to(out.dtype))
     log_p = torch.log_softmax(logits / temperature[:, None], -1)
     hit = grad[:, :1]
     gradient_of_logprobs(logits, log_p, target[:, None], hit, temperature, rule, out, grad, into)
@@ -80,14 +82,14 @@ def gradient_of_logprobs(
     """`gradient` once the log-probabilities of all columns are known.
 
     Args:
-        logits: float32 [R, V], before the temperature.
-        log_p: float32 [R, V].
+        logits: [R, V], before the temperature, in out's dtype as all but `into`.
+        log_p: [R, V].
         column: int64 [R, 1], where `hit` goes.
-        hit: float32 [R, 1], the gradient of log p at the target; 0 where another rank has it.
+        hit: [R, 1], the gradient of log p at the target; 0 where another rank has it.
         temperature: float32 [R].
         rule: the family's change to the logits.
-        out: float32 [R, C].
-        grad: float32 [R, C], out's.
+        out: float32 or float64 [R, C].
+        grad: [R, C], out's.
         into: [R, V].
     """
     p = torch.exp(log_p)

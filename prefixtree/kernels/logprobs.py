@@ -44,12 +44,13 @@ def linear_logprobs(
     chunk: int | None = None,
     statistics: Sequence[str] = (),
     vocabulary: VocabularySlice | None = None,
+    accumulate: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
     The logits are computed in hidden's dtype (autocast's dtype where it is on), as an eager lm_head
-    does; everything after them is computed in float32. The backward computes the logits again,
-    chunk by chunk, and sums the weight's gradient in float32.
+    does; everything after them is computed in `accumulate`. The backward computes the logits again,
+    chunk by chunk, and sums the weight's gradient in `accumulate`.
 
     Args:
         hidden: [E, d].
@@ -66,10 +67,11 @@ def linear_logprobs(
             All ranks then give the same hidden states, targets, temperatures and chunk, and get the
             same scores. The gradient of hidden is whole on every rank, that of the weight is the
             rank's own. Takes no statistics. Default: the weight is whole.
+        accumulate: float32 or float64. Default: float32.
 
     Returns:
-        float32 [E, 1], or [E, 2] with the entropy of the whole distribution, in nats; and one more
-        column per statistic.
+        [E, 1] in `accumulate`, or [E, 2] with the entropy of the whole distribution, in nats; and
+        one more column per statistic.
 
     Raises:
         ValueError: statistics of a part of the vocabulary.
@@ -85,11 +87,11 @@ def linear_logprobs(
     # ranks exchange sums per chunk, so all of them cut the rows alike
     width = weight.shape[0] if vocabulary is None else vocabulary.widest
     rows = chunk_rows(width, hidden.device, chunk)
-    if chunk is None and vocabulary is None and _kernels_for(hidden) is not eager:
+    if chunk is None and _scorer(hidden, vocabulary, accumulate) not in (eager, vocabulary):
         rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
     scores, others = _LinearLogprobs.apply(
         *(hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype),
-        *(tuple(statistics), vocabulary),
+        *(tuple(statistics), vocabulary, accumulate),
     )
     return torch.cat([scores, others], 1) if statistics else scores
 
@@ -162,12 +164,13 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         statistics: tuple[str, ...],
         vocabulary: VocabularySlice | None,
+        accumulate: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=torch.float32)
+        out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=accumulate)
         others = out.new_empty(len(out), len(statistics))
         # a temperature for all rows may come expanded
-        target, temperature = target.contiguous(), temperature.contiguous()
-        kernels = vocabulary or _kernels_for(hidden)
+        target, temperature = target.contiguous(), temperature.to(accumulate).contiguous()
+        kernels = _scorer(hidden, vocabulary, accumulate)
         with torch.autocast(hidden.device.type, enabled=False):
             weights = weight.to(dtype), None if bias is None else bias.to(dtype)
             for at in range(0, hidden.shape[0], rows):
@@ -189,12 +192,12 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, temperature, out = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad.float().contiguous()
+        grad = grad.to(out.dtype).contiguous()
         dhidden = torch.empty_like(hidden) if need_hidden else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
-        dbias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
+        dweight = torch.zeros_like(weight, dtype=out.dtype) if need_weight else None
+        dbias = torch.zeros_like(bias, dtype=out.dtype) if need_bias else None
         vocabulary = ctx.vocabulary
-        kernels = vocabulary or _kernels_for(hidden)
+        kernels = _scorer(hidden, vocabulary, out.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             weights = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
             for at in range(0, hidden.shape[0], ctx.rows):
@@ -205,11 +208,11 @@ class _LinearLogprobs(torch.autograd.Function):
                 # logits until here, and in their place their gradient
                 kernels.gradient(dx, *rest, dx)
                 if dbias is not None:
-                    dbias += dx.sum(0, dtype=torch.float32)
+                    dbias += dx.sum(0, dtype=out.dtype)
                 if dhidden is not None and vocabulary is None:
                     dhidden[part] = dx @ weights[0]
                 elif dhidden is not None:
-                    mine = torch.zeros_like(h, dtype=torch.float32)
+                    mine = torch.zeros_like(h, dtype=out.dtype)
                     _add_product(mine, dx, weights[0])
                     dhidden[part] = vocabulary.summed(mine)
                 if dweight is not None:
@@ -220,17 +223,18 @@ class _LinearLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 8,
+            *[None] * 9,
         )
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b with total in float32; in one call, without rounding a b, where torch can."""
+    """total += a b with total in float32 or in a's dtype; in one call, without rounding a b, where
+    torch can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cpu":
         # most CPUs have no products of half precision that are faster
-        total.addmm_(a.float(), b.float())
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif not torch.compiler.is_compiling() and _adds_in_float32(total.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
@@ -246,6 +250,15 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     except (TypeError, RuntimeError):
         return False
     return bool((total == 9).all())
+
+
+def _scorer(
+    hidden: torch.Tensor, vocabulary: VocabularySlice | None, accumulate: torch.dtype
+) -> ModuleType | VocabularySlice:
+    """Whose `score` and `gradient` serve a call; the Triton kernels compute in float32 alone."""
+    if vocabulary is not None:
+        return vocabulary
+    return _kernels_for(hidden) if accumulate == torch.float32 else eager
 
 
 def _kernels_for(hidden: torch.Tensor) -> ModuleType:

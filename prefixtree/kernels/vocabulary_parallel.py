@@ -46,17 +46,17 @@ class VocabularySlice:
         rule: LogitRule,
         out: torch.Tensor,
     ) -> None:
-        """Writes out, float32 [R, C]: log softmax(rule(x) / temperature) at the targets; the
-        entropy.
+        """Writes out [R, C], in whose dtype it computes: log softmax(rule(x) / temperature) at the
+        targets; the entropy.
 
         Args:
             x: [R, W], this rank's columns, overwritten.
             target: int64 [R], ids of the whole vocabulary.
             temperature: float32 [R].
             rule: the family's change to the logits.
-            out: the same on every rank.
+            out: float32 or float64, the same on every rank.
         """
-        z = self._shifted(rule.apply(x.float()) / temperature[:, None])
+        z = self._shifted(rule.apply(x.to(out.dtype)) / temperature[:, None])
         column, is_mine = self._columns(target, z.shape[1])
         p = z.exp()
         sums = [torch.where(is_mine, z.gather(1, column), 0), p.sum(-1, keepdim=True)]
@@ -85,11 +85,11 @@ class VocabularySlice:
             target: int64 [R], ids of the whole vocabulary.
             temperature: float32 [R].
             rule: the family's change to the logits.
-            out: float32 [R, C], what `score` wrote.
-            grad: float32 [R, C], the gradient of `out`, the same on every rank.
+            out: [R, C], what `score` wrote.
+            grad: [R, C], the gradient of `out`, the same on every rank.
             into: [R, W].
         """
-        logits = rule.apply(x.float())
+        logits = rule.apply(x.to(out.dtype))
         z = self._shifted(logits / temperature[:, None])
         z -= self.summed(z.exp().sum(-1, keepdim=True)).log()
         column, is_mine = self._columns(target, z.shape[1])
@@ -104,7 +104,7 @@ class VocabularySlice:
         return partial
 
     def _shifted(self, z: torch.Tensor) -> torch.Tensor:
-        """z, float32 [R, W], less the largest of its row over all ranks, in place."""
+        """z [R, W] less the largest of its row over all ranks, in place."""
         from torch.distributed import ReduceOp, all_reduce
 
         largest = z.amax(-1, keepdim=True)

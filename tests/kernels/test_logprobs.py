@@ -136,6 +136,22 @@ def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chu
         assert_close(got, want)
 
 
+@pytest.mark.parametrize("rule", _RULES)
+def test_accumulates_in_float64_where_asked(rule, monkeypatch):
+    # Triton's kernels, where there are any, compute in float32 alone
+    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
+    case = make_case()
+    inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
+    rest = (case.target, case.temperature, _RULES[rule], True, 3)
+    out = linear_logprobs(*inputs, *rest, accumulate=torch.float64)
+    expected, expected_grads = oracle(case, _RULES[rule])
+    assert out.dtype == torch.float64
+    assert_close(out, expected, 1e-13)
+    grads = torch.autograd.grad((out * case.cotangent).sum(), inputs)
+    for got, want in zip(grads, expected_grads, strict=True):
+        assert_close(got, want, 1e-13)
+
+
 @pytest.mark.parametrize("head", _HEADS)
 def test_the_chunk_changes_nothing_but_rounding(head):
     case = make_case()

@@ -27,8 +27,9 @@ def sequences_of(data: TensorDict) -> list[np.ndarray]:
     return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
 
 
-def split(data: TensorDict, group: Any, ranks: int = 1) -> list[list[int]]:
-    """Which sequences make up each micro-batch; as many micro-batches on every rank of the group.
+def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> list[list[int]]:
+    """Which sequences make up each micro-batch; as many micro-batches on every rank of the group,
+    a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
@@ -38,7 +39,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1) -> list[list[int]]:
     Raises:
         ValueError: a sequence longer than that on any rank, or fewer sequences on
             one than another needs micro-batches (all ranks raise); a number of sequences that the
-            fixed size does not divide.
+            fixed size does not divide, or that makes another number of micro-batches.
     """
     sequences = sequences_of(data)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
@@ -47,6 +48,12 @@ def split(data: TensorDict, group: Any, ranks: int = 1) -> list[list[int]]:
             raise ValueError(
                 f"{len(sequences)} sequences on a rank do not divide into micro-batches of "
                 f"micro_batch_size_per_gpu={size}; change it or set use_dynamic_bsz=True"
+            )
+        if len(sequences) // size % multiple != 0:
+            raise ValueError(
+                f"{len(sequences)} sequences on a rank make {len(sequences) // size} micro-batches "
+                f"of micro_batch_size_per_gpu={size}, but virtual pipeline stages need a multiple "
+                f"of {multiple}; change it or set use_dynamic_bsz=True"
             )
         order = leaf_order(PrefixForest.from_sequences(sequences))
         return [order[i : i + size] for i in range(0, len(order), size)]
@@ -63,6 +70,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1) -> list[list[int]]:
     bins = plan_bins(sequences, max_tokens)
     # the greatest of -n is minus the fewest
     steps, minus_fewest = _largest([len(bins), -len(sequences)], group)
+    steps = -(-steps // multiple) * multiple
     if steps > -minus_fewest:
         raise ValueError(
             f"one rank needs {steps} micro-batches, another has only {-minus_fewest} sequences to "

@@ -8,7 +8,6 @@ verl's engines do.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
@@ -45,7 +43,8 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.integrations.verl.metrics import Work, warn_if_nothing_is_shared, work_metrics
+from prefixtree.integrations.verl.metered import NAME, MeteredEngine
+from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.refusals import (
     RECOMPUTE,
     check_batch,
@@ -55,16 +54,14 @@ from prefixtree.integrations.verl.refusals import (
 )
 from prefixtree.packing.layout import PackedForest, pack
 
-_NAME = "prefixtree"
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
 
 
-class _PackedEngine(FSDPEngineWithLMHead):
+class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
     """The common part of actor, reference and critic.
 
     Attributes:
-        packs: whether the model's attention is "prefixtree".
         recompute: as in `sequence_logprobs`.
         model_output: what the model gives per token.
     """
@@ -75,20 +72,9 @@ class _PackedEngine(FSDPEngineWithLMHead):
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
     ) -> None:
         hf_config = model_config.hf_config
-        self.packs = hf_config._attn_implementation == _NAME
+        self._read_attention(hf_config)
         if self.packs:
             check_settings(model_config, engine_config)
-            # verl leaves its override as a plain attribute, which saved configurations would keep:
-            # they would load nowhere but here
-            vars(hf_config).pop("attn_implementation", None)
-        else:
-            warnings.warn(
-                f"nothing is packed: the model runs {hf_config._attn_implementation!r}; set "
-                "+actor_rollout_ref.model.override_config.attn_implementation=prefixtree (for a "
-                "critic +critic.model...), or leave external_lib out",
-                stacklevel=2,
-            )
-        self._has_trained = False
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
         check_recompute(
             self.recompute,
@@ -96,34 +82,6 @@ class _PackedEngine(FSDPEngineWithLMHead):
             engine_config.ulysses_sequence_parallel_size,
         )
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self._work = Work()
-        self._flops_counter = FlopsCounter(hf_config)
-
-    # ---- a batch -----------------------------------------------------------------------------
-
-    def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
-        """One optimiser step on a mini-batch; adds the metrics of `work_metrics` to verl's."""
-        start = time.perf_counter()
-        outputs = super().train_batch(data, loss_function)
-        if self.packs and not self._has_trained:
-            self._has_trained = True
-            warn_if_nothing_is_shared(self._work)
-        # the gradient norm came to the host: the work is done
-        return self._with_metrics(outputs, time.perf_counter() - start, forward_only=False)
-
-    def infer_batch(self, data: TensorDict, loss_function: Callable[..., Any] | None = None) -> Any:
-        """Log-probabilities (or values) of a batch; adds the metrics of `work_metrics`."""
-        start = time.perf_counter()
-        outputs = super().infer_batch(data, loss_function)
-        return self._with_metrics(outputs, time.perf_counter() - start, forward_only=True)
-
-    def _with_metrics(self, outputs: dict[str, Any], seconds: float, forward_only: bool) -> Any:
-        if self.packs:
-            # per GPU, of which ulysses_sequence_parallel_size did this work together
-            seconds *= self.ulysses_sequence_parallel_size
-            metrics = work_metrics(self._work, self._flops_counter, seconds, forward_only)
-            outputs["metrics"].update(metrics)
-        return outputs
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
@@ -270,7 +228,7 @@ class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
                 self.model_config.local_path,
                 config=config,
                 dtype=dtype,
-                attn_implementation=_NAME,
+                attn_implementation=NAME,
                 trust_remote_code=self.model_config.trust_remote_code,
             )
         module.to(dtype)

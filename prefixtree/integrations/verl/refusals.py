@@ -83,6 +83,64 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
     check_config(hf_config, training=not engine_config.forward_only)
 
 
+def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
+    """`check_settings` for the Megatron backend; the model itself is checked as it runs.
+
+    Args:
+        model_config: verl's HFModelConfig. engine_config: its McoreEngineConfig.
+
+    Raises:
+        UnsupportedError: with the setting to change.
+    """
+    size, replay = engine_config.context_parallel_size, engine_config.router_replay.mode
+    for refused, why in (
+        (
+            engine_config.vanilla_mbridge,
+            "vanilla_mbridge=True has no layer spec to change; set it to False, which uses "
+            "Megatron-Bridge",
+        ),
+        (
+            size > 1 or engine_config.dynamic_context_parallel,
+            f"context_parallel_size={size} (dynamic_context_parallel="
+            f"{engine_config.dynamic_context_parallel}): packed forests are not split over ranks "
+            "yet; set them to 1 and False",
+        ),
+        (
+            engine_config.use_fused_kernels or model_config.use_fused_kernels,
+            "use_fused_kernels=True replaces the model's forward; set it to False "
+            "(log-probabilities are computed in chunks here anyway)",
+        ),
+        (
+            engine_config.use_megatron_fsdp,
+            "use_megatron_fsdp=True is not verified on packed forests; set it to False",
+        ),
+        (
+            replay != "disabled",
+            f"router_replay.mode={replay}: recorded routes have a row per token of the batch, a "
+            "forest has one per distinct token; set it to disabled",
+        ),
+        (
+            model_config.mtp.enable,
+            "model.mtp.enable=True: extra prediction heads are not scored on packed forests; set "
+            "it to False",
+        ),
+        (
+            getattr(getattr(engine_config, "qat", None), "enable", False),
+            "qat.enable=True is not verified on packed forests; set it to False",
+        ),
+        (
+            (model_config.lora or {}).get("rank", 0) > 0,
+            "lora.rank above 0 is not verified on packed forests with Megatron; set it to 0",
+        ),
+        (
+            getattr(model_config.hf_config, "vision_config", None) is not None,
+            f"{model_config.hf_config.model_type} takes images; use a text-only model",
+        ),
+    ):
+        if refused:
+            raise UnsupportedError(f"{_PREFIX}{why}")
+
+
 def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1) -> None:
     """Refuses a setting of override_config that nothing would follow.
 

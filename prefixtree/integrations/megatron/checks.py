@@ -1,0 +1,176 @@
+"""Whether all of a Megatron model runs along a forest.
+
+A layer that does not know forests would read one as a single causal sequence, in packed order, and
+say nothing. So every public way asks here before it runs a model, and counts the calls of tree
+attention while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
+from prefixtree.integrations.megatron.refusals import check_config
+from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.packing.layout import PackedForest
+
+_WRAPPERS = (DistributedDataParallel, Float16Module)
+_MODELS = (GPTModel, HybridModel)
+_FIX = "build the model from tree_spec(its layer spec)"
+_DELTA = "a gated delta rule layer, whose state runs through the tokens in packed order"
+
+#: Classes whose layers have no tree attention -> what they are.
+_OTHER_LAYERS = {
+    "MultiLatentAttention": "multi-latent attention, whose rotary positions are made inside it",
+    "MambaLayer": "a Mamba layer, whose state runs through the tokens in packed order",
+    # the first holds the layers of newer versions
+    "_GDNBase": _DELTA,
+    "GatedDeltaNet": _DELTA,
+    "CrossAttention": "cross attention",
+}
+
+
+def find_model(model: Any) -> Any:
+    """The GPTModel or HybridModel inside Megatron's wrappers.
+
+    Raises:
+        UnsupportedError: another model, or a wrapper that was not tested.
+    """
+    inner = model
+    while isinstance(inner, _WRAPPERS):
+        inner = inner.module
+    if isinstance(inner, _MODELS):
+        return inner
+    raise UnsupportedError(
+        f"expected Megatron's GPTModel or HybridModel, in DistributedDataParallel or Float16Module "
+        f"or bare, got a {type(inner).__name__}"
+    )
+
+
+def check_model(model: Any) -> None:
+    """Refuses a model that would read a forest as something else.
+
+    `tree_logprobs` and `share` call it before they run a model; call it where you build one, to
+    know at once.
+
+    Args:
+        model: Megatron's GPTModel or HybridModel, wrapped or not: what one pipeline stage, or one
+            virtual stage, has.
+
+    Raises:
+        UnsupportedError: a layer or a setting with which forests are not exact, by name, with the
+            reason and the way to mend it.
+    """
+    language_model = find_model(model)
+    check_config(language_model.config, language_model.training)
+    kind = getattr(language_model, "position_embedding_type", "none")
+    if kind == "mrope":
+        raise UnsupportedError(
+            "packed forests are not served with position_embedding_type='mrope': positions of "
+            "images are not depths; use a text model"
+        )
+    if getattr(language_model, "mtp_process", False):
+        raise UnsupportedError(
+            "packed forests are not served with multi-token prediction (the model has an mtp "
+            "block), which shifts tokens in packed order; build the model without mtp_block_spec"
+        )
+    for part in ("embedding", "decoder"):
+        _check_origin(part, getattr(language_model, part, None))
+    for name, layer in language_model.decoder.layers.named_children():
+        _check_layer(f"decoder.layers.{name}", layer)
+    for name, module in language_model.named_modules():
+        if isinstance(module, Attention):
+            _check_attention(name, module)
+
+
+def _check_layer(name: str, layer: Any) -> None:
+    _refuse_others(name, layer)
+    if not isinstance(layer, TransformerLayer) or not _is_megatrons(layer):
+        raise UnsupportedError(
+            f"{name} is a {type(layer).__module__}.{type(layer).__name__}, expected Megatron's "
+            "TransformerLayer: whether this one mixes tokens along the forest is not known"
+        )
+    for part in ("self_attention", "cross_attention"):
+        module = getattr(layer, part, None)
+        if module is None or isinstance(module, IdentityOp):
+            continue
+        _refuse_others(f"{name}.{part}", module)
+        if part == "cross_attention" or not isinstance(module, Attention):
+            raise UnsupportedError(
+                f"{name}.{part} is a {type(module).__name__}, expected self-attention from "
+                f"tree_spec: it would read a forest as one sequence; {_FIX}"
+            )
+    _check_origin(f"{name}.mlp", getattr(layer, "mlp", None))
+
+
+def _check_origin(name: str, module: Any) -> None:
+    if module is not None and not _is_megatrons(module):
+        raise UnsupportedError(
+            f"{name} is a {type(module).__module__}.{type(module).__name__}, expected one of "
+            "Megatron's: whether this one mixes tokens along the forest is not known"
+        )
+
+
+def _is_megatrons(module: Any) -> bool:
+    """Whether the code of a layer is Megatron's, Megatron-Bridge's or TransformerEngine's."""
+    return type(module).__module__.split(".")[0] in ("megatron", "transformer_engine")
+
+
+def _check_attention(name: str, attention: Any) -> None:
+    _refuse_others(name, attention)
+    core = attention.core_attention
+    for where, module, expected in (
+        (name, attention, ForestSelfAttention),
+        (f"{name}.core_attention", core, ForestCoreAttention),
+    ):
+        if not isinstance(module, expected):
+            raise UnsupportedError(
+                f"{where} is a {type(module).__name__}, which reads a forest as one sequence: "
+                f"{_FIX} (tree_spec serves SelfAttention with DotProductAttention or "
+                "TEDotProductAttention, and no class that attends otherwise)"
+            )
+
+
+def _refuse_others(name: str, module: Any) -> None:
+    kinds = {c.__name__ for c in type(module).__mro__}
+    found = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"{name} is {found} ({type(module).__name__}): packed forests serve ordinary and "
+            "grouped-query self-attention alone"
+        )
+
+
+@contextmanager
+def every_layer_attends(language_model: Any, packed: PackedForest) -> Iterator[None]:
+    """One forward over a forest, in which every self-attention must call tree attention once.
+
+    Raises:
+        UnsupportedError: a number of calls that is not that of the layers.
+    """
+    with counted_calls(packed.mask.host) as calls:
+        yield
+        check_calls(language_model, calls()[0])
+
+
+def check_calls(language_model: Any, count: int) -> None:
+    """Refuses the results of a forward in which not every self-attention called tree attention."""
+    expected = sum(isinstance(m, Attention) for m in language_model.modules())
+    if count != expected:
+        raise UnsupportedError(
+            f"{count} attention calls followed the forest in a forward of "
+            f"{type(language_model).__name__}, which has {expected} attention layers here: the "
+            "others ran another attention (a patched forward, or a layer that replaces it), whose "
+            "results are those of another batch"
+        )

@@ -1,0 +1,196 @@
+"""`tree_spec`: a layer spec whose self-attention follows packed forests.
+
+Legend: T packed tokens, H query heads, Hk kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.kernels.attention import tree_attention
+
+
+class ForestSelfAttention:
+    """Stands before Megatron's self-attention: the rotary positions of a forest are its depths."""
+
+    def forward(self, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, ForestParams) for a in args):
+            raise UnsupportedError(
+                "packed_seq_params came by position, expected by keyword: this Megatron calls its "
+                "self-attention in a way that was not tested"
+            )
+        params = kwargs.get("packed_seq_params")
+        if isinstance(params, ForestParams):
+            if any(a is not None for a in args):
+                raise UnsupportedError(
+                    "self-attention got positional arguments beside a packed forest, expected "
+                    "keywords: this Megatron calls it in a way that was not tested"
+                )
+            kwargs["rotary_pos_emb"] = params.at_depths(kwargs.get("rotary_pos_emb"))
+        return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
+
+
+class ForestCoreAttention:
+    """Stands before Megatron's or TransformerEngine's core attention: queries see their paths."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *args: Any,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+        self._forest_scale = softmax_scale
+        self._forest_window = _window(config, layer_number)
+        # else as the packed forest has it
+        self._forest_deterministic = True if config.deterministic_mode else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """query [T, 1, H, D], key and value [T, 1, Hk, D] of a forest -> [T, 1, H D]."""
+        if not isinstance(packed_seq_params, ForestParams):
+            return super().forward(  # type: ignore[misc]
+                *(query, key, value, attention_mask, *args),
+                packed_seq_params=packed_seq_params,
+                **kwargs,
+            )
+        if kwargs.get("attention_bias") is not None:
+            raise UnsupportedError("packed forests have no attention_bias; leave it out")
+        assert packed_seq_params.packed is not None
+        out = tree_attention(
+            query.squeeze(1),
+            key.squeeze(1),
+            value.squeeze(1),
+            packed_seq_params.packed.mask,
+            scale=self._forest_scale,
+            window=self._forest_window,
+            # zeros where the softmax is off by one, None where it is the usual one
+            sinks=getattr(self, "softmax_offset", None),
+            deterministic=self._forest_deterministic,
+        )
+        return out.flatten(1)[:, None]
+
+
+def tree_spec(spec: Any) -> Any:
+    """A copy of a spec in which self-attention takes packed forests.
+
+    Parameters, their names in checkpoints, and what an ordinary batch computes stay the same.
+    Layers that forests cannot pass (latent attention, recurrent layers) are copied as they are:
+    a model that has them is refused when it is used.
+
+    Args:
+        spec: a ModuleSpec of a layer or of a stack (`hybrid_stack_spec`), the submodules of a
+            transformer block, or a function that returns one of them, as Megatron-Bridge's
+            providers have it. From a function it makes a function.
+
+    Returns:
+        A spec of the same kind.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(spec, ModuleSpec) or (is_dataclass(spec) and not isinstance(spec, type)):
+        return _mapped(spec)
+    if callable(spec) and not isinstance(spec, type):
+        return _of_function(spec)
+    raise TypeError(
+        "tree_spec takes a layer spec, the submodules of a block or a function that makes one, got "
+        f"{spec!r}; get_gpt_layer_local_spec() makes one"
+    )
+
+
+def _of_function(make: Callable[..., Any]) -> Callable[..., Any]:
+    # providers read its signature to know what to give it
+    @functools.wraps(make)
+    def make_tree(*args: Any, **kwargs: Any) -> Any:
+        return tree_spec(make(*args, **kwargs))
+
+    return make_tree
+
+
+def _mapped(node: Any) -> Any:
+    """A spec, or a part of one, with other classes for self-attention."""
+    if isinstance(node, ModuleSpec):
+        module = get_module(node)
+        if is_served_attention(module):
+            core = _with_forest_core(node.submodules.core_attention)
+            submodules = replace(node.submodules, core_attention=core)
+            return replace(node, module=_joined(ForestSelfAttention, module), submodules=submodules)
+        return replace(node, submodules=_mapped(node.submodules))
+    if isinstance(node, list):
+        return [_mapped(n) for n in node]
+    if is_dataclass(node) and not isinstance(node, type):
+        return replace(node, **{name: _mapped(value) for name, value in vars(node).items()})
+    return node
+
+
+def is_served_attention(module: Any) -> bool:
+    """Whether a class is Megatron's self-attention, and attends as that does."""
+    return (
+        isinstance(module, type)
+        and issubclass(module, SelfAttention)
+        and getattr(module, "forward", None) is Attention.forward
+    )
+
+
+def _with_forest_core(core: Any) -> Any:
+    if isinstance(core, ModuleSpec):
+        return replace(core, module=_with_forest_core(get_module(core)))
+    if isinstance(core, functools.partial):
+        return functools.partial(_with_forest_core(core.func), *core.args, **core.keywords)
+    if core is DotProductAttention or core is _transformer_engine_core():
+        return _joined(ForestCoreAttention, core)
+    # left as it is: a subclass may attend otherwise, and check_model names it
+    return core
+
+
+def _transformer_engine_core() -> Any:
+    from megatron.core.extensions import transformer_engine
+
+    return transformer_engine.TEDotProductAttention if transformer_engine.HAVE_TE else None
+
+
+@functools.cache
+def _joined(first: type, base: type) -> type:
+    """A class of both; a spec that is mapped twice stays as it is."""
+    if issubclass(base, first):
+        return base
+    return type(f"Forest{base.__name__}", (first, base), {"__module__": __name__})
+
+
+def _window(config: Any, layer_number: int) -> int | None:
+    """`tree_attention`'s window of a layer: Megatron counts the keys before the query's own.
+
+    Raises:
+        UnsupportedError: a window that reaches behind the query.
+    """
+    size, skipped = config.window_size, getattr(config, "window_attn_skip_freq", None)
+    if not is_layer_window_attention(size, skipped, layer_number):
+        return None
+    before, behind = size
+    if behind > 0:
+        raise UnsupportedError(
+            f"window_size={tuple(size)} lets tokens see later ones, expected (tokens before, 0)"
+        )
+    return None if before < 0 else before + 1

@@ -1,0 +1,55 @@
+"""`ForestParams`: a packed forest in the place of Megatron's `packed_seq_params`.
+
+Legend: T packed tokens, P positions, D rotary dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from prefixtree.packing.layout import PackedForest
+
+# Megatron compares the format with "thd" alone, and everything else takes its unpacked code, which
+# is what a forest needs. TransformerEngine's attention raises for a format it does not know, so a
+# layer that the checks did not see cannot read the forest as one sequence
+_FORMAT = "prefixtree"
+
+
+@dataclass
+class ForestParams(PackedSeqParams):
+    """A packed forest, which Megatron's models hand to every layer of a stage.
+
+    Megatron makes its rotary table for positions 0 .. max_seqlen - 1 and applies row i to token i;
+    `at_depths` picks the rows of the tokens' positions.
+
+    Attributes:
+        packed: the packed forest.
+    """
+
+    packed: PackedForest | None = None
+    _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, packed: PackedForest) -> ForestParams:
+        """The parameters of one forward; every stage makes its own."""
+        longest = int(packed.forest.sequence_lengths.max())
+        return cls(qkv_format=_FORMAT, max_seqlen_q=longest, max_seqlen_kv=longest, packed=packed)
+
+    def at_depths(self, table: Any) -> Any:
+        """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [T, 1, 1, D], those of the tokens.
+
+        Layers share the result. None and tuples of tables are mapped too.
+        """
+        if table is None:
+            return None
+        if isinstance(table, tuple):
+            return tuple(self.at_depths(t) for t in table)
+        assert self.packed is not None
+        if id(table) not in self._rows:
+            # the table too, so that its id stays its own
+            self._rows[id(table)] = table, table.index_select(0, self.packed.position_ids)
+        return self._rows[id(table)][1]

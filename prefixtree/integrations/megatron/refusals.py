@@ -1,0 +1,217 @@
+"""Settings of a Megatron model under which a forest would not give the replicated batch's results,
+or which nobody compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from prefixtree.errors import UnsupportedError
+
+
+class Refusal(NamedTuple):
+    """One reason to refuse a configuration.
+
+    Attributes:
+        name: the setting.
+        applies: from a configuration, whether it is on.
+        message: why it is refused, and how to mend it.
+        only_training: whether evaluation is unaffected.
+    """
+
+    name: str
+    applies: Callable[[Any], Any]
+    message: str
+    only_training: bool = False
+
+
+def check_config(config: Any, training: bool) -> None:
+    """Refuses a configuration, with the first reason.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        training: whether the model is in training mode.
+
+    Raises:
+        UnsupportedError: with the setting, the reason and the way to mend it.
+    """
+    for refusal in REFUSALS:
+        if (training or not refusal.only_training) and refusal.applies(config):
+            value = getattr(config, refusal.name, None)
+            raise UnsupportedError(
+                f"packed forests are not served with {refusal.name}={value!r}: {refusal.message}"
+            )
+
+
+def _get(name: str, default: Any = None) -> Callable[[Any], Any]:
+    return lambda config: getattr(config, name, default)
+
+
+def _balancing(config: Any) -> list[str]:
+    kinds = getattr(config, "moe_router_load_balancing_type", "none")
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+def _auxiliary(config: Any) -> bool:
+    """Whether a kind of balancing that is a loss has a coefficient."""
+    kinds, given = _balancing(config), getattr(config, "moe_aux_loss_coeff", 0)
+    coefficients = given if isinstance(given, (list, tuple)) else [given] * len(kinds)
+    return any(c and kind in _LOSSES for kind, c in zip(kinds, coefficients, strict=False))
+
+
+def _balances_by_batch(config: Any) -> bool:
+    """Whether the experts of a token depend on the tokens beside it."""
+    return not set(_balancing(config)) <= {"none", *_LOSSES}
+
+
+def _updates_bias(config: Any) -> bool:
+    return bool(
+        getattr(config, "moe_router_enable_expert_bias", False)
+        and getattr(config, "moe_router_bias_update_rate", 0)
+    )
+
+
+_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_SEES_DISTINCT = "it counts tokens, and a forest has each shared token once; "
+_DROPS = "which tokens an expert drops depends on the tokens beside them; "
+
+#: Every setting that is refused, in the order of the checks.
+REFUSALS = (
+    Refusal(
+        "context_parallel_size",
+        lambda c: c.context_parallel_size > 1,
+        "ranks would hold parts of a forest; set it to 1",
+    ),
+    Refusal(
+        "multi_latent_attention",
+        _get("multi_latent_attention"),
+        "the rotary positions of latent attention are made inside the layer and would be those of "
+        "the packed order; use a model with ordinary or grouped-query attention",
+    ),
+    Refusal(
+        "experimental_attention_variant",
+        _get("experimental_attention_variant"),
+        "this attention does not follow a forest; leave it at None",
+    ),
+    Refusal(
+        "apply_query_key_layer_scaling",
+        _get("apply_query_key_layer_scaling"),
+        "layers would divide their scores by their number, which tree attention does not; set it "
+        "to False",
+    ),
+    Refusal(
+        "attention_dropout",
+        _get("attention_dropout"),
+        "tree attention has no dropout; set it to 0, or call model.eval()",
+        only_training=True,
+    ),
+    Refusal(
+        "hidden_dropout",
+        _get("hidden_dropout"),
+        "the copies of a shared token would all drop the same values, where a replicated batch "
+        "draws for each; set it to 0, or call model.eval()",
+        only_training=True,
+    ),
+    Refusal(
+        "moe_input_jitter_eps",
+        _get("moe_input_jitter_eps"),
+        "the copies of a shared token would share their noise; set it to None",
+        only_training=True,
+    ),
+    Refusal(
+        "moe_aux_loss_coeff",
+        _auxiliary,
+        f"{_SEES_DISTINCT}set it to 0 (the auxiliary loss of the router), or "
+        "moe_router_load_balancing_type to 'none'",
+        only_training=True,
+    ),
+    Refusal(
+        "moe_z_loss_coeff",
+        _get("moe_z_loss_coeff"),
+        f"{_SEES_DISTINCT}set it to None",
+        only_training=True,
+    ),
+    Refusal(
+        "moe_router_enable_expert_bias",
+        _updates_bias,
+        f"the bias is updated from counts: {_SEES_DISTINCT}set moe_router_bias_update_rate to 0, "
+        "which keeps the bias as it is",
+        only_training=True,
+    ),
+    Refusal(
+        "moe_router_load_balancing_type",
+        _balances_by_batch,
+        "the experts of a token would depend on the tokens beside it; use 'none'",
+    ),
+    Refusal(
+        "moe_expert_capacity_factor",
+        lambda c: getattr(c, "moe_expert_capacity_factor", None) is not None,
+        f"{_DROPS}set it to None",
+    ),
+    Refusal(
+        "moe_expert_rank_capacity_factor",
+        lambda c: getattr(c, "moe_expert_rank_capacity_factor", None) is not None,
+        f"{_DROPS}set it to None",
+    ),
+    Refusal("moe_token_dropping", _get("moe_token_dropping"), f"{_DROPS}set it to False"),
+    Refusal(
+        "moe_router_force_load_balancing",
+        _get("moe_router_force_load_balancing"),
+        "it routes tokens at random; set it to False",
+    ),
+    Refusal(
+        "moe_router_force_biased",
+        lambda c: getattr(c, "moe_router_force_biased", None) is not None,
+        "it routes tokens at random; set it to None",
+    ),
+    Refusal(
+        "moe_enable_routing_replay",
+        _get("moe_enable_routing_replay"),
+        "recorded routes have a row per token of the replicated batch, a forest has one per "
+        "distinct token; set it to False",
+    ),
+    Refusal(
+        "mtp_num_layers",
+        _get("mtp_num_layers"),
+        "multi-token prediction shifts tokens in packed order, which is not that of sequences; set "
+        "it to None",
+    ),
+    Refusal(
+        "enable_cuda_graph",
+        _get("enable_cuda_graph"),
+        "CUDA graphs replay fixed shapes, and every forest has others; set it to False",
+    ),
+    Refusal(
+        "external_cuda_graph",
+        _get("external_cuda_graph"),
+        "CUDA graphs replay fixed shapes, and every forest has others; set it to False",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        lambda c: getattr(c, "cuda_graph_impl", "none") not in ("none", None),
+        "CUDA graphs replay fixed shapes, and every forest has others; set it to 'none'",
+    ),
+    Refusal(
+        "tp_comm_overlap",
+        _get("tp_comm_overlap"),
+        "its buffers hold a fixed number of tokens, and every forest has another; set it to False",
+    ),
+    Refusal("fp8", _get("fp8"), "FP8 was not compared; set it to None"),
+    Refusal("fp4", _get("fp4"), "FP4 was not compared; set it to None"),
+    Refusal(
+        "qk_clip",
+        _get("qk_clip"),
+        "tree attention does not record the largest score that clipping needs; set it to False",
+    ),
+    Refusal(
+        "log_max_attention_logit",
+        _get("log_max_attention_logit"),
+        "tree attention does not record the largest score; set it to False",
+    ),
+    Refusal(
+        "fine_grained_activation_offloading",
+        _get("fine_grained_activation_offloading"),
+        "it frees tensors that attention saves, which was not compared; set it to False",
+    ),
+)

@@ -1,0 +1,279 @@
+"""`tree_logprobs`: a packed forest through a Megatron model, each edge scored once.
+
+The output layer's place is taken for one forward. It gets the last hidden states, scores the edges
+in chunks over the vocabulary of all ranks, and returns scores in the place of logits. So wrappers
+and the hooks of the output layer, which may gather its weight, see an ordinary forward; and every
+version and every model class that has an output layer is served alike.
+
+Legend: T packed tokens, P predictors, U scored units (edge, temperature), W vocabulary entries of
+this rank, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
+)
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model
+from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.scored_units import (
+    SequenceScores,
+    Units,
+    find_units,
+    scores_of,
+    units_on_device,
+)
+from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.logprobs import linear_logprobs
+from prefixtree.kernels.vocabulary_parallel import VocabularySlice
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.layout import PackedForest
+
+
+def tree_logprobs(
+    model: Any,
+    packed: PackedForest,
+    temperature: float | Sequence[float] = 1.0,
+    loss_mask: Sequence[Any] | None = None,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+) -> SequenceScores | torch.Tensor:
+    """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+
+    To be called in a `forward_step`, on every pipeline stage and tensor-parallel rank, with the
+    same arguments. Log-probabilities and entropies are differentiable. Their gradients are those of
+    the replicated batch, up to rounding, after Megatron's own `finalize_model_grads`.
+
+    The softmax is over the vocabulary as Megatron pads it, as that of its losses is.
+
+    Args:
+        model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
+            Float16Module or not; one stage, or one virtual stage.
+        packed: the packed forest, on the model's device; under sequence parallelism padded to a
+            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`).
+        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+            Default: 1.0.
+        loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
+            predictor and is ignored. Default: every token is scored.
+        return_entropy: whether to compute entropies too. Default: False.
+        chunk_size: the number of edges whose logits are in memory at once, the same on all ranks.
+            Default: as in `sequence_logprobs`.
+
+    Returns:
+        On the last stage SequenceScores, the same on every tensor-parallel rank: float32, or
+        float64 from a model in float64. On the stages before, the hidden states [T, 1, d] that the
+        schedule sends on (a part of the T rows under sequence parallelism).
+
+    Raises:
+        TypeError: anything but a PackedForest, or a temperature that is no number.
+        UnsupportedError: a model or a setting with which forests are not exact, with the reason.
+        ForestError: masks that do not match the sequences, or a forest that has no token ids or
+            lacks padding.
+        ValueError: temperatures that do not match the sequences, or are not finite and above 0;
+            tokens or a device that do not match the model.
+    """
+    if not isinstance(packed, PackedForest):
+        raise TypeError(
+            f"tree_logprobs takes a packed forest, got {type(packed).__name__}; "
+            "pack(PrefixForest.from_sequences(sequences)) makes one"
+        )
+    language_model = find_model(model)
+    check_model(language_model)
+    _check_forest(language_model, packed)
+    found = find_units(packed, temperature, loss_mask)
+    if not language_model.post_process:
+        return tree_outputs(model, packed)
+    _check_head(language_model)
+    units = units_on_device(packed, found, None, found.predictor)
+    with _scoring(language_model.output_layer, units, return_entropy, chunk_size) as handed:
+        output = tree_outputs(model, packed)
+    to_sequences = GatherIndex(found.of_copies, found.count, packed.device)
+    return scores_of(handed.returned(output), to_sequences, found.lengths, return_entropy)
+
+
+def tree_outputs(model: Any, packed: PackedForest) -> Any:
+    """Runs a model over a packed forest and returns its output, in packed order.
+
+    A model with a value head gives [1, T, 1], for example; `PackedForest.unpack` brings the values
+    to the sequences.
+
+    Args:
+        model: as in `tree_logprobs`; its output layer may be any that treats every token alone.
+        packed: as in `tree_logprobs`.
+
+    Returns:
+        On the last stage what the model returns; on the stages before, hidden states.
+
+    Raises:
+        UnsupportedError, ForestError, ValueError: as in `tree_logprobs`.
+    """
+    language_model = find_model(model)
+    check_model(language_model)
+    _check_forest(language_model, packed)
+    inputs = packed.model_inputs()
+    with every_layer_attends(language_model, packed):
+        return model(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            attention_mask=None,
+            packed_seq_params=ForestParams.of(packed),
+        )
+
+
+def _check_forest(language_model: Any, packed: PackedForest) -> None:
+    config = language_model.config
+    size = config.tensor_model_parallel_size
+    if config.sequence_parallel and packed.num_tokens % size:
+        raise ForestError(
+            f"sequence parallelism cuts the tokens into {size} equal parts, got "
+            f"{packed.num_tokens} packed tokens: pack(forest, pad_to_multiple_of={size})"
+        )
+    if getattr(packed.forest, "routes", None) is not None:
+        raise UnsupportedError(
+            "the packed forest has recorded routes, which Megatron's routers would not follow; "
+            "leave routes out of the forest"
+        )
+    tokens = packed.forest.tokens
+    if tokens is not None and len(tokens) and int(tokens.max()) >= language_model.vocab_size:
+        raise ValueError(
+            f"token id {int(tokens.max())} is beyond the model's vocabulary of "
+            f"{language_model.vocab_size}: the sequences were tokenised for another model"
+        )
+    device = next(language_model.parameters()).device
+    if device != packed.device:
+        raise ValueError(
+            f"the packed forest is on {packed.device}, the model on {device}: "
+            f"call packed = packed.to({str(device)!r})"
+        )
+
+
+# ---- the output layer ------------------------------------------------------------------------
+
+
+def _check_head(language_model: Any) -> None:
+    """Refuses what works on logits, since scores take their place."""
+    kind, layer, config = type(language_model), language_model.output_layer, language_model.config
+    forwards = (GPTModel.forward, HybridModel.forward)
+    if kind.forward not in forwards or "forward" in vars(language_model):
+        raise UnsupportedError(
+            f"{kind.__name__}.forward is not Megatron's: what it does to logits would be lost, as "
+            "scores take their place; use Megatron's class, or share(model)"
+        )
+    if type(layer).forward is not ColumnParallelLinear.forward or "forward" in vars(layer):
+        raise UnsupportedError(
+            f"the output layer is a {type(layer).__module__}.{type(layer).__name__}, expected "
+            "Megatron's ColumnParallelLinear: what it does beside the product would be lost; use "
+            "share(model), which calls it"
+        )
+    if getattr(config, "use_mup", False):
+        raise UnsupportedError(
+            "packed forests are not scored with use_mup=True: the model would scale scores as if "
+            "they were logits; use share(model)"
+        )
+    if config.defer_embedding_wgrad_compute:
+        raise UnsupportedError(
+            "packed forests are not scored with defer_embedding_wgrad_compute=True: scoring gives "
+            "the output layer its gradient at once; set it to False"
+        )
+
+
+@dataclass
+class _Handed:
+    """The scores [U, columns] that the output layer gave to the model."""
+
+    scores: torch.Tensor | None = None
+    times: int = 0
+
+    def returned(self, output: Any) -> torch.Tensor:
+        """The scores in what the model returned.
+
+        Raises:
+            UnsupportedError: they did not come, or not as they were.
+        """
+        if self.scores is None or self.times != 1:
+            raise UnsupportedError(
+                f"the model called its output layer {self.times} times in one forward, expected "
+                "once: something replaced its forward"
+            )
+        expected = (1, *self.scores.shape)
+        if not isinstance(output, torch.Tensor) or output.shape != expected:
+            got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise UnsupportedError(f"the model returned {got}, expected scores {list(expected)}")
+        same = output.data_ptr() == self.scores.data_ptr() or torch.equal(output[0], self.scores)
+        if not same or output.dtype != self.scores.dtype:
+            raise UnsupportedError(
+                "a hook or a wrapper changed the model's logits on the way out, which are the "
+                "scores here; remove it while scoring"
+            )
+        return output[0]
+
+
+@contextmanager
+def _scoring(
+    layer: Any, units: Units, with_entropy: bool, chunk_size: int | None
+) -> Iterator[_Handed]:
+    """While open, the output layer scores `units` and returns [U, 1, columns]."""
+    handed = _Handed()
+
+    def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
+        handed.times += 1
+        weight = layer.weight if weight is None else weight
+        scores = _head_scores(layer, hidden, weight, units, with_entropy, chunk_size)
+        handed.scores = scores.detach()
+        return scores[:, None], None
+
+    with _other_forward(layer, forward):
+        yield handed
+
+
+@contextmanager
+def _other_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _head_scores(
+    layer: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    units: Units,
+    with_entropy: bool,
+    chunk_size: int | None,
+) -> torch.Tensor:
+    """Hidden states [T, 1, d], or this rank's part of them, and weight [W, d] -> [U, columns]."""
+    group, size = layer.tp_group, layer.tp_group.size()
+    if layer.sequence_parallel:
+        # linear_logprobs gives every rank the whole gradient, so nothing is left to sum
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=group
+        )
+    rows = hidden[:, 0].index_select(0, units.predictors)
+    vocabulary = None
+    if size > 1:
+        vocabulary = VocabularySlice(group, group.rank() * weight.shape[0], weight.shape[0])
+    return linear_logprobs(
+        gather(rows, units.to_predictors),
+        weight,
+        layer.bias,
+        units.target,
+        units.temperature,
+        LogitRule(),
+        with_entropy,
+        chunk_size,
+        vocabulary=vocabulary,
+        accumulate=torch.promote_types(hidden.dtype, torch.float32),
+    )

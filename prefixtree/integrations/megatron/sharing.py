@@ -1,0 +1,201 @@
+"""`share`: a model computes each distinct token of a THD batch once, for callers that know nothing
+of forests.
+
+Two hooks do it. Before the model, the sequences of the batch are packed into a forest; before the
+output layer, the hidden states are copied back to the tokens of the batch. What lies between, the
+embedding and the layers, runs over distinct tokens. The output layer sees every token.
+
+Legend: R tokens of the caller's batch, its padding included, T packed tokens, d hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.megatron.checks import check_calls, check_model, find_model
+from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.layout import PackedForest, pack
+
+_shared: weakref.WeakKeyDictionary[Any, _Sharing] = weakref.WeakKeyDictionary()
+
+
+def share(model: Any) -> Any:
+    """Makes a model compute each distinct token of a THD batch once.
+
+    The caller sends what it sent before, `packed_seq_params` with qkv_format "thd", and gets what
+    it got: logits of every token, or losses if it gives labels. Calls of another format run as
+    before. On pipeline stages behind the first, too, the caller has to give `input_ids`: every
+    stage packs for itself.
+
+    What is shared is what one micro-batch holds, so sequences with a common prefix belong into one.
+
+    Args:
+        model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
+            Float16Module or not; or a list of them (virtual stages), as the hooks of
+            Megatron-Bridge and of trainers have it.
+
+    Returns:
+        The same model or list.
+
+    Raises:
+        UnsupportedError: a model or a setting with which forests are not exact, with the reason.
+            So does a later forward: with the trainer's own `output_processor`, a `decoder_input`,
+            parts of a batch for context parallelism, or without `input_ids`.
+    """
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        language_model = find_model(chunk)
+        check_model(language_model)
+        if language_model not in _shared:
+            _shared[language_model] = _Sharing(language_model)
+    return model
+
+
+class _Sharing:
+    """The hooks of one model, and what they know during a forward.
+
+    Args:
+        language_model: the GPTModel or HybridModel.
+    """
+
+    def __init__(self, language_model: Any) -> None:
+        self._copies: GatherIndex | None = None
+        self._copied = False
+        self._open = ExitStack()
+        self._calls: Callable[[], tuple[int, int]] | None = None
+        group = language_model.pg_collection.tp
+        # whose tensor-parallel ranks cut tokens between them
+        self._group = group if language_model.config.sequence_parallel else None
+        language_model.register_forward_pre_hook(self._pack, with_kwargs=True)
+        language_model.register_forward_hook(self._end, always_call=True)
+
+    def _pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of a THD batch -> those of its forest."""
+        self._reset()
+        inputs = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        params = inputs.get("packed_seq_params")
+        if params is None or isinstance(params, ForestParams) or params.qkv_format != "thd":
+            return None
+        check_model(model)
+        _check_call(inputs, params)
+        packed, self._copies = _forest_of(model, inputs["input_ids"], params)
+        self._calls = self._open.enter_context(counted_calls(packed.mask.host))
+        if model.post_process:
+            # found anew each time: trainers put value heads there
+            hook = model.output_layer.register_forward_pre_hook(self._copy_out)
+            self._open.callback(hook.remove)
+        assert packed.input_ids is not None
+        inputs |= {
+            "input_ids": packed.input_ids[None],
+            "position_ids": packed.position_ids[None],
+            "attention_mask": None,
+            "packed_seq_params": ForestParams.of(packed),
+        }
+        # it keeps padding out of the router's losses and counts, which check_model refuses
+        inputs.pop("padding_mask", None)
+        return (), inputs
+
+    def _copy_out(self, layer: Any, args: tuple[Any, ...]) -> Any:
+        """Hidden states [T, 1, d] -> [R, 1, d]; parts of both under sequence parallelism."""
+        assert self._copies is not None
+        self._copied = True
+        hidden = args[0]
+        if self._group is not None:
+            # every rank copies the whole, so its gradient is whole
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._group
+            )
+        hidden = gather(hidden, self._copies)
+        if self._group is not None:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self._group)
+        return (hidden, *args[1:])
+
+    def _end(self, model: Any, args: Any, output: Any) -> None:
+        calls, copied = self._calls, self._copied
+        count = 0 if calls is None else calls()[0]
+        self._reset()
+        # without an output an error is on its way, which is not to be hidden
+        if calls is None or output is None:
+            return
+        check_calls(model, count)
+        if model.post_process and not copied:
+            raise UnsupportedError(
+                "the model did not call its output layer while its batch was shared (a trainer's "
+                "fused head, or a patched forward): its results would have a row per distinct "
+                "token; switch that off, or do without share"
+            )
+
+    def _reset(self) -> None:
+        self._copies, self._copied, self._calls = None, False, None
+        self._open.close()
+
+
+def _check_call(inputs: dict[str, Any], params: Any) -> None:
+    """Refuses calls in which the rows of the batch mean something else."""
+    refused = {
+        "output_processor": "a trainer's own output processor takes hidden states of distinct "
+        "tokens for those of its batch; switch it off (fused heads, say), or do without share",
+        "decoder_input": "embeddings that were made outside of the model have a row per token of "
+        "the batch; let the model embed input_ids",
+        "inference_context": "caches of inference hold a row per token of the batch; generate "
+        "with a model that is not shared",
+        "inference_params": "caches of inference hold a row per token of the batch; generate with "
+        "a model that is not shared",
+        "extra_block_kwargs": "what else the layers are given may have a row per token of the "
+        "batch; leave it out",
+    }
+    for name, reason in refused.items():
+        if inputs.get(name) is not None:
+            raise UnsupportedError(f"share is not served together with {name}: {reason}")
+    if getattr(params, "local_cp_size", None) not in (None, 1):
+        raise UnsupportedError(
+            f"share is not served with local_cp_size={params.local_cp_size}: ranks would hold "
+            "parts of a forest; set it to 1"
+        )
+    ids = inputs.get("input_ids")
+    if ids is None or ids.is_nested or ids.ndim != 2 or ids.shape[0] != 1:
+        got = "None" if ids is None else f"{'nested' if ids.is_nested else list(ids.shape)}"
+        raise UnsupportedError(
+            f"share needs input_ids [1, tokens] of the THD batch on every pipeline stage, got {got}"
+        )
+
+
+def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest, GatherIndex]:
+    """The packed forest of ids [1, R], and which of its rows each of the R tokens copies."""
+    ends = params.cu_seqlens_q
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    starts = ends if padded is None else padded
+    # one wait for the device
+    parts = [x.reshape(-1).long() for x in (starts, ends, ids)]
+    host = torch.cat(parts).cpu().split([len(x) for x in parts])
+    starts, ends, tokens = (x.numpy() for x in host)
+    lengths = np.diff(ends)
+    if len(starts) != len(ends) or (starts[:-1] + lengths > ids.shape[1]).any():
+        raise UnsupportedError(
+            f"share got input_ids of {ids.shape[1]} tokens and sequences that end at "
+            f"{int((starts[:-1] + lengths).max())}: every pipeline stage needs the whole batch"
+        )
+    chosen = [(s, n) for s, n in zip(starts[:-1], lengths, strict=True) if n > 0]
+    forest = PrefixForest.from_sequences([tokens[s : s + n] for s, n in chosen])
+    config = model.config
+    size = config.tensor_model_parallel_size if config.sequence_parallel else None
+    packed = pack(forest, pad_to_multiple_of=size).to(ids.device)
+    rows, _ = packed.copy_index(np.arange(forest.num_sequences), np.empty(0, np.uint8))
+    # what lies between sequences, and behind them, reads zeros
+    copies = np.full(ids.shape[1], -1, np.int32)
+    copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
+    return packed, GatherIndex(copies, packed.num_tokens, packed.device)

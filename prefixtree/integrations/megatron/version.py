@@ -1,0 +1,45 @@
+"""Which Megatron-Core the adapter was compared with; imports nothing of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+from packaging.version import Version
+
+from prefixtree.errors import UnsupportedError
+
+#: Versions that the tests ran with, from the first to the last.
+TESTED = ("0.18.0", "0.19.2")
+
+
+def check_version() -> None:
+    """Refuses a Megatron-Core older than the tested ones, and warns of a newer one.
+
+    Raises:
+        UnsupportedError: with the versions that were tested.
+    """
+    installed = _installed()
+    first, last = (Version(v) for v in TESTED)
+    if Version(installed) < first:
+        raise UnsupportedError(
+            f"prefixtree.integrations.megatron serves megatron-core {TESTED[0]} to {TESTED[1]}; "
+            f"this is {installed}: install megatron-core>={TESTED[0]}"
+        )
+    if Version(installed).release[:2] > last.release[:2]:
+        warnings.warn(
+            f"prefixtree: megatron-core {installed} is newer than {TESTED[1]}, the last one that "
+            "the adapter was tested with; compare a few log-probabilities with those of unpacked "
+            "sequences before you train",
+            stacklevel=2,
+        )
+
+
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        # Megatron-LM's sources on the path, as trainers have them, bring no metadata
+        from megatron.core import __version__
+
+        return str(__version__)

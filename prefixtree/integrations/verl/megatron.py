@@ -1,0 +1,208 @@
+"""verl's Megatron engines, with every micro-batch packed into its prefix forest.
+
+    actor_rollout_ref.model.external_lib=prefixtree.integrations.verl.megatron
+    +actor_rollout_ref.model.override_config.attn_implementation=prefixtree
+
+Importing this registers them. They change the layers of the model, how a batch is split and how
+the model is called; parallelism, losses, optimiser, weight export and checkpoints stay verl's.
+Without attn_implementation="prefixtree" they do what verl's engines do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.megatron.pipeline_parallel import make_batch_generator
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import (
+    MegatronEngineWithLMHead,
+    MegatronEngineWithValueHead,
+)
+from verl.workers.engine.utils import postprocess_batch_func
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
+from prefixtree.integrations.megatron.checks import find_model
+from prefixtree.integrations.verl.batches import (
+    scored_tokens,
+    sequences_of,
+    shifted_to_jagged,
+    split,
+    to_jagged,
+)
+from prefixtree.integrations.verl.metered import MeteredEngine
+from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.refusals import (
+    RECOMPUTE,
+    check_batch,
+    check_loss,
+    check_megatron_settings,
+    check_recompute,
+)
+from prefixtree.packing.layout import PackedForest, pack
+
+# an entry with a vendor precedes the engines of verl
+_REGISTERED = {"backend": "megatron", "device": "cuda", "vendor": "nvidia"}
+
+
+class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
+    """The common part of actor, reference and critic."""
+
+    def __init__(
+        self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        hf_config = model_config.hf_config
+        self._read_attention(hf_config)
+        # Megatron has settings of its own for it
+        check_recompute(vars(hf_config).pop(RECOMPUTE, None), False)
+        if self.packs:
+            check_megatron_settings(model_config, engine_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()
+        if self.packs:
+            provider = self.provider
+            if getattr(provider, "calculate_per_token_loss", False):
+                raise UnsupportedError(
+                    "packed forests are not verified with calculate_per_token_loss=True; take it "
+                    "out of override_transformer_config"
+                )
+            provider.transformer_layer_spec = tree_spec(provider.transformer_layer_spec)
+
+    # ---- a batch -----------------------------------------------------------------------------
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """All micro-batches of a batch through the pipeline, gradients accumulated.
+
+        Returns:
+            On the last stage results in the order of the batch, on the others nothing.
+
+        Raises:
+            UnsupportedError, ValueError: see `check_batch`, `check_loss` and `split`.
+        """
+        if not self.packs:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        check_batch(data)
+        if not forward_only:
+            dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
+            check_loss(loss_function, dynamic)
+        group = self.get_data_parallel_group()
+        # the denominators of verl's losses: tokens of the whole mini-batch, over all ranks
+        batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
+        dist.all_reduce(batch_num_tokens, group=group)
+        stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        multiple = self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1
+        indices = split(data, group, multiple=multiple)
+        tu.assign_non_tensor(
+            data,
+            sp_size=1,
+            dp_size=self.get_data_parallel_size(),
+            batch_num_tokens=batch_num_tokens.item(),
+            num_micro_batch=len(indices),
+        )
+        micro_batches = [tu.index_select_tensor_dict(data, chosen) for chosen in indices]
+        self._work = Work()
+        for micro_batch in micro_batches:
+            self._work.add(PrefixForest.from_sequences(sequences_of(micro_batch)))
+        postprocess = partial(
+            self.postprocess_micro_batch_func,
+            forward_only=forward_only,
+            loss_function=loss_function,
+        )
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(
+                self.forward_step,
+                logits_processor_func=loss_function,
+                postprocess_micro_batch_func=postprocess,
+            ),
+            data_iterator=make_batch_generator(micro_batches, vpp_size=len(self.module)),
+            model=self.module,
+            num_microbatches=len(micro_batches),
+            # shapes are exchanged (variable_seq_lengths)
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
+        # says that the indices are to be undone, for a fixed batch size too
+        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=order)
+
+    # ---- a micro-batch -----------------------------------------------------------------------
+
+    def forward_step(
+        self,
+        batch_iter: Iterator[TensorDict],
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Callable[..., Any],
+    ) -> Any:
+        """Packs one micro-batch and runs one stage over it, as Megatron's schedule asks for."""
+        if not self.packs:
+            return super().forward_step(
+                batch_iter, model, logits_processor_func, postprocess_micro_batch_func
+            )
+        batch = next(batch_iter)
+        config = find_model(model).config
+        size = config.tensor_model_parallel_size if config.sequence_parallel else None
+        packed = pack(PrefixForest.from_sequences(sequences_of(batch)), size)
+        batch = batch.to(get_device_id())
+        output = self._outputs(model, batch, packed.to(get_device_name()))
+        return output, partial(postprocess_micro_batch_func, data=batch)
+
+    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+        raise NotImplementedError
+
+
+@EngineRegistry.register(model_type="language_model", **_REGISTERED)
+class PackedMegatronActorEngine(_PackedEngine):
+    """Actor and reference: log-probabilities and entropies."""
+
+    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+        """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response; on stages
+        before the last the hidden states."""
+        scores = tree_logprobs(
+            model,
+            packed,
+            temperature=tu.get(batch, "temperature"),
+            loss_mask=scored_tokens(batch),
+            return_entropy=tu.get_non_tensor_data(batch, "calculate_entropy", False),
+        )
+        if isinstance(scores, torch.Tensor):
+            return scores
+        input_ids = batch["input_ids"]
+        outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
+        if scores.entropy is not None:
+            outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
+        return outputs
+
+
+@EngineRegistry.register(model_type="value_model", **_REGISTERED)
+class PackedMegatronCriticEngine(_PackedEngine, MegatronEngineWithValueHead):
+    """Critic: a value at every token."""
+
+    def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
+        """values, jagged [B, n], which `prepare_model_outputs` names; or the hidden states."""
+        output = tree_outputs(model, packed)
+        if not find_model(model).post_process:
+            return output
+        if output.shape != (1, packed.num_tokens, 1):
+            raise UnsupportedError(
+                f"the critic returned {list(output.shape)}, expected one value per token, "
+                f"{[1, packed.num_tokens, 1]}"
+            )
+        return to_jagged(packed.unpack(output[0, :, 0]), batch["input_ids"])

@@ -1,0 +1,172 @@
+"""The cases of two ranks on two GPUs with NCCL, half precision through our backends, and times
+of an 8B-shaped slice. There is no fused attention of Megatron's to compare times with where
+TransformerEngine is not installed, so a forest without sharing, through our kernels, stands for it.
+
+    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus tensor pipeline half times
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from prefixtree import PrefixForest, SequenceScores, pack
+from prefixtree.integrations.megatron import share, tree_logprobs, tree_spec
+from prefixtree.kernels.attention import explain
+from tests.integrations.megatron import pipeline_ranks, tensor_ranks
+from tests.integrations.megatron.runs import (
+    Case,
+    Weights,
+    build,
+    errors,
+    layer_spec,
+    make_config,
+    make_sequences,
+    run_forest,
+    run_replicated,
+    thd,
+)
+from tests.support.megatron_cpu import DEVICE
+
+# head dims of real models, for the GPU's kernels
+_HALF = {"sequence_parallel": True, "kv_channels": 128, "hidden_size": 256, "ffn_hidden_size": 512}
+_SLICE = {
+    "num_layers": 4,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "ffn_hidden_size": 12288,
+    "sequence_parallel": True,
+    "use_cpu_initialization": False,
+    "bf16": True,
+}
+_VOCABULARY = 151_936
+
+
+def half() -> dict[str, Any]:
+    """Errors of bfloat16 against float64, beside those of Megatron's own attention in bfloat16."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    sequences = make_sequences()
+    weights = Weights.of(sequences)
+    exact = run_replicated(build(Case(_HALF), lambda spec: spec), sequences, weights)
+    bf16 = Case(_HALF | {"bf16": True}, dtype=torch.bfloat16)
+    theirs = run_replicated(build(bf16, lambda spec: spec), sequences, weights)
+    results: dict[str, Any] = {"megatron": vars(errors(theirs, exact))}
+    for name, case in {
+        "triton": replace(bf16, backend="triton"),
+        "flash": replace(bf16, backend="flash"),
+        "share": replace(bf16, way="share"),
+    }.items():
+        try:
+            found = errors(run_forest(build(case), case, sequences, weights), exact)
+            results[name] = vars(found)
+        except NotImplementedError as error:
+            results[name] = str(error)
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def _rollouts(prompt: int = 4096, count: int = 8, response: int = 512) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def new(length: int) -> list[int]:
+        return torch.randint(0, _VOCABULARY, (length,), generator=generator).tolist()
+
+    shared = new(prompt)
+    return [shared + new(response) for _ in range(count)]
+
+
+def times() -> dict[str, Any]:
+    """Milliseconds of forward and backward of a 4-layer slice of Qwen3-8B's shape."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    case = Case(_SLICE, dtype=torch.bfloat16)
+    config = make_config(case)
+    spec = tree_spec(layer_spec(config))
+    model = GPTModel(config, spec, _VOCABULARY, 8192, position_embedding_type="rope")
+    model = model.to(torch.bfloat16).to(DEVICE)
+    sequences = _rollouts()
+    separate = range(len(sequences))
+
+    def packed(namespaces: Any = None) -> Any:
+        forest = PrefixForest.from_sequences(sequences, namespaces=namespaces)
+        return pack(forest, pad_to_multiple_of=2).to(DEVICE)
+
+    forest, chains = packed(), packed(list(separate))
+
+    def scored(batch: Any) -> None:
+        scores = tree_logprobs(model, batch)
+        assert isinstance(scores, SequenceScores)
+        torch.cat(scores.logprobs).mean().backward()
+
+    def shared() -> None:
+        inputs = thd(sequences)
+        model(**inputs, labels=inputs["input_ids"].roll(-1, 1)).mean().backward()
+
+    results: dict[str, Any] = {
+        "tokens": sum(map(len, sequences)),
+        "distinct": forest.num_tokens,
+        "attention": explain(forest.mask),
+        "scored edges": _milliseconds(model, lambda: scored(forest)),
+        "chains": _milliseconds(model, lambda: scored(chains)),
+    }
+    share(model)
+    results["share"] = _milliseconds(model, shared)
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def _milliseconds(model: Any, run: Callable[[], None], repeats: int = 5) -> dict[str, float]:
+    """The median of some runs after two, and the peak of memory in GiB."""
+    found = []
+    torch.cuda.reset_peak_memory_stats()
+    for at in range(2 + repeats):
+        model.zero_grad(set_to_none=True)
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        if at >= 2:
+            found.append(start.elapsed_time(end))
+    return {
+        "ms": sorted(found)[repeats // 2],
+        "GiB": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def tensor() -> dict[str, Any]:
+    """Every case of test_ranks.py."""
+    found = tensor_ranks.on_rank(dist.get_rank(), Path())
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def pipeline() -> dict[str, Any]:
+    """Every case of test_pipeline.py."""
+    found = pipeline_ranks.on_rank(dist.get_rank(), Path())
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+if __name__ == "__main__":
+    torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl")
+    runs = {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
+    for chosen in sys.argv[1:] or runs:
+        results = runs[chosen]()
+        for rank in range(dist.get_world_size()):
+            dist.barrier()
+            if rank == dist.get_rank():
+                print(json.dumps({"run": chosen, "rank": rank, **results}, default=str), flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,161 @@
+"""Run on each of two pipeline stages: Megatron's schedules, with and without virtual stages, over
+two forests as two micro-batches, against every sequence as a micro-batch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from prefixtree.integrations.megatron import share, tree_logprobs
+from tests.integrations.megatron.runs import (
+    TEMPERATURE,
+    Case,
+    Weights,
+    alone,
+    build,
+    columns,
+    logits_of,
+    make_sequences,
+    packed_of,
+    thd,
+    wrapped,
+)
+from tests.integrations.megatron.test_one_process import FULL
+
+LAYERS = {"num_layers": 4}
+# Megatron exchanges the lengths of micro-batches in an order that two ranks alone mix up when
+# virtual stages send both ways
+FIXED = LAYERS | {"variable_seq_lengths": False}
+CASES = {
+    "1F1B": Case(LAYERS),
+    "1F1B, tied": Case(LAYERS, tied=True),
+    "1F1B, share": Case(LAYERS, way="share"),
+    "1F1B, recompute": Case(LAYERS | FULL),
+}
+INTERLEAVED = {
+    "interleaved": Case(FIXED),
+    "interleaved, share": Case(FIXED, way="share"),
+}
+
+GROUPS = [make_sequences(seed) for seed in (1, 2)]
+WEIGHTS = [Weights.of(group, seed) for seed, group in enumerate(GROUPS)]
+#: Distinct tokens of each group.
+(DISTINCT,) = {packed_of(group).num_tokens for group in GROUPS}
+#: To which single sequences are padded.
+LONGEST = max(len(s) for group in GROUPS for s in group)
+#: Every sequence with its part of the loss; an even number, as the interleaved schedule asks for.
+ALONE = [
+    (s, Weights([weights.logprobs[i]], [weights.entropy[i]]))
+    for group, weights in zip(GROUPS, WEIGHTS, strict=True)
+    for i, s in enumerate(group)
+]
+
+
+def _with_loss(loss: Any) -> tuple[Any, Callable[[Any], Any]]:
+    # the schedule divides the loss in place
+    return loss, lambda value: (value, {"loss": value.detach().clone()})
+
+
+def _sent_on(output: Any) -> tuple[Any, Any]:
+    return output, None
+
+
+def scored(batches: Any, model: Any) -> Any:
+    """A forward_step with scored edges. The schedule divides by the number of micro-batches."""
+    at = next(batches)
+    output = tree_logprobs(model, packed_of(GROUPS[at]), TEMPERATURE, return_entropy=True)
+    if isinstance(output, torch.Tensor):
+        return _sent_on(output)
+    return _with_loss(WEIGHTS[at].loss(output.logprobs, output.entropy) * len(GROUPS))
+
+
+def shared(batches: Any, model: Any) -> Any:
+    """A trainer's forward_step: a THD batch on every stage, logits from the last."""
+    at = next(batches)
+    inputs = thd(GROUPS[at])
+    output = model(**inputs)
+    if not model.module.post_process:
+        return _sent_on(output)
+    logits = logits_of(output, inputs, len(GROUPS[at]))
+    both = [columns(x, s) for x, s in zip(logits, GROUPS[at], strict=True)]
+    return _with_loss(WEIGHTS[at].loss(*zip(*both, strict=True)) * len(GROUPS))
+
+
+def replicated(batches: Any, model: Any) -> Any:
+    """One sequence, by Megatron's own attention."""
+    sequence, weights = ALONE[next(batches)]
+    output = alone(model, sequence, LONGEST)
+    if not model.module.post_process:
+        return _sent_on(output)
+    logprobs, entropy = columns(output[0, : len(sequence)], sequence)
+    return _with_loss(weights.loss([logprobs], [entropy]) * len(ALONE))
+
+
+def run(chunks: list[Any], step: Any, count: int, length: int) -> tuple[dict[str, Any], float]:
+    """Gradients of this stage, and on the last stage the loss."""
+    models = [wrapped(chunk) for chunk in chunks]
+    batches = [iter(range(count)) for _ in models]
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=batches if len(models) > 1 else batches[0],
+        model=models,
+        num_microbatches=count,
+        seq_length=length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    finalize_model_grads(models)
+    found = {
+        f"{at}.{name}": p.main_grad.clone()
+        for at, model in enumerate(models)
+        for name, p in model.module.named_parameters()
+    }
+    return found, float(sum(loss["loss"] for loss in losses) / count) if losses else 0.0
+
+
+def stages(case: Case, virtual: int | None, wrap: Any = None) -> list[Any]:
+    more = {} if wrap is None else {"wrap": wrap}
+    return [
+        build(case, vp_stage=None if virtual is None else at, **more) for at in range(virtual or 1)
+    ]
+
+
+def compare(case: Case, virtual: int | None) -> dict[str, Any]:
+    expected, loss = run(stages(case, virtual, lambda spec: spec), replicated, len(ALONE), LONGEST)
+    chunks = stages(case, virtual)
+    if case.way == "share":
+        share(chunks)
+    step = shared if case.way == "share" else scored
+    # the trainer's padding is a sequence too
+    padding = thd(GROUPS[0])["packed_seq_params"].cu_seqlens_q.diff()[len(GROUPS[0]) :].sum()
+    length = DISTINCT + int(padding) * (case.way == "share")
+    got, our_loss = run(chunks, step, len(GROUPS), length)
+    assert got.keys() == expected.keys() and all(g.any() for g in expected.values())
+    return {
+        "parameters": len(got),
+        "loss": abs(our_loss - loss) / max(abs(loss), 1.0),
+        "gradients": max(
+            float((got[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in got
+        ),
+        "layers": [len(chunk.decoder.layers) for chunk in chunks],
+        "has loss": loss != 0.0,
+    }
+
+
+def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+    """Errors of each case on this stage."""
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    results = {name: compare(case, None) for name, case in CASES.items()}
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+    results |= {name: compare(case, 2) for name, case in INTERLEAVED.items()}
+    return results

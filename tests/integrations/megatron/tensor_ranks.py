@@ -1,0 +1,101 @@
+"""Run on each of two ranks: tensor, sequence and expert parallelism, and planted mistakes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+
+from prefixtree.integrations.megatron import parameters, scoring, sharing
+from prefixtree.kernels.vocabulary_parallel import VocabularySlice
+from tests.integrations.megatron.runs import Case, build, compared, moe
+from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
+
+SP = {"sequence_parallel": True}
+TENSOR = {
+    "TP": Case(),
+    "TP, tied": Case(tied=True),
+    "TP, share": Case(way="share"),
+    "TP + SP": Case(SP),
+    "TP + SP, tied": Case(SP, tied=True),
+    "TP + SP, share": Case(SP, way="share"),
+    "TP + SP, share, tied": Case(SP, way="share", tied=True),
+    "TP + SP, recompute": Case(SP | FULL),
+    "TP + SP, recompute core attention": Case(SP | SELECTIVE),
+    "TP + SP, hybrid": Case(SP, model="hybrid"),
+    "TP + SP, hybrid, share": Case(SP, model="hybrid", way="share"),
+    "TP + SP, learnt sinks": Case(SP | {"softmax_type": "learnable"}),
+    "TP + SP, float32": Case(SP, dtype=torch.float32),
+    "TP + SP, float32, share": Case(SP, dtype=torch.float32, way="share"),
+    "TP + SP, experts": Case(SP | moe()),
+}
+EXPERT = {
+    "EP": Case(moe()),
+    "EP, share": Case(moe(), way="share"),
+}
+
+
+@contextlib.contextmanager
+def packed_positions() -> Iterator[None]:
+    """Rotary positions of the packed order in the place of depths."""
+
+    def in_order(self: Any, table: Any) -> Any:
+        return table[torch.arange(self.packed.num_tokens).clamp(max=len(table) - 1)]
+
+    with patch.object(parameters.ForestParams, "at_depths", in_order):
+        yield
+
+
+@contextlib.contextmanager
+def gathered_as_if_parts(module: Any) -> Iterator[None]:
+    """Sums gradients over ranks that are whole already, where hidden states are gathered."""
+    gather = module.gather_from_sequence_parallel_region
+
+    def wrong(hidden: torch.Tensor, tensor_parallel_output_grad: bool, group: Any) -> torch.Tensor:
+        return gather(hidden, tensor_parallel_output_grad=True, group=group)
+
+    with patch.object(module, "gather_from_sequence_parallel_region", wrong):
+        yield
+
+
+def unsummed_vocabulary() -> Any:
+    """No sums over the parts of the vocabulary."""
+    return patch.object(VocabularySlice, "summed", lambda self, partial: partial)
+
+
+def no_gradient_of_copies() -> Any:
+    """The hidden states that `share` copies out lose their gradient."""
+    gather = sharing.gather
+    return patch.object(sharing, "gather", lambda values, index: gather(values.detach(), index))
+
+
+MISTAKES: dict[str, tuple[Case, Callable[[], Any]]] = {
+    "packed positions": (Case(SP), packed_positions),
+    "gather": (Case(SP), lambda: gathered_as_if_parts(scoring)),
+    "gather, share": (Case(SP, way="share"), lambda: gathered_as_if_parts(sharing)),
+    "unsummed vocabulary": (Case(SP), unsummed_vocabulary),
+    "copies": (Case(SP, way="share"), no_gradient_of_copies),
+}
+
+
+def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+    """Errors of each case, and what the models were."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    results: dict[str, Any] = {name: vars(compared(case)) for name, case in TENSOR.items()}
+    for name, (case, mistake) in MISTAKES.items():
+        with mistake():
+            results[f"mistake: {name}"] = compared(case).worst
+    model = build(TENSOR["TP + SP"])
+    results["shape of the output layer"] = tuple(model.output_layer.weight.shape)
+    results["sequence parallel"] = bool(model.output_layer.sequence_parallel)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    results |= {name: vars(compared(case)) for name, case in EXPERT.items()}
+    experts = build(EXPERT["EP"]).decoder.layers[0].mlp.experts
+    results["local experts"] = experts.num_local_experts
+    return results
