@@ -32,8 +32,10 @@
 #   memory       2-4   the peak of a micro-batch
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
-#   verl         ?     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
-#   verl_2gpu    ?     the same on two (verl_8b_2gpu)
+#   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
+#   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
+#   parallel     ?     one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
+#   steps        ?     a tree larger than one forward, on one GPU
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -53,7 +55,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
+# UPDATE_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -319,6 +321,19 @@ recurrence_qla() {
 
 update() { benchmark update 420 "${read_rollouts[@]}" ${UPDATE_ARGS:-}; }
 
+steps() { PARALLEL_ARGS="--sides whole cut steps ${STEPS_ARGS:-}" parallel_on 1; }
+
+parallel() { parallel_on "$(nvidia-smi --list-gpus | wc -l)"; }
+
+# parallel_on GPUS: a process a GPU
+parallel_on() {
+  local name=steps launch=()
+  (($1 == 1)) || { name=parallel; launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$1"); }
+  ours $name || return
+  limited $name 560 python3 "${launch[@]}" -m benchmarks parallel --backend "${BACKEND:-auto}" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "${read_rollouts[@]}" ${PARALLEL_ARGS:-}
+}
+
 # a process a GPU, which meet on this machine whatever its name resolves to
 update_2gpu() {
   ours update_2gpu || return
@@ -369,7 +384,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

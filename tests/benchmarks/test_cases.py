@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,11 @@ from benchmarks.cases import (
     layer,
     memory,
     model,
+    parallel,
     peers,
     planning,
 )
-from tests.benchmarks.support import TINY, case_named
+from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
 
 
@@ -67,6 +70,55 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert matrices["forward_tflops"] > 0 and picture.stat().st_size > 10_000
     assert peers.main(["--read", str(out)]) == 0
     assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "steps.json"
+    some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
+    assert parallel.main([*TINY, *some, "--backend", "sdpa", "--out", str(out)]) == 0
+    whole, cut, steps = result(out)["rows"]
+    assert [row["side"] for row in (whole, cut, steps)] == ["whole", "cut", "steps"]
+    assert whole["computed"] == steps["computed"] == whole["tokens"] == 49 + 128 * 16
+    # cut trees repeat the prompt, and steps borrow it
+    assert cut["computed"] > whole["tokens"]
+    for row in (cut, steps):
+        assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
+        assert row["of_whole"] == pytest.approx(whole["seconds"] / row["seconds"])
+    with pytest.raises(SystemExit):
+        parallel.main([*TINY, *some, "--sides", "parts"])
+    assert parallel.main(["--read", str(out)]) == 0
+    assert "3 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_parallel_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "parallel.json"
+    some = ["--dtype", "float32", "--workloads", "chain 128K", "--scale", "0.002", "--fsdp"]
+    command = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *command,
+            "benchmarks",
+            "parallel",
+            *TINY,
+            *some,
+            "--out",
+            str(out),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, parts, heads = result(out)["rows"]
+    assert parts["ranks"] == 2 and parts["most_received_rows"] > 0
+    for row in (parts, heads):
+        assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
+        expected = whole["seconds"] / 2 / row["seconds"]
+        assert row["efficiency"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("script", ["peers", "depth", "layer", "model", "memory"])

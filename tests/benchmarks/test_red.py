@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from benchmarks.cases import (
     depth,
     head,
     model,
+    parallel,
     peers,
     planning,
 )
@@ -42,6 +44,29 @@ def test_what_runs_over_the_forest_is_checked_as_well(
     sides = {"own", "flex"} if is_right else {"own"}
     assert set(row["speedup"]) == sides and set(row["times"]) == {"packed", *sides}
     assert set(row["efficiency"]) == {"own"}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.99])
+def test_steps_are_red_where_a_gradient_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    right = parallel.sequence_logprobs
+
+    def off(*given: Any, max_tokens: int | None = None, **options: Any) -> Any:
+        scores = right(*given, max_tokens=max_tokens, **options)
+        if max_tokens is None:
+            return scores
+        # the same values, another gradient
+        wrong = [factor * x + (1 - factor) * x.detach() for x in scores.logprobs]
+        return replace(scores, logprobs=wrong)
+
+    monkeypatch.setattr(parallel, "sequence_logprobs", off)
+    out = tmp_path / "steps.json"
+    some = ["--dtype", "float32", "--workloads", "chain 128K", "--scale", "0.001"]
+    code = parallel.main([*TINY, *some, "--sides", "whole", "steps", "--out", str(out)])
+    _, steps = result(out)["rows"]
+    assert code == (factor != 1) and steps["red"] == ([] if factor == 1 else ["gradient"])
+    assert ("seconds" in steps) == (factor == 1)
 
 
 @pytest.mark.parametrize("wrong", ["score", "gradient"])

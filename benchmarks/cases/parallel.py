@@ -1,0 +1,332 @@
+"""How does a forest run on several GPUs, and a tree larger than one forward?
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --rollouts FILE
+    python -m benchmarks parallel --sides whole cut steps --max-tokens 32768 --out steps.json
+    torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --device cpu --scale 0.01
+
+Forward and backward of a model of a few layers with random weights, every layer recomputed in the
+backward, over one forest: the loss is a weighted sum of its log-probabilities. The vocabulary is
+small, so that layers take the time.
+
+Sides: whole, the forest in one forward on one GPU; parts and heads, the ranks of a group compute it
+together (`sequence_logprobs(group=, group_mode=)`); cut, micro-batches of at most --max-tokens
+tokens on one GPU, which repeat the path above a cut; steps, `sequence_logprobs(max_tokens=)` on one
+GPU. With --fsdp the weights are sharded by FSDP2 for parts and heads, and their gradients reduced.
+The time is that of the slowest rank. Efficiency: seconds of whole over ranks x seconds.
+
+Before a side is timed, it computes a small forest in float32, log-probabilities and all gradients,
+against whole; and its log-probabilities of the timed forest are held against those of whole. Red
+has no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
+from benchmarks.lib.policy import Ranks, sharded
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
+from benchmarks.lib.timing import median_ms
+from benchmarks.lib.workloads import AIRLINE, forest_of, scaled, single, workload
+from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
+from prefixtree.packing.split import split_tokens
+from prefixtree.testing.compare import Meter
+
+WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
+    "prompt 32K x 48 x 2K": lambda: forest_of(single(32_768, 48, 2048)),
+    "chain 128K": lambda: forest_of([(131_072, [])]),
+    "prompt 24K x 128 x 8K": lambda: forest_of(single(24_576, 128, 8192)),
+}
+GROUPED, ALONE = ("parts", "heads"), ("whole", "cut", "steps")
+VOCABULARY = 512
+# of log-probabilities and of gradients in float32, relative; of log-probabilities in bf16, nats
+FLOAT32, DRIFT = 1e-3, 0.05
+
+
+def with_tokens(forest: PrefixForest) -> PrefixForest:
+    """The same tree, with seeded random token ids."""
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, forest.num_tokens)
+    return PrefixForest.from_parents(
+        forest.node_parent,
+        forest.node_length,
+        tokens,
+        sequence_ends=forest.sequence_node,
+        order="input",
+    )
+
+
+def forest_named(name: str, options: argparse.Namespace) -> PrefixForest:
+    """A workload, scaled."""
+    if name == AIRLINE:
+        found = workload(name, options.rollouts, tasks=options.tasks)
+    else:
+        found = WORKLOADS[name]()
+    return with_tokens(scaled(found, options.scale, "input"))
+
+
+class Work:
+    """One side's forward and backward over a forest.
+
+    Args:
+        side: of WORKLOADS' forests.
+        model: the model, sharded or not.
+        forest: with token ids.
+        max_tokens: of a micro-batch or step.
+        options: the benchmark's; those that say where and how attention runs.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        model: Any,
+        forest: PrefixForest,
+        max_tokens: int,
+        options: argparse.Namespace,
+    ) -> None:
+        def moved(packed: PackedForest) -> PackedForest:
+            return packed.with_options(options.backend).to(options.device)
+
+        self.model, self.options = model, {}
+        self.batches: list[tuple[PackedForest, list[int]]] = []
+        if side == "cut":
+            plan = plan_micro_batches(forest, max_tokens=max_tokens)
+            self.batches = [
+                (moved(batch.packed), batch.sequence_indices.tolist()) for batch in plan[0]
+            ]
+        else:
+            self.batches = [(moved(pack(forest)), list(range(forest.num_sequences)))]
+        if side in GROUPED:
+            self.options = {"group": dist.group.WORLD, "group_mode": side}
+        if side == "steps":
+            self.options = {"max_tokens": max_tokens}
+
+    def __call__(self) -> list[torch.Tensor]:
+        """Log-probabilities by sequence; gradients are in the parameters."""
+        found: dict[int, torch.Tensor] = {}
+        for packed, indices in self.batches:
+            scores = sequence_logprobs(self.model, packed, **self.options)
+            # another weight per sequence, whichever batch it is in
+            terms = zip(indices, scores.logprobs, strict=True)
+            sum(float(np.cos(i)) * x.sum() for i, x in terms).backward()
+            found |= dict(zip(indices, (x.detach() for x in scores.logprobs), strict=True))
+        return [found[i] for i in sorted(found)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(packed.num_tokens for packed, _ in self.batches)
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+def gradients_of(model: Any, ranks: Ranks, averaged: bool) -> dict[str, torch.Tensor]:
+    """Gradients by name, averaged over the ranks; the model's are gone."""
+    out = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        out[name], parameter.grad = parameter.grad, None
+        if averaged:
+            dist.all_reduce(out[name])
+            out[name] /= ranks.count
+    return out
+
+
+def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
+    """Errors of a side in float32 over a small forest, against whole; `red` if one is too large."""
+    shape = config(2, options.is_tiny, vocabulary=VOCABULARY, shape=options.shape)
+    model = checkpointed(model_of(shape, options.device, "float32"))
+    forest = with_tokens(forest_of(single(700, 5, 90)))
+    whole = Work("whole", model, forest, 0, options)
+    want = whole()
+    exact = gradients_of(model, ranks, False)
+    mine = Work(side, model, forest, 800, options)
+    got = mine()
+    found = gradients_of(model, ranks, side in GROUPED)
+    gap = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True))
+    gradient = max(float((found[n] - x).norm() / x.norm()) for n, x in exact.items())
+    errors = {"logprobs": gap, "gradient": gradient}
+    worst = ranks.most(*errors.values())
+    red = [n for n, x in zip(errors, worst, strict=True) if not x <= FLOAT32]
+    return {"errors": dict(zip(errors, worst, strict=True)), "red": red}
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def run_side(
+    side: str,
+    name: str,
+    model: Any,
+    known: dict[str, Any],
+    options: argparse.Namespace,
+    ranks: Ranks,
+) -> Row:
+    """Times one side over one workload; `known` keeps what whole found."""
+    row = check(side, options, ranks) if side != "whole" else {"red": []}
+    if row["red"]:
+        return row
+    forest = forest_named(name, options)
+    work = Work(side, model, forest, options.max_tokens, options)
+    device = torch.device(options.device)
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    with Meter(device) as meter:
+        logprobs = torch.cat(work())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    whole = known.setdefault(name, {"logprobs": logprobs}) if side == "whole" else known.get(name)
+    if whole is not None:
+        row["drift"] = ranks.most(float((logprobs - whole["logprobs"]).abs().mean()))[0]
+        if not row["drift"] <= DRIFT:
+            return row | {"red": [f"log-probabilities differ by {row['drift']:.3f} from whole's"]}
+    every = []
+    for _ in range(options.repeats):
+        # all begin together, and the last one counts
+        ranks.most(0.0)
+        every += ranks.most(median_ms(work, device, 1, 0)[1][0] / 1e3)
+    seconds = float(np.median(every))
+    if side == "whole":
+        known[name]["seconds"] = seconds
+    peak = None if meter.peak_bytes is None else ranks.most(meter.peak_bytes + held)[0]
+    row |= {
+        "tokens": forest.num_tokens,
+        "computed": work.num_tokens,
+        "seconds": seconds,
+        "all_seconds": every,
+        "peak_bytes": peak,
+    }
+    if whole is not None and "seconds" in whole:
+        row["of_whole"] = whole["seconds"] / seconds
+        if side in GROUPED:
+            row["efficiency"] = row["of_whole"] / ranks.count
+    if side == "parts":
+        stats = split_tokens(work.batches[0][0], ranks.count).stats
+        row |= {
+            "work_balance": stats.work_balance,
+            "received_share": stats.received_share,
+            "most_received_rows": max(stats.received_rows),
+            "predicted_efficiency": stats.efficiency,
+        }
+    return row
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> int:
+    """The exit code."""
+    shape = config(options.layers, options.is_tiny, vocabulary=VOCABULARY, shape=options.shape)
+    model = checkpointed(model_of(shape, options.device, options.dtype))
+    faster_layers(model, options.layers_by)
+    if ranks.rank > 0:
+        options.out = None
+    report = Report(
+        options,
+        shape=options.shape,
+        layers=shape.num_hidden_layers,
+        layers_by=options.layers_by,
+        ranks=ranks.count,
+        fsdp=options.fsdp,
+        max_tokens=options.max_tokens,
+        tasks=options.tasks,
+    )
+    known: dict[str, Any] = {}
+    # weights are sharded once, behind the sides of one GPU
+    for sides in (ALONE, GROUPED):
+        chosen = [side for side in options.sides if side in sides]
+        if chosen and sides is GROUPED and options.fsdp:
+            model = sharded(model, options, ranks)
+        for name in options.workloads:
+            for side in chosen:
+                model.zero_grad(set_to_none=True)
+                one = partial(run_side, side, name, model, known, options, ranks)
+                row = report.attempt({"workload": name, "side": side, "ranks": ranks.count}, one)
+                got = verdict(row) or f"{row['seconds']:.3f} s"
+                if ranks.rank == 0 or "failed" in row:
+                    print(f"{name}, {side}, rank {ranks.rank}: {got}", flush=True)
+                if side in GROUPED and ("failed" in row or "out_of_memory" in row):
+                    # the others wait in a collective: torchrun ends them
+                    os._exit(1)
+                gc.collect()
+    return report.finish(tables) if ranks.rank == 0 else 0
+
+
+def tables(*runs: Row) -> Parts:
+    """A line per workload and side."""
+
+    def of_row(head: str, text: Callable[[Row], str]) -> Column:
+        return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "")
+
+    def share(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name]:.3f}" if name in row else ""
+
+    for data in runs:
+        sharding = ", FSDP2" if data["fsdp"] else ""
+        yield (
+            f"{machine(data['environment'], 'triton')}; {data['ranks']} GPUs{sharding}, "
+            f"{data['shape']} shape, {data['layers']} layers by {data['layers_by']}"
+        )
+        yield Table(
+            [
+                Column("workload", lambda line: line[1]["workload"]),
+                Column("side", lambda line: line[1]["side"]),
+                of_row("tokens", lambda row: f"{row['tokens']:,}"),
+                of_row("computed", lambda row: f"{row['computed']:,}"),
+                Column("s", lambda line: verdict(line[1])[:60] or f"{line[1]['seconds']:.3f}"),
+                of_row("efficiency", share("efficiency")),
+                of_row("predicted", share("predicted_efficiency")),
+                of_row("work, of the mean", share("work_balance")),
+                of_row("rows borrowed", lambda row: number(row, "most_received_rows", ",.0f")),
+                of_row("GiB", lambda row: gib(row["peak_bytes"]) if row["peak_bytes"] else ""),
+            ],
+            [(data, row) for row in data["rows"]],
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    what.set_defaults(repeats=3)
+    add = what.add_argument
+    names = [AIRLINE, *WORKLOADS]
+    add("--rollouts", type=Path, help=f"JSONL.gz, for {AIRLINE!r}")
+    add("--tasks", type=int, default=8, help=f"of {AIRLINE!r}")
+    add("--workloads", nargs="+", choices=names, default=names[:3])
+    add("--sides", nargs="+", choices=[*ALONE, *GROUPED], help="default: whole, parts and heads")
+    add("--shape", choices=("qwen3-8b",), default="qwen3-8b")
+    add("--layers", type=int, default=4)
+    add("--layers-by", choices=("transformers", "compile", "liger"), default="transformers")
+    add("--max-tokens", type=int, default=32_768, help="of cut and of steps")
+    add("--fsdp", action="store_true", help="shard the weights of parts and heads")
+    options = parse(what, arguments)
+    if options.read is not None:
+        return Report.read(options).finish(tables)
+    if options.plot is not None:
+        what.error("this benchmark draws nothing: leave out --plot")
+    if options.rollouts is None and AIRLINE in options.workloads:
+        options.skipped.append(AIRLINE)
+        options.workloads = [name for name in options.workloads if name != AIRLINE]
+    is_spread = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+    if options.sides is None:
+        options.sides = ["whole", *(GROUPED if is_spread else ("cut", "steps"))]
+    if not is_spread and (wrong := [side for side in options.sides if side in GROUPED]):
+        what.error(f"{', '.join(wrong)}: run it by torchrun, with two processes or more")
+    if options.is_tiny:
+        options.layers = min(2, options.layers)
+        longest = max(
+            int(forest_named(name, options).sequence_lengths.max()) for name in options.workloads
+        )
+        options.max_tokens = max(2 * longest, 64)
+    ranks = Ranks.of_torchrun(options) if is_spread else Ranks(options.device)
+    code = run(options, ranks)
+    if is_spread:
+        dist.destroy_process_group()
+    return code
