@@ -253,6 +253,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         # this names tied weights once
         state = {name: state[name] for name, _ in policy.named_parameters()}
         policy.save_pretrained(options.output / "model", state_dict=state)
+    # a rank that left while another still writes can bring gloo's threads down with it
+    dist.barrier()
 
 
 def main(arguments: list[str] | None = None) -> None:
