@@ -133,7 +133,9 @@ def test_one_process(models: Path) -> None:
 def test_accelerates_configurations(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `accelerate launch` reads them, and hands them to the ranks."""
     file = ROOT / "examples" / "configs" / f"zero{stage}.yaml"
-    arguments = launch_command_parser().parse_args(["--config_file", str(file), "trl_grpo.py"])
+    # accelerate warns if its own port is taken
+    options = ["--main_process_port", "0", "--config_file", str(file)]
+    arguments = launch_command_parser().parse_args([*options, "trl_grpo.py"])
     arguments, defaults, precision = _validate_launch_command(arguments)
     assert defaults.distributed_type == "DEEPSPEED" and arguments.use_deepspeed
     arguments.deepspeed_fields_from_accelerate_config = list(defaults.deepspeed_config)

@@ -92,7 +92,7 @@ def test_virtual_stages_get_a_multiple_of_micro_batches(multiple: int) -> None:
     options = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 60}
     data = batch_of(rollouts(3, groups=4, size=4), **options)
     fewest = len(split(data, None))
-    parts = split(data, None, multiple)
+    parts = split(data, None, multiple=multiple)
     assert len(parts) % multiple == 0 and len(parts) - fewest < multiple
     assert sorted(i for part in parts for i in part) == list(range(16))
 
@@ -100,12 +100,12 @@ def test_virtual_stages_get_a_multiple_of_micro_batches(multiple: int) -> None:
 def test_virtual_stages_that_get_no_multiple() -> None:
     rows = rollouts(3, groups=4, size=4)
     fixed = batch_of(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
-    assert len(split(fixed, None, 2)) == 4
+    assert len(split(fixed, None, multiple=2)) == 4
     with pytest.raises(ValueError, match=r"make 4 micro-batches .* need a multiple of 3"):
-        split(fixed, None, 3)
+        split(fixed, None, multiple=3)
     dynamic = batch_of(rows, use_dynamic_bsz=True, max_token_len_per_gpu=60)
     with pytest.raises(ValueError, match="needs 17 micro-batches, another has only 16"):
-        split(dynamic, None, 17)
+        split(dynamic, None, multiple=17)
 
 
 # ---- layout ------------------------------------------------------------------------------------
