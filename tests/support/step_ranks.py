@@ -99,10 +99,11 @@ CASES = {
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
-# for transformers to spread the model; the ranks of the first share their forests
+# for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
+# not there before transformers 5.23; the ranks of the first share their forests
 _SPREAD: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tp_plan": "auto"},
-    "expert parallel": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
+    "expert parallel": {"fsdp_size": 2, "ep_size": 2},
 }
 
 
@@ -139,6 +140,9 @@ def _wrap(case: Case, folder: Path) -> tuple[nn.Module, Callable[[bool], Any]]:
     """The wrapped model, and a context in which gradients are (not) reduced."""
     model = case.model()
     if case.wrapper in _SPREAD:
+        spread_by = _SPREAD[case.wrapper]
+        if case.wrapper == "expert parallel":
+            spread_by = {"distributed_config": DistributedConfig(**spread_by)}
         saved = folder / case.wrapper
         if dist.get_rank() == 0:
             model.save_pretrained(saved)
@@ -147,7 +151,7 @@ def _wrap(case: Case, folder: Path) -> tuple[nn.Module, Callable[[bool], Any]]:
             saved,
             attn_implementation="prefixtree",
             dtype=torch.float32,
-            **_SPREAD[case.wrapper],
+            **spread_by,
         ).train()
         if case.checkpointing:
             enable_checkpointing(spread, use_reentrant=False)
