@@ -79,7 +79,7 @@ class Work:
     """One side's forward and backward over a forest.
 
     Args:
-        side: of WORKLOADS' forests.
+        side: of ALONE or GROUPED.
         model: the model, sharded or not.
         forest: with token ids.
         max_tokens: of a micro-batch or step.

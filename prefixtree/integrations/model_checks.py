@@ -104,6 +104,13 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
         )
 
 
+def runs_deepspeed(model: nn.Module) -> bool:
+    """Whether DeepSpeed wraps a model, or its ZeRO-3 owns the parameters, whatever is called."""
+    return any(type(m).__module__.startswith("deepspeed.") for m in model.modules()) or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
 def _check_gathered(causal_lm: nn.Module) -> None:
     """Refuses parameters that ZeRO-3 has partitioned where no hook gathers them for a forward."""
     partitioned = next(

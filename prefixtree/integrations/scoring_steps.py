@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import family_of, forward_inputs
+from prefixtree.integrations.model_checks import runs_deepspeed
 from prefixtree.integrations.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.integrations.recompute.layers import Mode, layers_of
 from prefixtree.integrations.recompute.plan import RecomputePlan
@@ -67,23 +68,16 @@ def check_steps(model: nn.Module, causal_lm: Any, recompute: Recompute) -> None:
                 "DistributedDataParallel with static_graph=True expects one backward per update, "
                 f"and steps have several: leave static_graph at False, or {instead}"
             )
-        if type(module).__module__.startswith("deepspeed."):
-            raise _deepspeed(instead)
-    # ZeRO-3's parameters, whatever is called
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise _deepspeed(instead)
+    if runs_deepspeed(model):
+        raise UnsupportedError(
+            "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
+            f"{instead}"
+        )
     if recompute == "auto":
         raise ValueError(
             "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
             "the memory: give recompute='all', 'all_but_attention', 'nothing' or a RecomputePlan"
         )
-
-
-def _deepspeed(instead: str) -> UnsupportedError:
-    return UnsupportedError(
-        "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
-        f"{instead}"
-    )
 
 
 def step_cost_of(

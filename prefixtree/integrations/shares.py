@@ -17,6 +17,7 @@ from torch import nn
 from prefixtree.cost import model_cost
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import family_of, forward_inputs
+from prefixtree.integrations.model_checks import runs_deepspeed
 from prefixtree.integrations.scored_units import ScoredUnits, Units, units_on_device
 from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.packing.cost_model import CostModel, cost_model_of
@@ -343,18 +344,15 @@ def _check_served(model: nn.Module, inner: Any, recompute: Any) -> None:
             "recompute the same layers: pass 'all', 'all_but_attention', 'nothing' or a "
             "RecomputePlan that all ranks share"
         )
-    # ZeRO-3's parameters, whatever is called
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if runs_deepspeed(model):
+        raise UnsupportedError(
+            "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
+        )
     for module in model.modules():
-        kind = type(module)
-        if partitioned or kind.__module__.startswith("deepspeed."):
-            raise UnsupportedError(
-                "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
-            )
         if getattr(module, "_is_hooked", False):
             raise UnsupportedError(
-                f"{kind.__name__} is tensor or expert parallel, which is not verified with group: "
-                "load the model without tp_plan and DistributedConfig, or leave group out"
+                f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
+                "group: load the model without tp_plan and DistributedConfig, or leave group out"
             )
     _check_placements(model)
 

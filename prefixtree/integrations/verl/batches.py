@@ -27,6 +27,13 @@ def sequences_of(data: TensorDict) -> list[np.ndarray]:
     return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
 
 
+def count_tokens(data: TensorDict, group: Any) -> float:
+    """The denominator of verl's losses: the scored tokens of the mini-batch, over all ranks."""
+    count = data["loss_mask"].sum().to(get_device_id())
+    dist.all_reduce(count, group=group)
+    return count.item()
+
+
 def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> list[list[int]]:
     """Which sequences make up each micro-batch; as many micro-batches on every rank of the group,
     a multiple of `multiple`.

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
@@ -37,6 +36,7 @@ from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.shares import token_share_of_rank
 from prefixtree.integrations.transformers import prepare, sequence_logprobs
 from prefixtree.integrations.verl.batches import (
+    count_tokens,
     scored_tokens,
     sequences_of,
     shifted_to_jagged,
@@ -47,10 +47,9 @@ from prefixtree.integrations.verl.metered import NAME, MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.refusals import (
     RECOMPUTE,
-    check_batch,
-    check_loss,
     check_recompute,
     check_settings,
+    check_step,
 )
 from prefixtree.packing.layout import PackedForest, pack
 
@@ -89,23 +88,17 @@ class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
         """All micro-batches of a batch, gradients accumulated; results in the order of the batch.
 
         Raises:
-            UnsupportedError, ValueError: see `check_batch`, `check_loss` and `split`.
+            UnsupportedError, ValueError: see `check_step` and `split`.
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_batch(data)
-        if not forward_only:
-            dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
-            check_loss(loss_function, dynamic)
+        check_step(data, loss_function, forward_only)
         group = self.get_data_parallel_group()
-        # the denominators of verl's losses: tokens of the whole mini-batch, over all ranks
-        batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
-        dist.all_reduce(batch_num_tokens, group=group)
         tu.assign_non_tensor(
             data,
             sp_size=self.ulysses_sequence_parallel_size,
             dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=batch_num_tokens.item(),
+            batch_num_tokens=count_tokens(data, group),
         )
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
@@ -34,6 +33,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
 from prefixtree.integrations.verl.batches import (
+    count_tokens,
     scored_tokens,
     sequences_of,
     shifted_to_jagged,
@@ -44,10 +44,9 @@ from prefixtree.integrations.verl.metered import MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.refusals import (
     RECOMPUTE,
-    check_batch,
-    check_loss,
     check_megatron_settings,
     check_recompute,
+    check_step,
 )
 from prefixtree.packing.layout import PackedForest, pack
 
@@ -91,18 +90,12 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
             On the last stage results in the order of the batch, on the others nothing.
 
         Raises:
-            UnsupportedError, ValueError: see `check_batch`, `check_loss` and `split`.
+            UnsupportedError, ValueError: see `check_step` and `split`.
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_batch(data)
-        if not forward_only:
-            dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
-            check_loss(loss_function, dynamic)
+        check_step(data, loss_function, forward_only)
         group = self.get_data_parallel_group()
-        # the denominators of verl's losses: tokens of the whole mini-batch, over all ranks
-        batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
-        dist.all_reduce(batch_num_tokens, group=group)
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         multiple = self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1
         indices = split(data, group, multiple=multiple)
@@ -110,7 +103,7 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
             data,
             sp_size=1,
             dp_size=self.get_data_parallel_size(),
-            batch_num_tokens=batch_num_tokens.item(),
+            batch_num_tokens=count_tokens(data, group),
             num_micro_batch=len(indices),
         )
         micro_batches = [tu.index_select_tensor_dict(data, chosen) for chosen in indices]

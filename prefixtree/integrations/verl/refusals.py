@@ -224,6 +224,14 @@ def check_batch(data: TensorDict) -> None:
     _check_positions_are_indices(data["input_ids"], data["position_ids"])
 
 
+def check_step(data: TensorDict, loss_function: Any, forward_only: bool) -> None:
+    """`check_batch`, and for a step with a backward `check_loss`."""
+    check_batch(data)
+    if not forward_only:
+        dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
+        check_loss(loss_function, dynamic)
+
+
 def check_loss(loss_function: Any, dynamic: bool) -> None:
     """Refuses losses of verl whose gradients depend on the cut into micro-batches.
 

@@ -125,13 +125,8 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
             channels = call.g.ndim == 3
             rule = rules.channel_delta_rule_backward if channels else rules.delta_rule_backward
             grads = list(rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale))
-            if norms:
-                from fla.modules.norm.l2norm import l2norm_bwd
-
-                grads[0] = l2norm_bwd(query, norms[0], grads[0])
-                grads[1] = l2norm_bwd(key, norms[1], grads[1])
-    tensors = [x for x in call if isinstance(x, torch.Tensor)]
-    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
+            through_norms(grads, query, key, *norms)
+    return in_dtypes(call, grads)
 
 
 def _schedule(call: Call) -> StateSchedule:
@@ -151,6 +146,23 @@ def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
 
     (query, of_query), (key, of_key) = l2norm_fwd(query), l2norm_fwd(key)
     return query, key, of_query, of_key
+
+
+def through_norms(
+    grads: list[torch.Tensor], query: torch.Tensor, key: torch.Tensor, *norms: torch.Tensor
+) -> None:
+    """Makes the first two gradients those of what `normed` was given; it returned the rest."""
+    if norms:
+        from fla.modules.norm.l2norm import l2norm_bwd
+
+        grads[0] = l2norm_bwd(query, norms[0], grads[0])
+        grads[1] = l2norm_bwd(key, norms[1], grads[1])
+
+
+def in_dtypes(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients in the dtypes of a call's tensors, contiguous."""
+    tensors = [x for x in call if isinstance(x, torch.Tensor)]
+    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
 
 
 def _ssd_inputs(call: SsdCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,7 +82,8 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
         return fla.forward(call)
     with device_info.current(call.value.device):
         query, key = fla.normed(call)[:2]
-        value, g, beta = call.value.contiguous(), call.g.float().contiguous(), _beta(call)
+        value, beta = call.value.contiguous(), call.beta.contiguous()
+        g = call.g.float().contiguous()
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
             return out, kept
@@ -104,7 +105,7 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
     g, solved = saved
     with device_info.current(call.value.device):
         query, key, *norms = fla.normed(call)
-        value, beta, dout = call.value.contiguous(), _beta(call), dout.contiguous()
+        value, beta, dout = call.value.contiguous(), call.beta.contiguous(), dout.contiguous()
         starts = dends = None
         if schedule.num_states:
             # made again: kept, they would take a state per segment and head
@@ -119,13 +120,8 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
         grads = rules.gradients(
             query, key, value, g, beta, solved, dout, starts, dends, tables, call.scale
         )
-        if norms:
-            from fla.modules.norm.l2norm import l2norm_bwd
-
-            grads[0] = l2norm_bwd(query, norms[0], grads[0])
-            grads[1] = l2norm_bwd(key, norms[1], grads[1])
-    tensors = [x for x in call if isinstance(x, torch.Tensor)]
-    return [grad.to(x.dtype).contiguous() for grad, x in zip(grads, tensors, strict=True)]
+        fla.through_norms(grads, query, key, *norms)
+    return fla.in_dtypes(call, grads)
 
 
 def _tables(call: DeltaCall) -> tuple[SegmentTables, StateSchedule]:
@@ -138,7 +134,3 @@ def _is_short(tables: SegmentTables) -> bool:
     """Whether fla's kernels are the faster ones; the same for a backward as for its forward."""
     segments = tables.host
     return len(segments.predictor) < LEAST_TOKENS * segments.num_segments
-
-
-def _beta(call: DeltaCall) -> torch.Tensor:
-    return call.beta.contiguous()
