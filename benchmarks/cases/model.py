@@ -21,7 +21,8 @@ row; where the replicated sides are out of memory, the case runs again with the 
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
 --layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would,
 --recompute gives a row each to what layers compute again in the backward.
---shape names the model; of hybrids (Qwen3.5, Qwen3-Next) the sides are own and packed.
+--shape names the model; of hybrids (Qwen3.5, Qwen3-Next) the sides are own, packed and fla: FA2
+with fla's kernels, as transformers runs them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from benchmarks.lib.layers import (
 )
 from benchmarks.lib.plots import bars, figure, name, save
 from benchmarks.lib.policy import Update, turn_samples
-from benchmarks.lib.replicated import PEERS, chains, pairs, skip_missing
+from benchmarks.lib.replicated import HYBRID_PEERS, PEERS, chains, pairs, skip_missing
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import (
     GIB,
@@ -330,7 +331,14 @@ def run_layers(
 
 def tables(*runs: Row) -> Parts:
     """A line per case and number of layers, with every side's seconds and memory."""
-    names = {"fa2": "FA2 s / GiB", "fa4": "flash-attn-4", "own": "own backend", "packed": "packed"}
+    names = {
+        "fa2": "FA2 s / GiB",
+        "fa4": "flash-attn-4",
+        "own": "own backend",
+        "packed": "packed",
+    }
+    if any(row["side"] == "fla" for run in runs for row in run["rows"]):
+        names["fla"] = "transformers with fla"
 
     def time(side: str) -> Column:
         def cell(line: dict[str, Row]) -> str:
@@ -379,7 +387,7 @@ def hybrids(*runs: Row) -> Parts:
     """A line per case of models whose layers carry a state, through the same kernels."""
 
     def seconds(side: str) -> Callable[[dict[str, Row]], str]:
-        return lambda line: number(line[side], "seconds", ".2f")
+        return lambda line: number(line.get(side, {}), "seconds", ".2f")
 
     def memory(side: str) -> Callable[[dict[str, Row]], str]:
         return lambda line: gib(line[side].get("peak_bytes"), ".0f")
@@ -390,8 +398,13 @@ def hybrids(*runs: Row) -> Parts:
             [
                 Column("case", lambda line: line["packed"]["case"]),
                 Column("layers", lambda line: str(line["packed"]["layers"])),
+                Column("transformers with fla, s", seconds("fla")),
                 Column("replicated, s", seconds("own")),
                 Column("packed, s", seconds("packed")),
+                Column(
+                    "over fla",
+                    lambda line: times_cell(line["packed"].get("speedup", {}).get("fla")),
+                ),
                 Column(
                     "speed-up",
                     lambda line: times_cell(line["packed"].get("speedup", {}).get("own")),
@@ -481,13 +494,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was green."""
     what = parser(__doc__)
     what.add_argument("--layers", nargs="+", type=int, default=[36, 12, 4], help="descending")
-    sides, cases = ["own", "fa2", "fa4", "packed"], ["longreason", "airline", "apart"]
+    sides, cases = ["own", "fa2", "fa4", "fla", "packed"], ["longreason", "airline", "apart"]
     what.add_argument("--sides", nargs="+", choices=sides, default=sides)
     what.add_argument("--cases", nargs="+", choices=cases, default=[*cases])
     what.add_argument("--micro-batches", nargs="+", type=int, default=[4, 8, 32])
     what.add_argument("--rollouts", type=Path, help="for the airline case")
     what.add_argument("--tasks", type=int, default=2, help="of the airline case")
-    what.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="hybrids: packed and own")
+    what.add_argument(
+        "--shape", choices=SHAPES, default=SHAPES[0], help="hybrids: packed, own, fla"
+    )
     what.add_argument("--peak", type=float, default=989.0, help="TFLOP/s that MFU is of")
     what.add_argument(
         "--layers-by",
@@ -510,11 +525,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.cases.remove("airline")
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
-    # peers come in place of the attention function: compiled code has seen it already, and layers
-    # that carry a state have none
-    is_given = options.layers_by == "compile" or options.shape != SHAPES[0]
-    peers = set(PEERS) - {"own"} if is_given else ()
-    skip_missing(options, peers)
+    # peers come in place of functions that compiled code has seen already
+    served = {"own", *(PEERS if options.shape == SHAPES[0] else HYBRID_PEERS)}
+    if options.layers_by == "compile":
+        served = {"own"}
+    skip_missing(options, {*PEERS, *HYBRID_PEERS} - served)
     if options.profile is not None:
         options.profile.write_text("")
     checks = check_sides(options.sides, options, options.layers_by)

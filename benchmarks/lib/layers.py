@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 
-from benchmarks.lib.replicated import attending, chains, in_pieces
+from benchmarks.lib.replicated import WithFla, attending, chains, in_pieces
 from prefixtree import PackedForest, PrefixForest, compile_layers, pack
 from prefixtree.cost import ModelCost
 from prefixtree.testing.attention import Attention
@@ -165,6 +165,8 @@ def attention_of(side: str, forest: PrefixForest, device: str, dtype: str) -> At
     if side in ("packed", "own"):
         return None
     lengths = forest.sequence_lengths.tolist()
+    if side == "fla":
+        return WithFla.of(lengths, torch.device(device), getattr(torch, dtype))
     return in_pieces(side, lengths, torch.device(device), getattr(torch, dtype))
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -23,17 +24,21 @@ from transformers import AttentionInterface
 
 from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.cost import visible_pairs
-from prefixtree.integrations import scoring
+from prefixtree.integrations import hybrids, scoring
 from prefixtree.integrations.transformers import prefixtree_attention
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")
+# of models with recurrent layers
+HYBRID_PEERS = ("fla", "own")
 
 
 def missing(name: str, device: str) -> str | None:
     """Why a side cannot run here."""
     if name == "fa4" and (device == "cpu" or not _has("flash_attn.cute")):
         return "flash-attn-4 is not installed, or there is no GPU"
+    if name == "fla" and (device == "cpu" or not _has("fla")):
+        return "fla-core is not installed, or there is no GPU"
     if name == "flex" and device == "cpu":
         return "FlexAttention has no backward on a CPU"
     if name == "grouper" and not _has("prefix_grouper"):
@@ -137,11 +142,55 @@ def in_pieces(
     return run
 
 
+@dataclass(frozen=True)
+class WithFla:
+    """Attention of sequences that stand one after the other, and their recurrences by fla.
+
+    Attributes:
+        attention: of q, k and v [tokens, heads, head dim].
+        ends: int32 [sequences + 1], fla's `cu_seqlens`.
+    """
+
+    attention: Attention
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> WithFla:
+        """With FA2's attention."""
+        ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+        return cls(in_pieces("fa2", lengths, device, dtype), ends)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attention(q, k, v)
+
+    def conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: Any, mask: Any, activation: str | None
+    ) -> torch.Tensor:
+        """In the place of `tree_conv`."""
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        more = {"activation": activation, "cu_seqlens": self.ends}
+        out: torch.Tensor = causal_conv1d(x[None], weight, bias, **more)[0][0]
+        return out
+
+    def delta_rule(self, *inputs: Any, qk_l2norm: bool) -> torch.Tensor:
+        """In the place of `tree_delta_rule`, whose sixth argument is the mask."""
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        out: torch.Tensor = chunk_gated_delta_rule(
+            *(x[None] for x in inputs[:5]),
+            use_qk_l2norm_in_kernel=qk_l2norm,
+            cu_seqlens=self.ends,
+        )[0][0]
+        return out
+
+
 @contextmanager
 def attending(attend: Attention | None) -> Iterator[None]:
     """While open, models with attn_implementation="prefixtree" attend by this function of q, k and
     v [tokens, heads, head dim], whatever their tree mask; None leaves them as they are. Keep it
-    open for the backward: checkpointed layers attend again there."""
+    open for the backward: checkpointed layers attend again there. With `WithFla` recurrent layers
+    call fla's functions as well."""
     if attend is None:
         yield
         return
@@ -154,8 +203,13 @@ def attending(attend: Attention | None) -> Iterator[None]:
 
     AttentionInterface.register("prefixtree", function)
     try:
-        # which finds that no layer follows the tree
-        with patch.object(scoring, "every_layer_attends", lambda *_: nullcontext()):
+        with ExitStack() as patches:
+            # which finds that no layer follows the tree
+            nothing = patch.object(scoring, "every_layer_attends", lambda *_: nullcontext())
+            patches.enter_context(nothing)
+            if isinstance(attend, WithFla):
+                patches.enter_context(patch.object(hybrids, "tree_conv", attend.conv))
+                patches.enter_context(patch.object(hybrids, "tree_delta_rule", attend.delta_rule))
             yield
     finally:
         AttentionInterface.register("prefixtree", prefixtree_attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from benchmarks.lib import (
     layers,
     replicated,
 )
-from prefixtree import PrefixForest, pack, tree_attention
+from prefixtree import PrefixForest, TreeMask, pack, prepare, tree_attention
 from prefixtree.cost import model_cost, visible_pairs
+from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule
 
 
 def test_a_peer_that_does_not_exist_is_refused() -> None:
@@ -137,6 +138,44 @@ def test_attention_is_given_back() -> None:
             model(**packed.model_inputs())
         assert torch.equal(model(**packed.model_inputs()).logits, first)
     assert not torch.allclose(first, other)
+
+
+def test_recurrences_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with a state call fla's functions, whose part ours play here, with its keywords."""
+    called = []
+
+    def mask_of(cu_seqlens: torch.Tensor) -> TreeMask:
+        lengths = cu_seqlens.diff().tolist()
+        return pack(PrefixForest.from_parents([-1] * len(lengths), lengths, order="input")).mask
+
+    def conv(x, weight, bias, activation, cu_seqlens):
+        called.append("conv")
+        return tree_conv(x[0], weight, bias, mask_of(cu_seqlens), activation)[None], None
+
+    def rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+        called.append("rule")
+        inputs = (x[0] for x in (q, k, v, g, beta))
+        l2norm = use_qk_l2norm_in_kernel
+        return tree_delta_rule(*inputs, mask_of(cu_seqlens), qk_l2norm=l2norm)[None], None
+
+    convolutions, rules = ModuleType("causal_conv1d"), ModuleType("gated_delta_rule")
+    convolutions.causal_conv1d, rules.chunk_gated_delta_rule = conv, rule  # type: ignore[attr-defined]
+    for name in ("fla", "fla.modules", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fla.modules.causal_conv1d", convolutions)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", rules)
+    model = prepare(layers.model_of(layers.config(4, True, shape="qwen3.5-9b"), "cpu", "float32"))
+    batch = layers.prompt_batch(9, [3, 4], 512)
+    inputs = batch.packed("own", "cpu").model_inputs()
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with replicated.attending(layers.attention_of("fla", batch.forest, "cpu", "float32")):
+            found = model(**inputs).logits
+        again = model(**inputs).logits
+    # three of four layers carry a state
+    assert called == ["conv", "rule"] * 3
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+    assert torch.equal(again, want)
 
 
 def test_pieces_of_a_large_batch_attend_like_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,8 +106,10 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
     with device_info.current(call.value.device):
         query, key, *norms = fla.normed(call)
         value, beta, dout = call.value.contiguous(), call.beta.contiguous(), dout.contiguous()
-        starts = dends = None
-        if schedule.num_states:
+        inputs = (query, key, value, g, beta, solved, dout)
+        if not schedule.num_states:
+            grads = rules.sequences_gradients(*inputs, tables, call.scale)
+        else:
             # made again: kept, they would take a state per segment and head
             ends, transitions = rules.ends(key, value, g, beta, solved, tables)
             starts = starts_of(schedule, ends, transitions)
@@ -117,9 +119,9 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
             )
             dends = gradients_of_ends(tables, schedule, dstarts, transitions)
             del dstarts, transitions
-        grads = rules.gradients(
-            query, key, value, g, beta, solved, dout, starts, dends, tables, call.scale
-        )
+            states = rules.states(key, value, g, beta, solved, starts, tables)
+            del starts
+            grads = rules.gradients(*inputs, states, dends, tables, call.scale)
         fla.through_norms(grads, query, key, *norms)
     return fla.in_dtypes(call, grads)
 

@@ -17,12 +17,12 @@ from flash_qla.ops.gated_delta_rule.chunk import (
     chunk_gated_delta_rule_fwd,
 )
 from flash_qla.ops.gated_delta_rule.chunk.hopper import (
-    fused_gdr_bwd,
     fused_gdr_fwd,
     fused_gdr_h,
     kkt_solve,
 )
 from flash_qla.ops.gated_delta_rule.chunk.hopper.cp_bwd import fused_gdr_dh_ws
+from flash_qla.ops.gated_delta_rule.chunk.hopper.fused_bwd import tilelang_fused_chunk_gdr_bwd
 from flash_qla.ops.gated_delta_rule.chunk.hopper.prepare_h import tilelang_prepare_h
 from flash_qla.ops.utils import chunk_local_cumsum, group_reduce_vector
 from flash_qla.utils.index import prepare_varlen_metadata
@@ -161,6 +161,46 @@ def gradients_of_starts(
     return dstarts
 
 
+def states(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    starts: torch.Tensor,
+    tables: SegmentTables,
+) -> torch.Tensor:
+    """The state before each chunk, [1, chunks, HV, K, V] in the dtype of key, given those that
+    segments start from, fp32 [N, HV, K, V]."""
+    found, _, _ = fused_gdr_h(
+        *(x[None] for x in (key, value, solved, summed, beta)),
+        initial_state=starts,
+        output_final_state=False,
+        output_h=True,
+        cu_seqlens=_segments(tables),
+    )
+    return found
+
+
+def sequences_gradients(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    summed: torch.Tensor,
+    beta: torch.Tensor,
+    solved: torch.Tensor,
+    dout: torch.Tensor,
+    tables: SegmentTables,
+    scale: float,
+) -> list[torch.Tensor]:
+    """A forest without branches: gradients of query, key, value, g and beta."""
+    inputs = [x[None] for x in (query, key, value, summed, beta, solved, dout)]
+    dq, dk, dv, dbeta, dg, _ = chunk_gated_delta_rule_bwd(
+        *inputs, scale=scale, cu_seqlens=_segments(tables)
+    )
+    return [dq[0], dk[0], dv[0], dg[0], dbeta[0]]
+
+
 def gradients(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -169,50 +209,56 @@ def gradients(
     beta: torch.Tensor,
     solved: torch.Tensor,
     dout: torch.Tensor,
-    starts: torch.Tensor | None,
-    dends: torch.Tensor | None,
+    states: torch.Tensor,
+    dends: torch.Tensor,
     tables: SegmentTables,
     scale: float,
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value, g and beta.
 
     Args:
-        starts, dends: fp32 [N, HV, K, V], the state each segment starts from and the gradient of
-            the state it ends in; None where the forest has no branches.
+        states: as the function `states` returns them.
+        dends: fp32 [N, HV, K, V], the gradient of the state each segment ends in; overwritten.
     """
     where = _segments(tables)
-    inputs = [x[None] for x in (query, key, value, summed, beta, solved, dout)]
-    if starts is None:
-        dq, dk, dv, dbeta, dg, _ = chunk_gated_delta_rule_bwd(
-            *inputs, scale=scale, cu_seqlens=where
-        )
-        return [dq[0], dk[0], dv[0], dg[0], dbeta[0]]
-    query, key, value, summed, beta, solved, dout = inputs
-    states, _, _ = fused_gdr_h(
-        k=key,
-        v=value,
-        a=solved,
-        g=summed,
-        b=beta,
-        initial_state=starts,
-        output_final_state=False,
-        output_h=True,
-        cu_seqlens=where,
+    (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
+    dq, dk, dv = (torch.empty_like(value[None]) for _ in range(3))
+    dg, dbeta = torch.empty_like(summed[None]), torch.empty_like(beta[None])
+    kernel = tilelang_fused_chunk_gdr_bwd(
+        value_heads,
+        heads,
+        key_dim,
+        value_dim,
+        CHUNK,
+        scale,
+        qkva_dtype=query.dtype,
+        g_dtype=summed.dtype,
+        b_dtype=beta.dtype,
+        h_dtype=states.dtype,
+        o_dtype=dout.dtype,
+        seqlen_dtype=where.dtype,
+        accum_dtype="float32",
+        is_varlen=True,
+        use_dht=True,
+        state_v_first=False,
     )
-    dq, dk, dv, dg, dbeta, _ = fused_gdr_bwd(
-        q=query,
-        k=key,
-        v=value,
-        a=solved,
-        g=summed,
-        b=beta,
-        do=dout,
-        dht=dends,
-        h=states,
-        scale=scale,
-        cu_seqlens=where,
+    kernel(
+        dout[None],
+        dends,
+        *(x[None] for x in (query, key, value, solved, summed, beta)),
+        states,
+        where,
+        tables.chunks(CHUNK).cu_chunks,
+        dq,
+        dk,
+        dv,
+        dg,
+        dbeta,
+        # The kernel also writes gradients of starts. Nobody needs them: the program of a segment
+        # and head reads its dends first and writes here last, so no state more is allocated.
+        dends,
     )
-    if (heads := key.shape[2]) < value.shape[2]:
+    if heads < value_heads:
         dq, dk = group_reduce_vector(dq, heads), group_reduce_vector(dk, heads)
     dg = chunk_local_cumsum(
         dg, chunk_size=CHUNK, reverse=True, cu_seqlens=where, zero_last_chunk=True

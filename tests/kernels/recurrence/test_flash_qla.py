@@ -158,14 +158,25 @@ class SegmentsInTorch:
         found[torch.from_numpy(tables.host.parent < 0)] = 0
         return found
 
+    def states(self, key, value, summed, beta, solved, starts, tables):
+        # those before each segment's first chunk are enough for the walk below
+        return starts.clone()
+
     def gradients(
-        self, query, key, value, summed, beta, solved, dout, starts, dends, tables, scale
+        self, query, key, value, summed, beta, solved, dout, states, dends, tables, scale
     ):
         self.scale = scale
         g = self._unsummed(summed, tables)
-        if starts is None:
-            starts = dends = self._zeros(tables, value, key.shape[2])
-        return self._gradients([query, key, value, g, beta], starts, dout, dends, tables)[:-1]
+        found = self._gradients([query, key, value, g, beta], states, dout, dends, tables)[:-1]
+        # as the kernel leaves it
+        dends.fill_(torch.nan)
+        return found
+
+    def sequences_gradients(self, query, key, value, summed, beta, solved, dout, tables, scale):
+        zeros = self._zeros(tables, value, key.shape[2])
+        return self.gradients(
+            query, key, value, summed, beta, solved, dout, zeros, zeros.clone(), tables, scale
+        )
 
 
 @pytest.fixture
