@@ -254,6 +254,7 @@ def test_states_that_hand_nothing_up_are_missed(
     assert all(relative(x, y) > 0.05 for x, y in zip(cut[1:], full[1:], strict=True))
 
 
+@IN_TORCH
 def test_short_segments_run_through_fla(
     rules: SegmentsInTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
