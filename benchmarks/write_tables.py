@@ -1,4 +1,5 @@
-"""Writes the tables of docs/results.md, docs/verl.md and README.md from the JSON under results/.
+"""Writes the tables of README.md and of docs/results.md, verl.md and megatron.md from the JSON
+under results/.
 
 python -m benchmarks.write_tables
 """
@@ -8,17 +9,19 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import verl_update
 from benchmarks.cases.model import cases_by_side
-from benchmarks.lib.tables import Column, Parts, Table, markdown
+from benchmarks.lib.tables import Column, Parts, Table, machine, markdown
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"
 README = HERE.parent / "README.md"
 VERL = HERE.parent / "docs" / "verl.md"
+MEGATRON = HERE.parent / "docs" / "megatron.md"
 # what stands between the markers of a name: the function of a case, and its files under results/
 TABLES = {
     "packing": ("packing.tables", "cpu/packing.json"),
@@ -116,6 +119,83 @@ def speed() -> Parts:
     )
 
 
+def megatron() -> Parts:
+    """The tables of the page on Megatron-Core: errors on two GPUs, and times."""
+    (data,) = read("h200/megatron_2gpu.json")
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        runs.setdefault(row["run"], []).append(row)
+
+    def worst(some: list[dict[str, Any]], key: str) -> str:
+        found = [case[key] for case in some if key in case]
+        return f"{max(found):.1e}" if found else ""
+
+    def cases(run: str, chosen: Callable[[str], bool]) -> list[dict[str, Any]]:
+        return [
+            case
+            for rank in runs[run]
+            for name, case in rank.items()
+            if isinstance(case, dict) and chosen(name)
+        ]
+
+    def is_wide(name: str) -> bool:
+        return "float32" not in name and "expert" not in name and "EP" not in name
+
+    def has_experts(name: str) -> bool:
+        return "expert" in name or "EP" in name
+
+    errors = [
+        ("tensor parallel 2, float64", cases("tensor", is_wide)),
+        ("the same, float32", cases("tensor", lambda name: "float32" in name)),
+        ("experts, also expert parallel 2, float64", cases("tensor", has_experts)),
+        ("pipeline parallel 2, float64", cases("pipeline", lambda name: True)),
+    ]
+    half = {
+        "megatron": "tensor parallel 2, bfloat16, each sequence alone through Megatron's attention",
+        "triton": "tensor parallel 2, bfloat16, scored edges, backend triton",
+        "flash": "the same, backend flash",
+        "share": "the same, `share`",
+    }
+    errors += [(text, cases("half", name.__eq__)) for name, text in half.items()]
+    yield f"{machine(data['environment'], 'triton', 'megatron-core')}; two GPUs, NCCL"
+    yield Table(
+        [
+            Column("against float64", lambda line: line[0]),
+            Column(
+                "log p, loss", lambda line: worst(line[1], "logprobs") or worst(line[1], "loss")
+            ),
+            Column("entropy", lambda line: worst(line[1], "entropy")),
+            Column("gradients", lambda line: worst(line[1], "gradients")),
+        ],
+        errors,
+    )
+    sides = {
+        "chains": "nothing shared (a forest of chains)",
+        "share": "`share`",
+        "scored edges": "`tree_logprobs`",
+    }
+    slowest = {name: max((rank[name] for rank in runs["times"]), key=_ms) for name in sides}
+    first = runs["times"][0]
+    yield (
+        "Forward and backward of 4 layers of Qwen3-8B's shape with its head, tensor parallel 2 "
+        f"with sequence parallelism, bfloat16; {first['tokens']:,} tokens, {first['distinct']:,} "
+        "distinct:"
+    )
+    yield Table(
+        [
+            Column("", lambda name: sides[name]),
+            Column("ms", lambda name: f"{slowest[name]['ms']:.0f}"),
+            Column("speed-up", lambda name: f"{_ms(slowest['chains']) / _ms(slowest[name]):.1f}x"),
+            Column("GiB per GPU", lambda name: f"{slowest[name]['GiB']:.1f}"),
+        ],
+        list(sides),
+    )
+
+
+def _ms(row: dict[str, Any]) -> float:
+    return float(row["ms"])
+
+
 def replaced(page: str, name: str, text: str) -> str:
     """The page with `text` between the markers of that name."""
     page, count = re.subn(
@@ -136,6 +216,7 @@ def main() -> None:
     PAGE.write_text(page)
     headline = verl_update.headline(*read(*TABLES["verl_update"][1:]))
     VERL.write_text(replaced(VERL.read_text(), "verl_update", markdown(headline)))
+    MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
     README.write_text(replaced(README.read_text(), "speed", markdown(speed())))
 
 

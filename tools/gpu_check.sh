@@ -34,8 +34,9 @@
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
-#   parallel     ?     one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
+#   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        ?     a tree larger than one forward, on one GPU
+#   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -65,6 +66,7 @@ fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl
+megatron=${UNPACKED:-/tmp}/prefixtree-megatron
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
 # without the file, workloads that read it are skipped
@@ -342,6 +344,26 @@ update_2gpu() {
     --out "$out/update_2gpu.json" "${read_rollouts[@]}" ${UPDATE_ARGS:-}
 }
 
+# a process a GPU. `pack_megatron` gathers its wheel, of which all that is used is Python
+megatron() {
+  ours megatron || return
+  unpack "$files/megatron.tar.xz" "$megatron" || { failed+=("megatron (no $files/megatron.tar.xz)"); return 1; }
+  PYTHONPATH=$PYTHONPATH:$megatron OUT=$out/megatron_2gpu.json limited megatron 400 \
+    python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
+    -m tests.integrations.megatron.on_gpus
+}
+
+pack_megatron() {
+  set -e
+  local work
+  work=$(mktemp -d)
+  mkdir -p "$files"
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$work" megatron-core==0.19.2
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  tar cJf "$files/megatron.tar.xz" -C "$work/site" .
+  rm -r "$work"
+}
+
 # on_verl NAME SECONDS GPUS ARGUMENT...: the benchmark under verl, a process a GPU
 on_verl() {
   local name=$1 limit=$2 gpus=$3 launch=()
@@ -384,7 +406,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

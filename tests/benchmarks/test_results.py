@@ -25,7 +25,7 @@ def test_the_tables_are_those_of_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = write_tables
-    pages = {name: getattr(write, name) for name in ("PAGE", "README", "VERL")}
+    pages = {name: getattr(write, name) for name in ("PAGE", "README", "VERL", "MEGATRON")}
     for name, page in pages.items():
         monkeypatch.setattr(write, name, tmp_path / page.name)
         (tmp_path / page.name).write_text(page.read_text())

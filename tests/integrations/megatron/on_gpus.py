@@ -3,14 +3,18 @@ of an 8B-shaped slice. There is no fused attention of Megatron's to compare time
 TransformerEngine is not installed, so a forest without sharing, through our kernels, stands for it.
 
     torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus tensor pipeline half times
+
+Rank 0 writes all results to the file that OUT names, where it does.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, SequenceScores, pack
 from prefixtree.integrations.megatron import share, tree_logprobs, tree_spec
 from prefixtree.kernels.attention import explain
@@ -163,10 +168,17 @@ if __name__ == "__main__":
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     runs = {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
+    rows: list[dict[str, Any]] = []
     for chosen in sys.argv[1:] or runs:
-        results = runs[chosen]()
-        for rank in range(dist.get_world_size()):
-            dist.barrier()
-            if rank == dist.get_rank():
-                print(json.dumps({"run": chosen, "rank": rank, **results}, default=str), flush=True)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, runs[chosen]())
+        rows += [{"run": chosen, "rank": rank, **row} for rank, row in enumerate(found)]
+        if dist.get_rank() == 0:
+            print(
+                *(json.dumps(row, default=str) for row in rows[-len(found) :]), sep="\n", flush=True
+            )
+    if dist.get_rank() == 0 and (out := os.environ.get("OUT")):
+        here = environment() | {n: version(n) for n in ("triton", "megatron-core")}
+        data = {"environment": here, "ranks": dist.get_world_size(), "rows": rows}
+        Path(out).write_text(json.dumps(data, indent=1, default=str))
     dist.destroy_process_group()
