@@ -24,6 +24,7 @@
 # Steps, with the minutes they took on one H200, in an order that compiles once:
 #
 #   tests        3.5   the GPU tests of both backends, of the head, and the interpreter's cases on the GPU
+#   compile      ?     compiled layers of the most used families against eager ones
 #   backends     4.5   triton and flash on every workload, flash-attn-4 by hand, host time
 #   peers        4     every workload against replication and FlexAttention; the dense ceilings
 #   depth        3     attention by depth of the forest
@@ -177,6 +178,12 @@ tests() {
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/test_attention.py tests/kernels/test_operator.py \
     tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
+}
+
+# through inductor, which compiles each family anew
+compile() {
+  ours compile && cuda compile || return
+  tested compile 500 -m gpu tests/integrations/transformers/test_compiled.py
 }
 
 liger() {
@@ -406,7 +413,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

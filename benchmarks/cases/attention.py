@@ -4,7 +4,7 @@
     python -m benchmarks attention --device cpu --scale 0.01 --backend sdpa     # every code path
     python -m benchmarks attention --backend triton flash --tasks 3 --shapes qwen3.5-27b phi-3-mini
 
-The ten workloads of `lib/workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head
+The eleven workloads of `lib/workloads.py` with 32 query heads, 8 kv heads, head dim 128, bf16; head
 dims 64 and 256 and as many kv heads as query heads on three of them. With `--shapes`, the head
 shapes of models (`lib/shapes.py`) on four workloads instead. A case is checked first, every row of
 some heads (`lib/checks.py`); red prints no time and makes the exit code 1, and so does a case that

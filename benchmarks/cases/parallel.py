@@ -38,7 +38,7 @@ from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
 from benchmarks.lib.timing import median_ms
-from benchmarks.lib.workloads import AIRLINE, forest_of, scaled, single, workload
+from benchmarks.lib.workloads import AIRLINE, Tree, forest_of, scaled, single, workload
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
 from prefixtree.packing.split import split_tokens
 from prefixtree.testing.compare import Meter
@@ -47,11 +47,20 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "prompt 32K x 48 x 2K": lambda: forest_of(single(32_768, 48, 2048)),
     "chain 128K": lambda: forest_of([(131_072, [])]),
     "prompt 24K x 128 x 8K": lambda: forest_of(single(24_576, 128, 8192)),
+    "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
 GROUPED, ALONE = ("parts", "heads"), ("whole", "cut", "steps")
 VOCABULARY = 512
 # of log-probabilities and of gradients in float32, relative; of log-probabilities in bf16, nats
 FLOAT32, DRIFT = 1e-3, 0.05
+
+
+def comb(trunk: int, branches: int, branch: int) -> list[Tree]:
+    """A long trunk that a branch leaves at every hundredth of it."""
+    step, below = trunk // branches, [(branch, [])]
+    for _ in range(branches - 1):
+        below = [(step, below), (branch, [])]
+    return [(trunk - (branches - 1) * step, below)]
 
 
 def with_tokens(forest: PrefixForest) -> PrefixForest:

@@ -1,6 +1,6 @@
-"""The ten forests every benchmark of this project uses, by name.
+"""The eleven forests every benchmark of this project uses, by name.
 
-Nine are synthetic and need nothing; "airline per turn" reads a JSONL file of rollouts.
+Ten are synthetic and need nothing; "airline per turn" reads a JSONL file of rollouts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from prefixtree import PrefixForest
 
 AIRLINE = "airline per turn"
+RAGGED = "documents 32 x 256-8192"
 
 # a tree is (tokens, [children])
 Tree = tuple[int, list[Any]]
@@ -54,6 +55,11 @@ def caterpillar(turns: int, spine: int, leaf: int, root: int, trials: int) -> li
     return [(root, [(about(spine), turn(turns)) for _ in range(trials)])]
 
 
+def ragged(count: int, low: int, high: int) -> list[Tree]:
+    """Sequences that share nothing, of lengths from a fixed seed, both ends included."""
+    return [(int(n), []) for n in np.random.default_rng(0).integers(low, high + 1, count)]
+
+
 TREES: dict[str, Callable[[], list[Tree]]] = {
     "prompt 8K x 16 x 2K": lambda: single(8192, 16, 2048),
     "prompt 32K x 16 x 2K": lambda: single(32768, 16, 2048),
@@ -66,6 +72,7 @@ TREES: dict[str, Callable[[], list[Tree]]] = {
     "caterpillar 24": lambda: caterpillar(24, 120, 120, 1300, 16),
     "prompt 256 x 1024 x 256": lambda: single(256, 1024, 256),
     "documents 32 x 4K": lambda: [(4096, []) for _ in range(32)],
+    RAGGED: lambda: ragged(32, 256, 8192),
 }
 NAMES = [*TREES, AIRLINE]
 

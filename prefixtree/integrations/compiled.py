@@ -44,4 +44,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     prepare_states(causal_lm)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     for layer in layers:
+        # of the layer and not of its class, as `recompute` sets it: so a forward that recomputes
+        # nothing by a plan finds the graph of one without a plan
+        layer.gradient_checkpointing = layer.gradient_checkpointing
         layer.compile(**{"dynamic": True, **options})

@@ -319,13 +319,13 @@ def check_group_mode(mode: Any) -> None:
 
 def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -> None:
     """Refuses what cannot be divided among ranks in this way."""
-    if mode == "parts" and packed.mask.backend == "flash":
-        raise UnsupportedError(
-            "backend 'flash' does not serve ranks of a group that borrow or lend keys: use 'auto', "
-            "which takes triton there"
-        )
     heads: Any = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if mode == "parts" and packed.mask.backend == "flash" and heads == kv_heads:
+        raise UnsupportedError(
+            "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
+            "query head: use 'auto', which takes triton there"
+        )
     if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
         raise ValueError(problem)
 

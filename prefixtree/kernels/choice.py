@@ -6,13 +6,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import device_info
 from prefixtree.kernels.backends import BACKENDS, FLASH, SDPA, TRITON
 from prefixtree.kernels.protocol import AttentionCall, Backend
-from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.block_tables import TileShape, chain_tile_costs
 from prefixtree.packing.host_mask import HostMask
 
 _NAMED = {backend.name: backend for backend in BACKENDS}
@@ -121,9 +122,10 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
     most = most_work(q.shape[2])
     is_faster = work <= most
+    by = "" if mask.chain_starts is None else ", by its variable-length kernels (no tree branches)"
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
-        f"visible pairs on this forest, and was faster than triton up to {most:.2f} times"
+        f"visible pairs on this forest{by}, and was faster than triton up to {most:.2f} times"
     )
 
 
@@ -138,16 +140,29 @@ def flash_work(mask: HostMask, window: int) -> float:
     It is near 1 where queries see many keys and nodes are long. Tiles that need the mask, computed
     pairs that are not visible and query tiles with little work raise it.
     """
-    tables = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu"))
-    # the unit of q_cost is half a full tile
-    tiles = int(tables.q_cost.sum()) / 2 + _STARTING * len(tables.q_cost)
+    cost, _ = _tile_costs(mask, window)
+    # the unit of a cost is half a full tile
+    tiles = int(cost.sum()) / 2 + _STARTING * len(cost)
     return tiles * _TILE**2 / max(1, mask.visible_pairs(window))
 
 
 def longest_key_tile_share(mask: HostMask, window: int) -> float:
     """The costliest key tile's share of the backward's cost, 0 .. 1."""
-    cost = mask.tables(TileShape(_TILE, _TILE), window, torch.device("cpu")).k_cost
+    _, cost = _tile_costs(mask, window)
     return int(cost.max()) / int(cost.sum()) if len(cost) else 0.0
+
+
+def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Costs of the query tiles and of the key tiles of flash-attn-4."""
+    starts = mask.chain_starts
+    if starts is not None:
+        # the mask of a chain is symmetrical: its key tiles, last to first, cost as much
+        return (costs := chain_tile_costs(np.diff(starts), _TILE, window)), costs
+    shape, host = TileShape(_TILE, _TILE), torch.device("cpu")
+    keys = mask.tables(shape, window, host).k_cost.numpy()
+    # flash's query tiles lie on the grid of all tokens
+    queries = mask.whole.tables(shape, window, host).q_cost.numpy()
+    return queries[mask.asked_tiles(_TILE)], keys
 
 
 def with_tail(work: float, longest_share: float, heads: int, processors: int) -> float:

@@ -206,6 +206,29 @@ def build_tables(
     return BlockTables(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
+def chain_tile_costs(lengths: np.ndarray, tile: int, window: int) -> np.ndarray:
+    """Costs of query tiles that begin anew with each chain, as `BlockTables.q_cost` has them.
+
+    Args:
+        lengths: tokens of each chain.
+        tile: queries, and keys, of a tile.
+        window: as in `build_tables`; 0 for none.
+
+    Returns:
+        Integers [query tiles], in half full tiles, those of the first chain first.
+    """
+    tiles = -(-lengths // tile)
+    # of each query tile: its place in its chain, which is the key tile on its diagonal
+    at = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    first = first_full = np.zeros_like(at)
+    if window:
+        # the first key of the first query, and where the last query sees all keys of a tile
+        first = np.maximum(at * tile - window + 1, 0) // tile
+        first_full = np.minimum(np.maximum(-(-(at * tile + tile - window) // tile), first), at)
+    costs, full = loops.tile_costs, at - first_full
+    return costs.FULL_COST * full + costs.PARTIAL_COST * (at - first + 1 - full)
+
+
 def visited_tiles(tables: BlockTables) -> tuple[int, int]:
     """Counts the (query tile, key tile) pairs that a forward visits.
 

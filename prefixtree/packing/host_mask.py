@@ -63,9 +63,35 @@ class HostMask:
         return np.concatenate([np.empty(0, np.int32), *runs])
 
     @cached_property
+    def whole(self) -> HostMask:
+        """The mask of a q that holds every packed token."""
+        return HostMask(self.subtree_end, None) if self.is_subset else self
+
+    def asked_tiles(self, tile: int) -> np.ndarray:
+        """bool [tiles]: of the grid over all packed tokens, the tiles that hold a row of q."""
+        asked = np.zeros(-(-self.num_tokens // tile), bool)
+        for start, _, length in self.query_runs:
+            if length:
+                asked[start // tile : (start + length - 1) // tile + 1] = True
+        return asked
+
+    @cached_property
     def paths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks of queries along one path, and the key runs above each: see the loop `paths`."""
         return loops.block_tables.paths(self.predictor, self.query_runs)
+
+    @cached_property
+    def chain_starts(self) -> np.ndarray | None:
+        """Where each tree begins, then the number of tokens, int32 [trees + 1]; None if a tree
+        branches, or q does not hold every token. Without branches attention is that of sequences
+        one after the other."""
+        if self.is_subset:
+            return None
+        is_root = self.predictor < 0
+        follows = self.predictor == np.arange(-1, self.num_tokens - 1, dtype=self.predictor.dtype)
+        if not np.all(is_root | follows):
+            return None
+        return np.append(np.flatnonzero(is_root), self.num_tokens).astype(np.int32)
 
     @cached_property
     def segments(self) -> Segments:

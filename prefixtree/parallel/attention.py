@@ -150,8 +150,8 @@ def part_attention(
         part: the part.
         exchange: brings the borrowed rows, and takes their gradients back.
         scale, window, softcap, sinks, deterministic, backend: as in `tree_attention`. The part's
-            mask has the defaults of the last two. The flash backend does not serve parts that lend
-            or borrow.
+            mask has the defaults of the last two. The flash backend serves parts that lend or
+            borrow where query heads share kv heads.
 
     Returns:
         [t, H, Dv] in the dtype of `query`.

@@ -43,10 +43,12 @@ def test_the_script_has_the_steps(tmp_path: Path) -> None:
 
 
 def test_the_tests_of_the_gpu_exist(tmp_path: Path) -> None:
-    done = gpu_check(tmp_path, "tests", "liger", python='echo "python3 $*"', PYTEST_ARGS="-x")
+    done = gpu_check(
+        tmp_path, "tests", "compile", "liger", python='echo "python3 $*"', PYTEST_ARGS="-x"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("python3 -m pytest")]
-    assert len(lines) == 3
+    assert len(lines) == 4
     files = [word for line in lines for word in line.split() if word.endswith(".py")]
-    assert len(files) >= 9 and all((ROOT / file).exists() for file in files)
-    assert ["-x" in line.split() for line in lines] == [True, False, False]
+    assert len(files) >= 10 and all((ROOT / file).exists() for file in files)
+    assert ["-x" in line.split() for line in lines] == [True, False, True, False]

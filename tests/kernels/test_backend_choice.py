@@ -38,7 +38,6 @@ REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
     ({"dims": (192, 128)}, lambda m: m, "differ .192 and 128. without grouped queries"),
     ({"scale": 0.0}, lambda m: m, "scale must be above 0"),
     ({}, lambda m: m.with_options(deterministic=True), "no deterministic backward"),
-    ({}, lambda m: m.for_queries([(3, 60)]), "this mask is for_queries"),
 ]
 
 
@@ -254,7 +253,7 @@ def test_the_longest_key_tile_counts_where_heads_are_few(
         # which triton's interpreter takes
         ({"dtype": torch.float32}, lambda m: m, ""),
         ({}, lambda m: m.with_options(deterministic=True), "no deterministic backward"),
-        ({}, lambda m: m.for_queries([(0, 8000)]), "this mask is for_queries"),
+        ({}, lambda m: m.for_queries([(0, 8000)]), None),
     ],
 )
 def test_auto_leaves_what_flash_refuses(
@@ -272,15 +271,26 @@ def test_auto_leaves_what_flash_refuses(
     assert why_not is None or why_not in said
 
 
-def test_auto_takes_triton_for_gradients_in_float32(may_take_flash: None) -> None:
+def test_gradients_in_float32(may_take_flash: None) -> None:
     """As those of a part, whether its forward or its backward asks, and asked before or not."""
     mask = mask_of(LONG)
-    inputs = rows_on_gpu(mask)
+    grouped, apart = rows_on_gpu(mask), rows_on_gpu(mask, heads=(8, 8))
     for _ in range(2):
-        assert auto(mask, inputs) == "flash"
-        assert auto(mask, inputs, wide=True) == "triton"
+        for inputs, wide in ((grouped, "flash"), (apart, "triton")):
+            assert auto(mask, inputs) == "flash"
+            assert auto(mask, inputs, wide=True) == wide
     with pytest.raises(UnsupportedError, match="those of a part are summed in float32"):
-        choice.choose("flash", call_of(mask, inputs, wide=True))
+        choice.choose("flash", call_of(mask, apart, wide=True))
+
+
+def test_the_work_of_a_part(may_take_flash: None) -> None:
+    """Flash visits whole tiles of the grid: a few rows of each are the work of all."""
+    mask = mask_of(LONG)
+    half = mask.for_queries([(0, mask.num_tokens // 256 * 128)])
+    few = mask.for_queries([(start, start + 4) for start in range(60, mask.num_tokens - 68, 128)])
+    work = [choice.flash_work(m.host, 0) for m in (mask, half, few)]
+    assert work[1] < 1.3 * work[0] and work[2] > 20 * work[0]
+    assert auto(few, rows_on_gpu(few)) == "triton"
 
 
 def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPatch) -> None:

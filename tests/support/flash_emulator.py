@@ -1,9 +1,11 @@
-"""flash-attn-4 as plain torch: what its Hopper kernels compute of block lists and a mask function.
+"""flash-attn-4 as plain torch: what its Hopper kernels compute of block lists and a mask function,
+and of sequences of variable lengths.
 
-Written from its sources (4.0.0b36), in float64 inside, tile by tile: which tiles are visited, which
-of them have the mask or only the sequence end applied, that keys behind the end are zeros, what its
-lse and its sink are. `install` puts it, and stand-ins for the functions that run on the device,
-where `prefixtree.kernels.flash.launch` imports the real ones from.
+Written from its sources (4.0.0b36), in float64 inside. Block lists go tile by tile: which tiles are
+visited, which of them have the mask or only the sequence end applied, that keys behind the end are
+zeros. Sequences go one by one: `cu_seqlens`, causality and a window to the left. What its lse and
+its sink are, is common to both. `install` puts it, and stand-ins for the functions that run on the
+device, where `prefixtree.kernels.flash.launch` imports the real ones from.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from prefixtree import TreeMask
 from prefixtree.kernels.flash import launch
+from tests.support.attention_checks import Case, eager, ours, run
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -38,7 +42,14 @@ class Counts(NamedTuple):
     full: int
 
 
-last: dict[str, Counts] = {}
+class Sequences(NamedTuple):
+    """Sequences of the last call, where they were given by `cu_seqlens`."""
+
+    count: int
+    longest: int
+
+
+last: dict[str, Counts | Sequences] = {}
 # what the backward was asked for: "heads first" or "tiles first"
 orders: list[str] = []
 
@@ -107,21 +118,35 @@ def flash_attn_fwd(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    pack_gqa: bool,
+    return_lse: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
+    **how: Any,
+) -> None:
+    assert return_lse
+    # packed, tile i of a kv head has its list in row i / group: the same tiles for every head
+    assert not pack_gqa or q.shape[-2] > k.shape[-2]
+    if cu_seqlens_q is None:
+        _forward_of_lists(q, k, v, **how)
+    else:
+        _forward_of_sequences(q, k, v, cu_seqlens_q, **how)
+
+
+def _forward_of_lists(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
     softmax_scale: float,
     learnable_sink: torch.Tensor | None,
     score_mod: Any,
     mask_mod: Any,
     aux_scalars: tuple[torch.Tensor, ...],
     block_sparse_tensors: BlockSparseTensorsTorch,
-    pack_gqa: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
-    return_lse: bool,
 ) -> None:
-    assert return_lse
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
-    # packed, tile i of a kv head has its list in row i / group: the same tiles for every head
-    assert not pack_gqa or group > 1
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))
@@ -159,21 +184,39 @@ def flash_attn_bwd(
     dout: torch.Tensor,
     lse: torch.Tensor,
     *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    dlse: torch.Tensor | None,
+    order: str = "tiles first",
+    **how: Any,
+) -> tuple[torch.Tensor, ...]:
+    orders.append(order)
+    assert lse.dtype == torch.float32 and (dlse is None or dlse.dtype == torch.float32)
+    if cu_seqlens_q is None:
+        return _backward_of_lists(q, k, v, out, dout, lse, dlse, **how)
+    assert order == "tiles first", "the other order has a scheduler for block lists alone"
+    return _backward_of_sequences(q, k, v, out, dout, lse, dlse, cu_seqlens_q, **how)
+
+
+def _backward_of_lists(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *,
     softmax_scale: float,
     score_mod: Any,
     score_mod_bwd: Any,
     mask_mod: Any,
     aux_scalars: tuple[torch.Tensor, ...],
     block_sparse_tensors: BlockSparseTensorsTorch,
-    dlse: torch.Tensor | None,
     learnable_sink: torch.Tensor | None,
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    order: str = "tiles first",
 ) -> tuple[torch.Tensor, ...]:
-    orders.append(order)
-    assert lse.dtype == torch.float32 and (dlse is None or dlse.dtype == torch.float32)
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
@@ -213,6 +256,113 @@ def flash_attn_bwd(
     return dq, dk, dv, -(share * delta).sum(1).float()
 
 
+# ---- sequences of variable lengths ---------------------------------------------------------------
+
+
+def _pieces(
+    q: torch.Tensor, k: torch.Tensor, starts: torch.Tensor, longest: tuple[int, int], **how: Any
+) -> tuple[list[slice], list[torch.Tensor]]:
+    """The tokens of every sequence and what its queries see, after flash-attn-4's checks."""
+    assert how.pop("cu_seqlens_k") is starts and how.pop("causal") is True
+    left = how.pop("window_size_left")
+    assert not how, f"not of sequences: {how}"
+    assert starts.dtype == torch.int32 and starts.ndim == 1 and starts.is_contiguous()
+    assert starts[0] == 0 and starts[-1] == len(q) == len(k)
+    lengths = starts.diff().tolist()
+    assert min(lengths) > 0 and longest == (max(lengths), max(lengths))
+    pieces, seen = [], []
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        pieces.append(slice(start, start + length))
+        at = torch.arange(length)
+        behind = at[:, None] - at[None]
+        seen.append((behind >= 0) & (behind <= (length if left is None else left)))
+    return pieces, seen
+
+
+def _heads_first(x: torch.Tensor, piece: slice, group: int = 1) -> torch.Tensor:
+    """[T, H, D] -> [H x group, tokens of the piece, D] float64."""
+    return x[piece].double().transpose(0, 1).repeat_interleave(group, 0)
+
+
+def _forward_of_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    softmax_scale: float,
+    learnable_sink: torch.Tensor | None,
+    score_mod: Any,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **how: Any,
+) -> None:
+    group = q.shape[1] // k.shape[1]
+    assert out.shape == (*q.shape[:2], v.shape[2]) and lse.shape == (q.shape[1], len(q))
+    pieces, seen = _pieces(q, k, starts, (max_seqlen_q, max_seqlen_k), **how)
+    last["forward"] = Sequences(len(pieces), max_seqlen_q)
+    for piece, visible_ in zip(pieces, seen, strict=True):
+        query, key, value = (_heads_first(x, piece, n) for x, n in ((q, 1), (k, group), (v, group)))
+        scores = _scores(query, key, softmax_scale, score_mod).masked_fill(~visible_, -torch.inf)
+        total = scores.logsumexp(-1)
+        if learnable_sink is not None:
+            assert learnable_sink.dtype == torch.float32
+            total = torch.logaddexp(total, learnable_sink.double()[:, None])
+        out[piece] = (torch.exp(scores - total[..., None]) @ value).transpose(0, 1).to(out.dtype)
+        lse[:, piece] = total.float()
+
+
+def _backward_of_sequences(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    starts: torch.Tensor,
+    *,
+    softmax_scale: float,
+    score_mod: Any,
+    score_mod_bwd: Any,
+    learnable_sink: torch.Tensor | None,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **how: Any,
+) -> tuple[torch.Tensor, ...]:
+    group = q.shape[1] // k.shape[1]
+    assert out.shape == dout.shape and lse.shape == (q.shape[1], len(q))
+    pieces, seen = _pieces(q, k, starts, (max_seqlen_q, max_seqlen_k), **how)
+    last["backward"] = Sequences(len(pieces), max_seqlen_q)
+    delta = (dout.double() * out.double()).sum(-1).t() - (0 if dlse is None else dlse)
+    for piece, visible_ in zip(pieces, seen, strict=True):
+        query, key, value, grad = (
+            _heads_first(x, piece, n) for x, n in ((q, 1), (k, group), (v, group), (dout, 1))
+        )
+        raw = _scores(query, key, softmax_scale, None)
+        scores = raw if score_mod is None else score_mod(raw)
+        scores = scores.masked_fill(~visible_, -torch.inf)
+        p = torch.exp(scores - lse[:, piece].double()[..., None])
+        ds = p * (grad @ value.transpose(1, 2) - delta[:, piece][..., None])
+        if score_mod_bwd is not None:
+            ds = score_mod_bwd(ds, raw)
+        dq[piece] = (softmax_scale * ds @ key).transpose(0, 1).to(dq.dtype)
+        for got, wide in (
+            (dk, softmax_scale * ds.transpose(1, 2) @ query),
+            (dv, p.transpose(1, 2) @ grad),
+        ):
+            got[piece] = wide.unflatten(0, (-1, group)).sum(1).transpose(0, 1).to(got.dtype)
+    if learnable_sink is None:
+        return dq, dk, dv
+    share = torch.exp(learnable_sink.double()[:, None] - lse.double())
+    return dq, dk, dv, -(share * delta).sum(1).float()
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """`backend="flash"` runs the emulator, on any device and in any dtype."""
 
@@ -241,11 +391,28 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "prefixtree.kernels.flash.heads_first_backward",
         flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
     )
+    wide_backward = module(
+        "prefixtree.kernels.flash.wide_backward",
+        # the emulator writes what it is given, in any dtype
+        flash_attn_bwd=lambda call, *tensors, **how: call(*tensors, **how),
+    )
     import prefixtree.kernels.flash as package
 
     patch.setattr(package, "mask_mods", mask_mods, raising=False)
     patch.setattr(package, "heads_first_backward", heads_first_backward, raising=False)
+    patch.setattr(package, "wide_backward", wide_backward, raising=False)
     # an H200's
     patch.setattr(launch.device_info, "processors", lambda device: 132)
     orders.clear()
     patch.setattr(launch, "refusal", lambda *arguments: None)
+
+
+def assert_exact(mask: TreeMask, case: Case) -> None:
+    """out, lse and all gradients of the backend equal float64's; its lse is kept in float32."""
+    position = mask.position_ids.long()
+    want = run(case, eager(mask.dense(), (position, position)), torch.float64)
+    got = run(case, ours(mask, backend="flash"))
+    assert got.keys() == want.keys()
+    for name in want:
+        # dtypes of the backend: lse float32
+        torch.testing.assert_close(got[name].double(), want[name], atol=2e-5, rtol=2e-5)

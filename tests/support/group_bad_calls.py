@@ -93,8 +93,9 @@ def _auto(rank: int, group: Any) -> Any:
 
 
 def _flash(rank: int, group: Any) -> Any:
+    model = build("qwen3", num_attention_heads=4, num_key_value_heads=4)
     packed = pack_sequences(ragged_sequences()).with_options(backend="flash")
-    return scored(rank, group, packed=packed)
+    return scored(rank, group, model=model, packed=packed)
 
 
 def _torchs_tensor_parallel(rank: int, group: Any) -> Any:

@@ -1,5 +1,6 @@
-"""The flash backend: flash-attn-4's kernels, with block lists of the tiles to visit.
+"""The flash backend: flash-attn-4's kernels over block lists of the tiles to visit, or, where no
+tree branches, over sequences of variable lengths.
 
-`lists` knows torch alone, `device` and `order` the CuTe DSL, `launch` what flash-attn-4 takes and
-refuses.
+`block_lists` and `chains` know torch alone, `mask_mods` and `heads_first_backward` the CuTe DSL,
+`launch` what flash-attn-4 takes and refuses.
 """

@@ -97,13 +97,21 @@ def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) ->
 @lasting
 def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
     host = torch.device("cpu")
-    tables = mask.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
-    back = mask.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
+    whole = mask.whole
+    tables = whole.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
+    back = whole.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
     # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
     # numbers serves all key tiles, each from another place on, and stays linear in T. Not so where
-    # a window takes tiles out of the middle, or tiles of q and k differ in length.
-    linear = window == 0 and tiles.queries == tiles.backward_keys
-    runs = [*_forward_runs(tables), *_backward_runs(back, linear)]
+    # a window or a part takes tiles out of the middle, or tiles of q and k differ in length.
+    linear = window == 0 and tiles.queries == tiles.backward_keys and not mask.is_subset
+    asked = mask.asked_tiles(tiles.queries)
+    of_queries, of_keys = _forward_spans(tables), _backward_spans(back, linear)
+    keys = len(back.k_tiles)
+    if not asked.all():
+        of_queries = _of_asked_rows(of_queries, asked, tiles)
+        of_keys = _of_asked_columns(of_keys, asked, tiles, keys)
+    runs = [_runs(len(asked), *spans) for spans in of_queries]
+    runs += [_runs(keys, *spans) for spans in of_keys]
     sent = move_all([part for r in runs for part in (r.count, r.place, r.jump)], device)
     arrays: list[torch.Tensor] = []
     for i, r in enumerate(runs):
@@ -162,32 +170,75 @@ def _runs(rows: int, row: np.ndarray, first: np.ndarray, end: np.ndarray) -> _Ru
     return _Runs(width, *(torch.from_numpy(array.astype(np.int32)) for array in arrays))
 
 
-def _forward_runs(tables: BlockTables) -> tuple[_Runs, _Runs]:
+# runs [first, end) of tiles: the row that each belongs to, first, end
+_Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def _forward_spans(tables: BlockTables) -> tuple[_Spans, _Spans]:
     """Partial and full key tiles of each query tile."""
     pointer, split, runs = (x.numpy() for x in (tables.q_ptr, tables.q_split, tables.q_runs))
     row = np.repeat(np.arange(len(split)), np.diff(pointer))
     partial = np.arange(len(runs)) >= split[row]
     return tuple(  # type: ignore[return-value]
-        _runs(len(split), row[of], runs[of, 0], runs[of, 1]) for of in (partial, ~partial)
+        (row[of], runs[of, 0], runs[of, 1]) for of in (partial, ~partial)
     )
 
 
-def _backward_runs(tables: BlockTables, linear: bool) -> tuple[_Runs, _Runs]:
+def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
     """Partial and full query tiles of each key tile; `linear`: the tile on the diagonal is partial.
 
     It could be full at the end of the tokens alone, where a tile of one key has one query.
     """
     pointer, runs = tables.k_ptr.numpy(), tables.k_runs.numpy().copy()
-    rows = len(tables.k_tiles)
-    row = np.repeat(np.arange(rows), np.diff(pointer))
+    row = np.repeat(np.arange(len(tables.k_tiles)), np.diff(pointer))
     if linear:
         runs[:, 1] = np.maximum(runs[:, 1], row + 1)
         runs[:, 2] = np.maximum(runs[:, 2], runs[:, 1])
     # a run is partial before its full part and behind it
-    partial = _runs(
-        rows, np.repeat(row, 2), runs[:, [0, 2]].reshape(-1), runs[:, [1, 3]].reshape(-1)
-    )
-    return partial, _runs(rows, row, runs[:, 1], runs[:, 2])
+    partial = np.repeat(row, 2), runs[:, [0, 2]].reshape(-1), runs[:, [1, 3]].reshape(-1)
+    return partial, (row, runs[:, 1], runs[:, 2])
+
+
+# ---- parts: query tiles without a row of q -------------------------------------------------------
+# No list may be empty: flash-attn-4 was checked with tiles that have at least one other.
+
+
+def _of_asked_rows(
+    spans: tuple[_Spans, _Spans], asked: np.ndarray, tiles: Tiles
+) -> tuple[_Spans, _Spans]:
+    """Of a query tile that nobody asks for, the tile on the diagonal alone, as a partial one."""
+    partial, full = ((row[keep := asked[row]], a[keep], b[keep]) for row, a, b in spans)
+    others = np.flatnonzero(~asked)
+    return _with(partial, others, others * tiles.queries // tiles.forward_keys), full
+
+
+def _of_asked_columns(
+    spans: tuple[_Spans, _Spans], asked: np.ndarray, tiles: Tiles, keys: int
+) -> tuple[_Spans, _Spans]:
+    """Without the query tiles that nobody asks for; `keys`: the number of key tiles."""
+    edges = np.flatnonzero(np.diff(asked.astype(np.int8), prepend=0, append=0))
+    begins, ends = edges[::2], edges[1::2]
+    kept = []
+    empty = np.ones(keys, bool)
+    for row, first, end in spans:
+        # the stretches of asked tiles that a run meets
+        low = np.searchsorted(ends, first, side="right")
+        count = np.maximum(np.searchsorted(begins, end, side="left") - low, 0)
+        count[end <= first] = 0
+        at = np.repeat(np.arange(len(row)), count)
+        stretch = low[at] + np.arange(len(at)) - np.repeat(np.cumsum(count) - count, count)
+        cut = np.maximum(first[at], begins[stretch]), np.minimum(end[at], ends[stretch])
+        kept.append((row[at], *cut))
+        empty[row[at]] = False
+    others = np.flatnonzero(empty)
+    return _with(kept[0], others, others * tiles.backward_keys // tiles.queries), kept[1]
+
+
+def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:
+    """One tile more for each of these rows, which have none."""
+    rows, first, end = map(np.concatenate, zip(spans, (row, tile, tile + 1), strict=True))
+    order = np.argsort(rows, kind="stable")
+    return rows[order], first[order], end[order]
 
 
 # ---- index arrays, on the device -----------------------------------------------------------------

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from prefixtree.kernels import device_info
 from prefixtree.kernels.flash.block_lists import ForestLists, Lists, Tiles, lists_of
+from prefixtree.kernels.flash.chains import chains_of
 from prefixtree.kernels.protocol import AttentionCall
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
@@ -89,10 +90,11 @@ def refused_features(call: AttentionCall) -> str | None:
         return f"scale must be above 0, and is {call.scale}"
     if call.deterministic:
         return "flash-attn-4 has no deterministic backward with block lists on Hopper"
-    if call.wide:
-        return "its backward rounds dk and dv to q's dtype; those of a part are summed in float32"
-    if call.mask.is_subset:
-        return "its block lists take q whole, and this mask is for_queries(...)"
+    if call.wide and q.shape[1] == v.shape[1]:
+        return (
+            "without grouped queries its backward rounds dk and dv to q's dtype; those of a part "
+            "are summed in float32"
+        )
     return None
 
 
@@ -145,31 +147,29 @@ def packs_heads(group: int, d: int) -> bool:
 
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] float32 over the keys, natural log."""
-    q, k, v = call.q, call.k, call.v
+    v = call.v
+    queries = Queries(call)
+    q, k = queries.spread(call.q), call.k
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    if q.shape[0] == 0:
-        return out, lse
+    if call.q.shape[0] == 0:
+        return queries.own(out), queries.own(lse, 1)
     from flash_attn.cute import interface
 
-    tiles = tiles_for(q.shape[2], v.shape[2])
-    given = _arguments_of(lists_of(call.mask, tiles, call.window, q.device), tiles)
+    given = _given(call)
     inside, around = _sinks_where(call.sinks, call.lse_used)
     with _TURN, device_info.current(q.device):
         interface._flash_attn_fwd(
-            _batch(q),
-            _batch(k),
-            _batch(v),
+            *given.rows(q, k, v),
             softmax_scale=call.scale,
             learnable_sink=inside,
             score_mod=_score_functions(call.softcap)[0],
-            block_sparse_tensors=given.forward,
             pack_gqa=packs_heads(q.shape[1] // k.shape[1], q.shape[2]),
-            out=out.unsqueeze(0),
-            lse=lse.unsqueeze(0),
             return_lse=True,
-            **given.mask,
+            **dict(zip(("out", "lse"), given.rows(out, lse), strict=True)),
+            **given.forward,
         )
+    out, lse = queries.own(out), queries.own(lse, 1)
     if around is not None:
         out *= keys_share(lse, around)
     return out, lse if inside is None else keys_lse(lse, inside)
@@ -184,43 +184,77 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """-> dq, dk, dv in the inputs' dtypes, contiguous; dsinks."""
     q, k, v, sinks = call.q, call.k, call.v, call.sinks
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    wide = torch.float32 if call.wide else None
+    dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
     if q.shape[0] == 0:
-        return dq, dk, dv, None if sinks is None else torch.zeros_like(sinks)
-    tiles = tiles_for(q.shape[2], v.shape[2])
-    lists = lists_of(call.mask, tiles, call.window, q.device)
-    given = _arguments_of(lists, tiles)
+        return torch.empty_like(q), dk.zero_(), dv.zero_(), _zeros_like(sinks)
+    given = _given(call)
     inside, around = _sinks_where(sinks, dlse is not None)
     total = lse if inside is None else torch.logaddexp(lse, inside.unsqueeze(1))
     given_dout = dout
     if around is not None:
         share = keys_share(lse, around)
         given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
+    queries = Queries(call)
+    spread_q, *rows = (queries.spread(x) for x in (q, out, given_dout))
+    spread_dlse = None if dlse is None else queries.spread(dlse, 1)
+    dq = spread_q.new_empty(spread_q.shape)
     score, score_gradient = _score_functions(call.softcap)
     with _TURN, device_info.current(q.device):
-        run = _backward_call(heads_first(lists, q.shape[1], device_info.processors(q.device)))
+        run = _backward_call(
+            given.lists is not None
+            and heads_first(given.lists, q.shape[1], device_info.processors(q.device)),
+            call.wide,
+        )
         results = run(
-            _batch(q),
-            _batch(k),
-            _batch(v),
-            out.unsqueeze(0),
-            _batch(given_dout),
-            total.unsqueeze(0),
+            *given.rows(spread_q, k, v, *rows, queries.spread(total, 1)),
             softmax_scale=call.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
-            block_sparse_tensors=given.backward,
-            dlse=None if dlse is None else _batch(dlse),
+            dlse=None if spread_dlse is None else given.rows(spread_dlse)[0],
             learnable_sink=inside,
-            dq=dq.unsqueeze(0),
-            dk=dk.unsqueeze(0),
-            dv=dv.unsqueeze(0),
-            **given.mask,
+            **dict(zip(("dq", "dk", "dv"), given.rows(dq, dk, dv), strict=True)),
+            **given.backward,
         )
+    dq = queries.own(dq)
     if sinks is None:
         return dq, dk, dv, None
     dsinks = results[3] if around is None else sinks_gradient(dout, out, lse, around)
     return dq, dk, dv, dsinks.to(sinks.dtype)
+
+
+def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else torch.zeros_like(x)
+
+
+# ---- queries of a part ---------------------------------------------------------------------------
+
+
+class Queries:
+    """Rows of q among all packed tokens, as flash-attn-4's square lists want them.
+
+    Of a mask `for_queries(...)`, tokens without a row get zeros. Their scores are 0, and so are
+    their dout and what it is multiplied by: they add nothing to dk and dv. Tiles of such tokens
+    alone are hardly visited (`block_lists`).
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        self._tokens = None
+        if call.mask.is_subset:
+            self._tokens = call.mask.on(call.q.device)["query_tokens"].long()
+        self._count = call.mask.num_tokens
+
+    def spread(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """x with a row per packed token along `dim`."""
+        if self._tokens is None:
+            return x
+        shape = [*x.shape]
+        shape[dim] = self._count
+        return x.new_zeros(shape).index_copy_(dim, self._tokens, x)
+
+    def own(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The rows of q."""
+        return x if self._tokens is None else x.index_select(dim, self._tokens)
 
 
 # ---- order of tiles in the backward --------------------------------------------------------------
@@ -236,14 +270,20 @@ def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
     return tail > HEADS_FIRST_FROM and lists.backward.full_count.shape[2] <= MOST_TILES
 
 
-def _backward_call(heads_first: bool) -> Any:
+def _backward_call(heads_first: bool, wide: bool) -> Any:
     if heads_first:
         from prefixtree.kernels.flash import heads_first_backward
 
-        return heads_first_backward.flash_attn_bwd
-    from flash_attn.cute import interface
+        call = heads_first_backward.flash_attn_bwd
+    else:
+        from flash_attn.cute import interface
 
-    return interface._flash_attn_bwd
+        call = interface._flash_attn_bwd
+    if not wide:
+        return call
+    from prefixtree.kernels.flash import wide_backward
+
+    return partial(wide_backward.flash_attn_bwd, call)
 
 
 # ---- sinks -------------------------------------------------------------------------------------
@@ -294,40 +334,59 @@ def sinks_gradient(
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def _batch(x: torch.Tensor) -> torch.Tensor:
-    """x as a batch of one. flash-attn-4 copies what lies askew, and takes expanded tensors (the
-    gradient of a sum) as they are: but it keys nothing compiled on strides, so those are copied."""
-    return (x.contiguous() if 0 in x.stride() else x).unsqueeze(0)
-
-
 @dataclass(frozen=True, eq=False)
-class _Arguments:
-    """The arguments that all calls of one forest share.
+class _Given:
+    """The arguments that say what a query sees, by keyword.
 
     Attributes:
-        forward, backward: its block lists, as flash-attn-4 takes them.
-        mask: the mask of partial tiles and what it reads, by keyword.
+        forward, backward: of either call.
+        lists: the block lists among them; None for chains, whose tensors have no batch dimension.
     """
 
-    forward: Any
-    backward: Any
-    mask: dict[str, Any]
+    forward: dict[str, Any]
+    backward: dict[str, Any]
+    lists: ForestLists | None
+
+    def rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors as flash-attn-4 takes them: of chains as they are, otherwise a batch of one.
+
+        flash-attn-4 copies what lies askew, and takes expanded tensors (the gradient of a sum) as
+        they are: but it keys nothing compiled on strides, so those are copied.
+        """
+        whole = (x.contiguous() if 0 in x.stride() else x for x in tensors)
+        return [x if self.lists is None else x.unsqueeze(0) for x in whole]
+
+
+def _given(call: AttentionCall) -> _Given:
+    chains = None if call.wide else chains_of(call.mask, call.q.device)
+    if chains is not None:
+        arguments = chains.arguments(call.window)
+        return _Given(arguments, arguments, None)
+    tiles = tiles_for(call.q.shape[2], call.v.shape[2])
+    lists = lists_of(call.mask, tiles, call.window, call.q.device)
+    return _Given(*_arguments_of(lists, tiles), lists)
 
 
 # arguments live as long as their lists, and lists as long as their mask
-_made: weakref.WeakKeyDictionary[ForestLists, _Arguments] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[ForestLists, tuple[dict[str, Any], dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _arguments_of(lists: ForestLists, tiles: Tiles) -> _Arguments:
+def _arguments_of(lists: ForestLists, tiles: Tiles) -> tuple[dict[str, Any], dict[str, Any]]:
     made = _made.get(lists)
     if made is None:
-        forward = _given(lists.forward, tiles.queries, tiles.forward_keys)
-        backward = _given(lists.backward, tiles.queries, tiles.backward_keys)
-        made = _made[lists] = _Arguments(forward, backward, _mask_arguments(lists))
+        mask = _mask_arguments(lists)
+        forward = _block_sparse(lists.forward, tiles.queries, tiles.forward_keys)
+        backward = _block_sparse(lists.backward, tiles.queries, tiles.backward_keys)
+        made = _made[lists] = (
+            {"block_sparse_tensors": forward, **mask},
+            {"block_sparse_tensors": backward, **mask},
+        )
     return made
 
 
-def _given(lists: Lists, queries: int, keys: int) -> Any:
+def _block_sparse(lists: Lists, queries: int, keys: int) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     return BlockSparseTensorsTorch(

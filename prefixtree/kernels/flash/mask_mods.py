@@ -65,11 +65,13 @@ def softcap(cap: float):
 
     By exp2 and a reciprocal, each good to the last bits of float32: flash-attn-4's own takes the
     hardware's tanh, good to 2^-11, which at a score of 30 is 1.5 % of a probability.
+
+    flash-attn-4 hands over no `aux_scalars` where there are none, as with variable lengths.
     """
     rate = 2.0 / (cap * math.log(2.0))
 
     @cute.jit
-    def capped(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+    def capped(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=None):
         t = cute.make_rmem_tensor(score.shape, Float32)
         t.store(1.0 + cute.math.exp2(score * rate, fastmath=True))
         for i in cutlass.range_constexpr(cute.size(t.shape)):
@@ -78,7 +80,7 @@ def softcap(cap: float):
 
     @cute.jit
     def capped_gradient(
-        grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars
+        grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars=None
     ):
         t = cute.make_rmem_tensor(score.shape, Float32)
         t.store(1.0 + cute.math.exp2(score * rate, fastmath=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prefixtree as pt
+from prefixtree import PackedForest
 from prefixtree.integrations.compiled import compile_layers
 from prefixtree.integrations.recompute.layers import MODES, layers_of
+from prefixtree.kernels import operator
 from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
 from tests.support.models import (
+    Objective,
     Run,
     assert_same,
     build,
     cases,
+    errors,
     make_objective,
     pack_sequences,
     ragged_objective,
@@ -62,10 +68,82 @@ def test_every_family(model_type):
         return
     assert 0 < graphs() <= len(layers_of(model))
     assert not counters["graph_break"]
-    first = graphs()
-    other = make_objective(ragged_sequences(1)[:7], 1)
-    run_packed(model, pack_sequences(other.sequences), other)
-    assert graphs() == first, "another forest compiled the layers anew"
+    for _ in over_forests(model, 1):
+        pass
+
+
+def over_forests(
+    model: Any, count: int, recomputed: Sequence[str | None] = (None,)
+) -> Iterator[tuple[Objective, PackedForest, Run]]:
+    """Runs a compiled model over other forests, each in the next of the modes of recomputation;
+    fails if one compiles anything, or if a graph broke.
+
+    The modes are those that ran before, or "auto".
+    """
+    made = graphs()
+    assert made and not counters["graph_break"]
+    for seed in range(1, count + 1):
+        objective = make_objective(ragged_sequences(seed)[: 12 - 5 * (seed % 2)], seed)
+        packed = pack_sequences(objective.sequences).to(next(model.parameters()).device)
+        mode = recomputed[seed % len(recomputed)]
+        yield objective, packed, run_packed(model, packed, objective, recompute=mode)
+        assert graphs() == made, f"forest {seed} compiled the layers anew"
+        assert not counters["graph_break"]
+
+
+# the families that are used most; their tiny configurations get heads that every GPU kernel serves
+MOST_USED: dict[str, dict[str, int]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64},
+    "qwen3_5": {},
+    "qwen2": {"head_dim": 64},
+    "llama": {"head_dim": 64},
+    "mistral": {"head_dim": 64},
+    "gemma2": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64},
+    "phi3": {"head_dim": 64},
+    "gpt_oss": {"head_dim": 64},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", cases(MOST_USED))
+def test_the_most_used_families_on_a_gpu(model_type, monkeypatch):
+    """Through inductor, in bfloat16, by the kernels that "auto" takes there."""
+    taken: set[str] = set()
+    choose = operator.choose
+
+    def noted(name: str, call: Any) -> Any:
+        chosen = choose(name, call)
+        if call.q.dtype == torch.bfloat16:
+            taken.add(chosen.backend.name)
+        return chosen
+
+    monkeypatch.setattr(operator, "choose", noted)
+    compiled_as_eager(model_type, "cuda")
+    assert taken and taken <= {"triton", "flash"}
+
+
+def compiled_as_eager(model_type: str, device: str, **options: Any) -> None:
+    """Ten forests through compiled layers in bfloat16, half of them with recompute="auto": values
+    and every gradient err by at most three times as much as those of eager layers."""
+    plain = build(model_type, **MOST_USED[model_type]).to(device, torch.bfloat16)
+    exact, model = copy.deepcopy(plain).float(), copy.deepcopy(plain)
+    compile_layers(model, **options)
+    run_packed(model, ragged_packed().to(device), ragged_objective())
+    for objective, packed, run in over_forests(model, 10, ("auto", None)):
+        want = _on_cpu(run_packed(exact, packed, objective))
+        allowed = errors(_on_cpu(run_packed(plain, packed, objective)), want)
+        found = errors(_on_cpu(run), want)
+        assert found.logprob <= 3 * allowed.logprob + 0.01, (found, allowed)
+        assert found.entropy <= 3 * allowed.entropy + 0.01, (found, allowed)
+        # the gradient of a parameter that is zero, or another's, is 1 or more apart
+        assert found.gradient <= min(0.7, 3 * allowed.gradient + 0.02), (found, allowed)
+
+
+def _on_cpu(run: Run) -> Run:
+    values = ([x.cpu() for x in some] for some in (run.logprobs, run.entropy))
+    return Run(*values, {name: x.float().cpu() for name, x in run.gradients.items()})
 
 
 @pytest.mark.parametrize("sharded", ["not", "before", "after"])

@@ -31,6 +31,7 @@ from tests.support.attention_checks import (
     ours,
     run,
 )
+from tests.support.flash_emulator import assert_exact
 from tests.support.strategies import forests, mask_of, random_forest
 
 CPU = torch.device("cpu")
@@ -230,8 +231,10 @@ def test_128k_tokens_take_milliseconds() -> None:
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
-        block_lists._forward_runs(tables)
-        block_lists._backward_runs(tables, True)
+        rows = len(tables.q_split)
+        spans = (*block_lists._forward_spans(tables), *block_lists._backward_spans(tables, True))
+        for one in spans:
+            block_lists._runs(rows, *one)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
     print(f"runs of {host.num_tokens} tokens: {1e3 * median:.2f} ms (below 1 on a quiet machine)")
@@ -259,23 +262,6 @@ def test_too_many_entries_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- attention -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    flash_emulator.install(monkeypatch)
-    return flash_emulator
-
-
-def assert_exact(mask: TreeMask, case: Case) -> None:
-    """out, lse and all gradients of the backend equal float64's; its lse is kept in float32."""
-    position = mask.position_ids.long()
-    want = run(case, eager(mask.dense(), (position, position)), torch.float64)
-    got = run(case, ours(mask, backend="flash"))
-    assert got.keys() == want.keys()
-    for name in want:
-        # dtypes of the backend: lse float32
-        torch.testing.assert_close(got[name].double(), want[name], atol=2e-5, rtol=2e-5)
 
 
 OPTIONS = [{}, {"window": 150}, {"softcap": 3.0}, {"scale": 0.7}, {"window": 1, "softcap": 9.0}]
@@ -319,25 +305,25 @@ def test_the_call_is_in_the_order_of_the_rule(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch.device_info, "processors", lambda device: 1)
-    # two heads: tails of 3 / 5 / 2 and 1 / 4 / 2
-    for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 4, "tiles first")):
+    # two heads: tails of 3 / 5 / 2 and 3 / 13 / 2
+    for parents, order in (([-1, 0, 0], "heads first"), ([-1] * 9 + [0, 0], "tiles first")):
         mask = mask_of(PrefixForest.from_parents(parents, [128] * len(parents)))
         assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
         assert emulated.orders[-1] == order
 
 
 def test_arguments_are_made_once_and_go_with_the_mask(emulated: ModuleType) -> None:
-    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [100, 30, 30]))
     case = Case.random(mask, (1, 1), (8, 8), torch.float64)
     made = lists_of(mask.host, TILES, 0, CPU)
     run(case, ours(mask, backend="flash"))
     given = launch._made[made]
     run(case, ours(mask, backend="flash"))
     assert launch._made[made] is given
-    assert given.forward.full_block_idx is made.forward.full_index
-    assert given.backward.full_block_idx is made.backward.full_index
+    for arguments, lists in zip(given, (made.forward, made.backward), strict=True):
+        assert arguments["block_sparse_tensors"].full_block_idx is lists.full_index
     kept = weakref.ref(made)
-    del mask, case, made, given
+    del mask, case, made, given, arguments, lists
     gc.collect()
     assert kept() is None
 
@@ -372,7 +358,7 @@ def test_the_emulation_sees_a_wrong_list(
 @pytest.mark.parametrize("sink", [-30.0, 0.0, 12.0, 60.0, 200.0])
 def test_sinks_that_take_nothing_or_all(emulated: ModuleType, sink: float, dlse: bool) -> None:
     """Gradients hold where a sum over keys and sink has forgotten the keys."""
-    mask = mask_of(PrefixForest.from_parents([-1, 0], [140, 60]))
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [140, 40, 20]))
     case = Case.random(mask, (2, 1), (8, 8), torch.float64, sinks=True, dlse=dlse)
     assert case.sinks is not None
     case.sinks = case.sinks + sink
@@ -398,7 +384,7 @@ def test_emulated_sinks_in_half_precision(
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": True, "dlse": True}])
 def test_results_are_laid_out_as_compiled_code_is_told(emulated: ModuleType, extras: dict) -> None:
-    mask = mask_of(PrefixForest.from_parents([-1, 0], [140, 60]))
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [140, 40, 20]))
     case = Case.random(mask, (2, 1), (8, 8), torch.bfloat16, **extras)
     assert_as_promised(case, mask, backend="flash")
 
@@ -423,7 +409,7 @@ def test_strided_inputs_reach_the_kernel_as_they_are(
         call(q, *args, **kwargs)
 
     monkeypatch.setattr(interface, "_flash_attn_fwd", spy)
-    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [100, 30, 30]))
     q = torch.randn(4, 160, 8, dtype=torch.float64).transpose(0, 1)
     k = torch.randn(160, 2, 8, dtype=torch.float64)
     tree_attention(q, k, k, mask, backend="flash")
@@ -445,7 +431,7 @@ def test_expanded_gradients_are_copied(
         return call
 
     monkeypatch.setattr(launch, "_backward_call", spied)
-    mask = mask_of(PrefixForest.from_parents([-1, 0], [100, 60]))
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0], [100, 30, 30]))
     q = torch.randn(160, 4, 8, dtype=torch.float64, requires_grad=True)
     k = torch.randn(160, 1, 8, dtype=torch.float64, requires_grad=True)
     v = k.detach()[:, :, :1].expand(160, 1, 8)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
+from prefixtree.kernels import reference
 from prefixtree.kernels.flash import launch
 from prefixtree.kernels.flash.block_lists import lists_of
+from prefixtree.kernels.flash.chains import chains_of
+from prefixtree.kernels.protocol import AttentionCall
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,
@@ -49,6 +53,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
+
+
+# sequences that share nothing, shorter and longer than tiles
+CHAINS = PrefixForest.from_parents([-1] * 8, [700, 1, 127, 128, 129, 64, 300, 385], order="input")
 
 
 def grown(seed: int) -> PrefixForest:
@@ -87,6 +95,140 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
     mask = cuda_mask(FOREST)
     case = Case.random(mask, (8, 2), (128, 128), dtype, **extras, **options).to("cuda")
     assert_numerics(FOREST, mask, case, ours(mask, backend="flash"))
+
+
+# ---- of parts: some of the queries, gradients in float32 -----------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
+def test_numerics_of_some_queries(dims: tuple[int, int], seed: int) -> None:
+    forest = random_forest(np.random.default_rng(seed), 40, [40, 200, 400][seed % 3])
+    whole = cuda_mask(forest)
+    middle = whole.num_tokens // 2
+    mask = whole.for_queries([(middle // 2, middle), (middle + 1, whole.num_tokens)])
+    extras = [{}, {"window": 150, "softcap": 9.0}, {"sinks": True, "dlse": True}][seed % 3]
+    case = Case.random(mask, (8, 2), dims, torch.bfloat16, seed, **extras).to("cuda")
+    assert_numerics(forest, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("of_part", [False, True])
+@pytest.mark.parametrize(
+    "dims", [dims for dims in launch.SERVED if dims[0] == dims[1]] + [(128, 128)], ids=str
+)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_in_float32(dtype: torch.dtype, dims: tuple[int, int], of_part: bool) -> None:
+    """The accumulators in rows: rounded they are what flash-attn-4 gives, and closer to float64."""
+    mask = cuda_mask(FOREST)
+    mask = mask.for_queries([(100, mask.num_tokens - 70)]) if of_part else mask
+    case = Case.random(mask, (8, 2), dims, dtype).to("cuda")
+    inputs = case.q, case.k, case.v
+
+    def gradients(wide: bool, dtype: torch.dtype, run: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout = (x.to(dtype) for x in (*inputs, case.dout))
+        call = AttentionCall(q, k, v, None, mask.host, 0.1, 0, 0.0, False, wide)
+        out, lse = run.forward(call)
+        return tuple(run.backward(call, dout, None, out, lse)[1:3])
+
+    exact = gradients(False, torch.float64, reference)
+    rounded = gradients(False, dtype, launch)
+    for x, y, z in zip(gradients(True, dtype, launch), rounded, exact, strict=True):
+        assert x.dtype == torch.float32 and x.is_contiguous()
+        # the order of additions is that of the blocks, which differs from run to run
+        assert (x.to(dtype) == y).float().mean() > 0.97
+        torch.testing.assert_close(x.to(dtype), y, atol=1e-2, rtol=2e-2)
+        assert (x.double() - z).norm() <= 1.01 * (y.double() - z).norm()
+
+
+# ---- of forests without branches, by its variable-length kernels --------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "heads, dims",
+    [
+        *[((4, 4), dims) for dims in launch.SERVED],
+        *[((8, 2), dims) for dims in launch.SERVED if dims[0] == dims[1]],
+        ((32, 8), (128, 128)),
+        ((7, 1), (128, 128)),
+        # groups that do not divide a tile's rows
+        ((10, 2), (64, 64)),
+        ((12, 2), (96, 96)),
+        ((14, 2), (256, 256)),
+    ],
+)
+def test_numerics_of_chains(
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    mask = cuda_mask(CHAINS)
+    assert chains_of(mask.host, mask.device) is not None
+    case = Case.random(mask, heads, dims, dtype).to("cuda")
+    assert_numerics(CHAINS, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"window": 1}, {"window": 129}])
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_numerics_of_features_of_chains(options: dict, extras: dict) -> None:
+    mask = cuda_mask(CHAINS)
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16, **extras, **options).to("cuda")
+    assert_numerics(CHAINS, mask, case, ours(mask, backend="flash"))
+
+
+@pytest.mark.parametrize("dims", [dims for dims in launch.SERVED if dims[0] == dims[1]], ids=str)
+def test_numerics_of_features_of_chains_where_tiles_differ(dims: tuple[int, int]) -> None:
+    mask = cuda_mask(CHAINS)
+    options = {"window": 200, "softcap": 9.0, "sinks": True, "dlse": True}
+    case = Case.random(mask, (4, 2), dims, torch.bfloat16, **options).to("cuda")
+    assert_numerics(CHAINS, mask, case, ours(mask, backend="flash"))
+
+
+# flash-attn-4 looks up more than 256 sequences in another way
+@pytest.mark.parametrize("count", [2, 40, 300])
+@pytest.mark.parametrize("window", [0, 90])
+def test_numerics_of_many_chains(count: int, window: int) -> None:
+    lengths = np.random.default_rng(count).integers(1, 200 if count > 2 else 2000, count)
+    forest = PrefixForest.from_parents([-1] * count, lengths)
+    mask = cuda_mask(forest)
+    options = {"window": window} if window else {}
+    case = Case.random(mask, (4, 1), (128, 128), torch.bfloat16, **options).to("cuda")
+    assert_numerics(forest, mask, case, ours(mask, backend="flash"))
+
+
+def test_chains_like_block_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same forest, too large for a dense reference; and nothing waits for the GPU."""
+    lengths = np.random.default_rng(0).integers(256, 8193, 8)
+    forest = PrefixForest.from_parents([-1] * 8, lengths)
+    mask = cuda_mask(forest, backend="flash")
+    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+    got = run(case, ours(mask))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fresh = cuda_mask(forest, backend="flash")
+        inputs = inputs_of(case)
+        torch.autograd.grad(tree_attention(*inputs, fresh), inputs, case.dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.setattr(launch, "chains_of", lambda mask, device: None)
+    for name, want in run(case, ours(cuda_mask(forest, backend="flash"))).items():
+        error = (got[name].float() - want.float()).norm() / want.float().norm()
+        assert error < 1e-2, (name, float(error))
+
+
+def test_new_chains_compile_nothing() -> None:
+    from flash_attn.cute import interface
+
+    caches = [x.compile_cache for x in (interface._flash_attn_fwd, interface._flash_attn_bwd)]
+    kept: list[int] = []
+    for lengths in ([300, 40], [129], [400] * 20, [5000, 17], [1, 2000]):
+        for window in (None, 30, 50):
+            mask = cuda_mask(PrefixForest.from_parents([-1] * len(lengths), lengths))
+            case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
+            inputs = inputs_of(case)
+            out = tree_attention(*inputs, mask, window=window, backend="flash")
+            torch.autograd.grad(out, inputs, case.dout)
+        kept = kept or [len(cache.cache) for cache in caches]
+    assert [len(cache.cache) for cache in caches] == kept
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -170,7 +312,7 @@ def test_numerics_in_either_order(
     [
         # a prompt with short responses, and documents
         (PrefixForest.from_parents([-1, *[0] * 30], [256, *[64] * 30]), True),
-        (PrefixForest.from_parents([-1] * 40, [60] * 40), False),
+        (PrefixForest.from_parents([-1] * 40 + [0], [60] * 41), False),
     ],
     ids=["prompt", "documents"],
 )
@@ -183,9 +325,13 @@ def test_numerics_in_the_order_of_the_rule(forest: PrefixForest, heads_first: bo
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 127, 128, 129, 256, 257, 1025])
-def test_lengths_around_a_tile(tokens: int) -> None:
+@pytest.mark.parametrize("branches", [False, True])
+def test_lengths_around_a_tile(branches: bool, tokens: int) -> None:
     """The first length compiles what the others run: nothing of it may be baked in."""
-    forest = PrefixForest.from_parents([-1], [tokens])
+    if branches and tokens < 3:
+        pytest.skip("three tokens are needed to branch")
+    parents, lengths = ([-1, 0, 0], [tokens - 2, 1, 1]) if branches else ([-1], [tokens])
+    forest = PrefixForest.from_parents(parents, lengths)
     mask = cuda_mask(forest)
     case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
     assert_numerics(forest, mask, case, ours(mask, backend="flash"))

@@ -20,20 +20,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prefixtree import PrefixForest
 from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods
 from prefixtree.kernels.flash.block_lists import ForestLists, Lists, lists_of
+from prefixtree.kernels.flash.chains import Chains, chains_of
 from prefixtree.kernels.protocol import AttentionCall
 from tests.support.strategies import mask_of
 
 CPU = torch.device("cpu")
 FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])
-DOCUMENTS = PrefixForest.from_parents([-1] * 40, [128] * 40)
+# sixty documents, and a branch in one of them
+DOCUMENTS = PrefixForest.from_parents([-1] * 60 + [0, 0], [128] * 62)
+CHAINS = PrefixForest.from_parents([-1] * 3, [700, 300, 1])
 PLAIN: dict[str, Any] = {"heads": (32, 8), "dims": (128, 128)}
 
 
 def faked(made: Any) -> Any:
-    """Lists of the same shapes and strides, on a GPU that is not there."""
+    """Arrays of the same shapes and strides, on a GPU that is not there."""
     if isinstance(made, torch.Tensor):
         return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cuda")
-    if isinstance(made, (Lists, ForestLists)):
+    if isinstance(made, (Lists, ForestLists, Chains)):
         return type(made)(*(faked(getattr(made, field.name)) for field in fields(made)))
     return made
 
@@ -52,6 +55,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "lists_of",
         lambda host, tiles, window, device: faked(lists_of(host, tiles, window, CPU)),
     )
+    monkeypatch.setattr(launch, "chains_of", lambda host, device: faked(chains_of(host, CPU)))
     monkeypatch.setattr(mask_mods, "address", lambda array: cutlass.Int64(0))
 
 
@@ -68,7 +72,8 @@ def compile_both(
     """Forward and backward, the latter in the order of the rule."""
     host = mask_of(forest).host
     # kept with the mask, for `no_gpu` to fake
-    lists_of(host, launch.tiles_for(*dims), options.get("window", 0), CPU)
+    if chains_of(host, CPU) is None:
+        lists_of(host, launch.tiles_for(*dims), options.get("window", 0), CPU)
     with FakeTensorMode():
 
         def empty(*shape: int) -> torch.Tensor:
@@ -106,7 +111,7 @@ def compile_both(
         {"heads": (24, 4), "dims": (256, 256)},
         {"heads": (8, 2), "dims": (256, 256), "window": 200, "softcap": 20.0, "sinks": True},
         # a single tile
-        PLAIN | {"forest": PrefixForest.from_parents([-1], [100])},
+        PLAIN | {"forest": PrefixForest.from_parents([-1, 0, 0], [50, 30, 20])},
     ],
     ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
 )
@@ -116,6 +121,48 @@ def test_it_compiles(
 ) -> None:
     in_order(monkeypatch, heads_first)
     compile_both(**case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({"heads": (4, 4), "dims": dims} for dims in launch.SERVED),
+        *({"heads": (8, 2), "dims": dims} for dims in launch.SERVED if dims[0] == dims[1]),
+        PLAIN | {"window": 200},
+        PLAIN | {"sinks": True, "dlse": True, "window": 200, "softcap": 20.0},
+        {"heads": (24, 4), "dims": (256, 256), "window": 200, "softcap": 20.0, "sinks": True},
+        # a single tile, and more sequences than flash-attn-4 looks up one by one
+        PLAIN | {"forest": PrefixForest.from_parents([-1], [50])},
+        PLAIN | {"forest": PrefixForest.from_parents([-1] * 300, [70] * 300)},
+    ],
+    ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
+)
+def test_sequences_compile(case: dict[str, Any]) -> None:
+    compile_both(**{"forest": CHAINS, **case})
+
+
+def test_a_new_forest_of_sequences_compiles_nothing(
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+) -> None:
+    interface._flash_attn_fwd.compile_cache.clear()
+    for lengths in ([700, 300, 1], [129], [400] * 20, [5000, 17]):
+        for window in (0, 30, 50):
+            forest = PrefixForest.from_parents([-1] * len(lengths), lengths)
+            compile_both(**PLAIN, forest=forest, window=window)
+    assert len(interface._flash_attn_fwd.compile_cache.cache) == 2
+    assert [len(cache) for cache in kept] == [2, 0]
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 4, 6, 7])
+def test_the_forward_of_sequences_does_not_spill(
+    capfd: pytest.CaptureFixture[str], d: int, group: int
+) -> None:
+    """Its tiles are others than those of block lists at 64 and 96."""
+    interface._flash_attn_fwd.compile_cache.clear()
+    compile_both((2 * group, 2), (d, d), forest=CHAINS, with_backward=False)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
 
 
 @pytest.mark.parametrize("d", [128, 192, 256])

@@ -18,7 +18,7 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler
 from flash_attn.cute.utils import hash_callable
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods
+from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods, wide_backward
 
 
 def test_the_version() -> None:
@@ -34,13 +34,15 @@ def test_the_version() -> None:
             "_flash_attn_fwd",
             ["q", "k", "v"],
             "softmax_scale learnable_sink score_mod mask_mod aux_scalars block_sparse_tensors "
-            "pack_gqa out lse return_lse",
+            "pack_gqa out lse return_lse cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+            "causal window_size_left",
         ),
         (
             "_flash_attn_bwd",
             ["q", "k", "v", "out", "dout", "lse"],
             "softmax_scale score_mod score_mod_bwd mask_mod aux_scalars block_sparse_tensors dlse "
-            "learnable_sink dq dk dv",
+            "learnable_sink dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k causal "
+            "window_size_left",
         ),
     ],
 )
@@ -50,7 +52,16 @@ def test_arguments_of_the_calls(call: str, positional: list[str], keywords: str)
     missing = [name for name in keywords.split() if name not in parameters]
     assert not missing, f"{call} no longer takes {missing}"
     # what is left out must do nothing
-    off = {"causal": False, "window_size_left": None, "deterministic": False, "num_splits": 1}
+    off = {
+        "causal": False,
+        "window_size_left": None,
+        "window_size_right": None,
+        "cu_seqlens_q": None,
+        "mask_mod": None,
+        "block_sparse_tensors": None,
+        "deterministic": False,
+        "num_splits": 1,
+    }
     for name, default in off.items():
         if name in parameters:
             assert parameters[name].default == default, name
@@ -72,6 +83,53 @@ def test_tiles_are_the_ones_it_takes(d: int, d_v: int) -> None:
     assert ours.queries % backward.m_block_size == 0
 
 
+def test_what_gradients_in_float32_rest_on() -> None:
+    """The conversion is a name of its module, and gets accumulator, result, scale and the tile."""
+    convert = interface._bwd_postprocess_convert
+    names = ["accum", "output", "scale", "cu_seqlens", "seqused", "arch", "dtype", "hdim"]
+    assert list(inspect.signature(convert).parameters)[:9] == [*names, "block_size"]
+    assert "_bwd_postprocess_convert" in interface._flash_attn_bwd.__code__.co_names
+    source = inspect.getsource(interface._flash_attn_bwd)
+    assert source.count("_bwd_postprocess_convert(") == 3
+    for name, scale in (("dk", "softmax_scale"), ("dv", "1.0")):
+        assert re.search(rf"_bwd_postprocess_convert\(\s+{name}_accum, {name}, {scale},", source)
+    # a head's tiles one after the other
+    for shape in ("seqlen_k_rounded * head_dim_rounded", "seqlen_k_rounded * head_dim_v_rounded"):
+        assert re.search(rf"num_head_kv,\s+{re.escape(shape)},\s+dtype=torch.float32", source)
+    assert convert.__name__ == wide_backward._CONVERT
+    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
+        made, conversion = wide_backward._copied(call)
+        assert made.__globals__["_bwd_postprocess_convert"] is conversion
+        assert made.__globals__["_flash_attn_bwd"] is made
+        assert made.compile_cache is call.compile_cache
+        assert call.__globals__["_bwd_postprocess_convert"] is convert
+
+
+def test_accumulators_are_brought_into_rows() -> None:
+    """By the order that the conversion shows: here one that turns a tile around."""
+    rows, dim, heads = 8, 4, 3
+    calls = []
+
+    def convert(accum, output, scale, *how, **more):
+        calls.append(output.shape)
+        tiles = accum.view(output.shape[2], -1, rows * dim).flip(2)
+        found = tiles.reshape(output.shape[2], -1, dim)[:, : output.shape[1]]
+        output.copy_(scale * found.transpose(0, 1)[None])
+
+    conversion = wide_backward._Conversion(convert)
+    accumulated = torch.randn(1, heads, 3 * rows * dim)
+    taken, other = torch.empty(2, 1, 19, heads, dim, dtype=torch.bfloat16)
+    wide = torch.empty(19, heads, dim)
+    conversion.wide = [(taken, wide)]
+    how = (None, None, 90, "bfloat16", dim, rows, 256)
+    for _ in range(2):
+        conversion(accumulated, taken, 0.5, *how, fake_mode=False)
+    conversion(accumulated, other, 0.5, *how, fake_mode=False)
+    assert torch.equal(wide.bfloat16(), other[0])
+    # the order is read once, by two numbers
+    assert calls == [(1, rows, 1, dim)] * 2 + [other.shape]
+
+
 def test_what_packing_heads_rests_on() -> None:
     """When a group that does not divide the rows is loaded by TMA, `launch.packs_heads` can go."""
     forward = inspect.getsource(FlashAttentionForwardSm90.__call__)
@@ -84,9 +142,11 @@ def test_what_packing_heads_rests_on() -> None:
         assert launch.packs_heads(group, 192) == (group in (2, 4, 8, 16))
 
 
-def widths(d: int) -> set[int]:
-    """What each kernel of a backward takes a row of an accumulator to be, in float32 numbers."""
-    made = interface._tile_size_bwd_sm90(d, d, False, False, sparse_block_size_q=128)
+def widths(d: int, lists: bool = True) -> set[int]:
+    """What each kernel of a backward takes a row of an accumulator to be, in float32 numbers; with
+    block lists, or of causal sequences."""
+    queries = 128 if lists else None
+    made = interface._tile_size_bwd_sm90(d, d, not lists, False, sparse_block_size_q=queries)
     rows, kept = made.m_block_size, 64 if made.dKV_swapAB else 32
     assert "hdim_multiple_of = 64 if arch // 10 == 9 and dKV_swapAB else 32" in inspect.getsource(
         interface._flash_attn_bwd
@@ -104,7 +164,18 @@ def test_head_dims_whose_accumulators_are_read_as_written() -> None:
     """On an H200 dQ was wrong at 16 and 80. When more agree, `launch.SERVED` can be longer."""
     agree = [d for d in range(16, 257, 16) if len(widths(d)) == 1]
     assert agree == [32, 64, 96, 128, 144, 160, 176, 192, 224, 256]
-    assert {d for dims in launch.SERVED for d in dims} <= set(agree)
+    served = {d for dims in launch.SERVED for d in dims}
+    assert served <= set(agree)
+    # and those of sequences of variable lengths
+    assert all(len(widths(d, lists=False)) == 1 for d in served)
+
+
+def test_a_causal_window_of_sequences_is_one_to_the_left() -> None:
+    """Of `chains.Chains.arguments`: 0 is a window of the token itself, None of all before it."""
+    resolve = interface._resolve_causal_local_window
+    assert resolve(True, None, None) == (True, False, None, None)
+    for left in (0, 7):
+        assert resolve(True, left, None) == (False, True, left, 0)
 
 
 def fake(*shape: int) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""Masks `for_queries(...)` and parts of a forest on the flash backend: the lists of tiles without a
+row of q, and everything on the host side, through an emulation of flash-attn-4 against float64.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixtree import PrefixForest, TreeMask
+from prefixtree.kernels.flash import launch
+from prefixtree.kernels.flash.block_lists import Tiles, lists_of
+from prefixtree.kernels.protocol import AttentionCall
+from tests.kernels.flash.test_block_lists import CPU, cells, listed
+from tests.support.attention_checks import Case, eager, ours, run
+from tests.support.strategies import forests, mask_of, query_ranges, random_forest
+
+# with tiles of borrowed tokens alone before, between and behind the rows of q
+TREE = PrefixForest.from_parents([-1, 0, 1, 1, 0, -1], [300, 150, 40, 200, 390, 200], order="input")
+RANGES = [(310, 420), (700, 710), (900, 1100)]
+
+
+@given(st.data())
+def test_lists_of_asked_tiles_are_exact(data: st.DataObject) -> None:
+    """Tiles with a row of q have the lists of the whole; of the others none is empty, and forward
+    and backward leave them out."""
+    whole = mask_of(data.draw(forests()))
+    ranges = data.draw(query_ranges(whole.num_tokens))
+    part = whole.for_queries(ranges)
+    tiles = Tiles(*(data.draw(st.integers(2, 5)) for _ in range(3)))
+    window = data.draw(st.sampled_from([0, 0, 3]))
+    made = lists_of(part.host, tiles, window, CPU)
+    full = lists_of(whole.host, tiles, window, CPU)
+    queries = torch.zeros(-(-whole.num_tokens // tiles.queries), dtype=torch.bool)
+    queries[part.query_tokens.long() // tiles.queries] = True
+    assert part.host.asked_tiles(tiles.queries).tolist() == queries.tolist()
+
+    mine, theirs = listed(made.forward), listed(full.forward)
+    for tile, asked in enumerate(queries.tolist()):
+        if asked:
+            assert [mine[kind][tile] for kind in mine] == [theirs[kind][tile] for kind in theirs]
+        else:
+            assert mine["full"][tile] == []
+            assert mine["partial"][tile] == [tile * tiles.queries // tiles.forward_keys]
+    mine, theirs = listed(made.backward), listed(full.backward)
+    # the whole's lists tell the tile on the diagonal apart, which changes nothing that is computed
+    some, _ = cells(whole.dense(window or None), tiles.queries, tiles.backward_keys)
+    for tile in range(some.shape[1]):
+        seen = mine["partial"][tile] + mine["full"][tile]
+        want = theirs["partial"][tile] + theirs["full"][tile]
+        want = [at for at in want if queries[at]]
+        assert sorted(seen) == sorted(want) or (
+            not want and seen == [tile * tiles.backward_keys // tiles.queries]
+        )
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"sinks": True, "dlse": True}])
+@pytest.mark.parametrize("options", [{}, {"window": 130}, {"softcap": 3.0}])
+def test_emulated_features(emulated: ModuleType, options: dict, extras: dict) -> None:
+    mask = mask_of(TREE).for_queries(RANGES)
+    case = Case.random(mask, (4, 2), (16, 8), torch.float64, **extras, **options)
+    assert_exact(mask, case)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_emulated_forests(emulated: ModuleType, seed: int) -> None:
+    whole = mask_of(random_forest(np.random.default_rng(seed), 20, 200))
+    middle = whole.num_tokens // 2
+    mask = whole.for_queries([(middle // 2, middle), (middle + 1, whole.num_tokens)])
+    assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
+
+
+def assert_exact(mask: TreeMask, case: Case) -> None:
+    position = mask.position_ids.long()
+    rows = mask.query_tokens.long()
+    want = run(case, eager(mask.dense(), (position[rows], position)), torch.float64)
+    got = run(case, ours(mask, backend="flash"))
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name], atol=2e-5, rtol=2e-5)
+
+
+def test_a_part_visits_its_tiles(emulated: ModuleType) -> None:
+    whole = mask_of(TREE)
+    part = whole.for_queries([(640, 768)])
+    visited = {}
+    for mask in (whole, part):
+        run(Case.random(mask, (2, 1), (8, 8), torch.float64), ours(mask, backend="flash"))
+        visited[mask] = {name: sum(counts) for name, counts in emulated.last.items()}
+    tiles = -(-whole.num_tokens // 128)
+    # its own tile of queries, and one for each of the others
+    assert visited[part]["forward"] < visited[whole]["forward"] / 2
+    assert visited[part]["forward"] <= 6 + tiles - 1
+    assert visited[part]["backward"] <= 6 + tiles
+
+
+@pytest.mark.parametrize("of_part", [False, True])
+def test_gradients_in_float32(emulated: ModuleType, of_part: bool) -> None:
+    """Those of keys and values, not rounded to bfloat16 on their way."""
+    mask = mask_of(TREE)
+    mask = mask.for_queries(RANGES) if of_part else mask
+    case = Case.random(mask, (4, 2), (16, 16), torch.bfloat16)
+
+    def gradients(dtype: torch.dtype, wide: bool) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout = (x.to(dtype) for x in (case.q, case.k, case.v, case.dout))
+        call = AttentionCall(q, k, v, None, mask.host, 0.25, 0, 0.0, False, wide)
+        out, lse = launch.forward(call)
+        dq, dk, dv, _ = launch.backward(call, dout, None, out, lse)
+        assert dq.dtype == dtype
+        return dk, dv
+
+    exact = gradients(torch.float64, False)
+    for x, rounded, want in zip(
+        gradients(torch.bfloat16, True), gradients(torch.bfloat16, False), exact, strict=True
+    ):
+        assert x.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+        assert torch.equal(x.bfloat16(), rounded) and not torch.equal(x, rounded.float())
+        torch.testing.assert_close(x.double(), want, atol=0.02, rtol=0.02)
+
+
+def test_no_queries_give_zeros(emulated: ModuleType) -> None:
+    mask = mask_of(TREE).for_queries([])
+    got = run(Case.random(mask, (2, 1), (8, 8), torch.float64), ours(mask, backend="flash"))
+    assert got["out"].shape == (0, 2, 8) and got["lse"].shape == (0, 2)
+    assert not got["dk"].any() and not got["dv"].any()
