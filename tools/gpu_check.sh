@@ -38,6 +38,8 @@
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        ?     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
+#   decode       ?     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
+#   decode_peers ?     transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -57,7 +59,8 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS: added to the command of a step.
+# UPDATE_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS,
+# DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -174,10 +177,11 @@ tested() {
 tests() {
   ours tests && cuda tests || return
   tested tests_gpu 420 tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py \
-    tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py
+    tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
+    tests/kernels/test_decode_on_gpu.py tests/kernels/triton/test_decode.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/test_attention.py tests/kernels/test_operator.py \
-    tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
+    tests/kernels/test_decode.py tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
 }
 
 # through inductor, which compiles each family anew
@@ -315,6 +319,10 @@ model() {
 
 memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
+decode() { benchmark decode 420 "${read_rollouts[@]}" ${DECODE_ARGS:-}; }
+
+decode_peers() { benchmark decode_peers 590 ${DECODE_PEERS_ARGS:-}; }
+
 head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
 # with fla's kernels; then those of flash-qla, which take 20 s each to compile
@@ -413,7 +421,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

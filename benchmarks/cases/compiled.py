@@ -2,11 +2,12 @@
 
     python -m benchmarks compiled [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
 
-For each configuration of `prefixtree/kernels/triton/configs.py`: registers, stack and shared memory
-of a program, how many programs a multiprocessor holds, and for the innermost loops over tiles
-(unmasked first) the instructions a warp scheduler issues, the cycles its tensor core is busy and
-the loads from local memory (spills) per step. `--candidates` adds shapes that were considered. It
-needs triton with its bundled ptxas and nvdisasm; no GPU. Not with TRITON_INTERPRET set.
+For each configuration of `prefixtree/kernels/triton/configs.py` (of decoding: for wide and for
+narrow items): registers, stack and shared memory of a program, how many programs a multiprocessor
+holds, and for the innermost loops over tiles (unmasked first) the instructions a warp scheduler
+issues, the cycles its tensor core is busy and the loads from local memory (spills) per step.
+`--candidates` adds shapes that were considered. It needs triton with its bundled ptxas and
+nvdisasm; no GPU. Not with TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from prefixtree.kernels.triton.backward import (
     queries_kernel,
     reduce_kernel,
 )
-from prefixtree.kernels.triton.configs import Config, KernelConfigs, choose
+from prefixtree.kernels.triton.configs import Config, KernelConfigs, choose, choose_decode
+from prefixtree.kernels.triton.decode import merge_kernel, partial_kernel, write_kernel
 from prefixtree.kernels.triton.forward import forward_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -215,6 +217,10 @@ def _helpers(capability: int, dtype: str) -> None:
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
         for kernel in (lm_head.score_kernel, lm_head.gradient_kernel):
             _head(kernel, on, capability, dtype)
+        fixed = values | {"BLOCK": 16, "HEADS": 32, "HEADS_PADDED": 8}
+        for kernel in (merge_kernel, write_kernel):
+            known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+            _decode(kernel, known, config, capability, dtype)
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
@@ -226,6 +232,36 @@ def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
     aligned = [name for name in ("X", "INTO", "vocabulary") if name in signature]
     return _built(kernel, signature, values, aligned, capability, {"num_warps": lm_head.WARPS})
+
+
+def _decode(
+    kernel: Any, values: dict[str, Any], config: Config, capability: int, dtype: str
+) -> Any:
+    """A kernel of kernels/triton/decode.py, as its launch passes arguments."""
+    tables = ("ITEMS", "PIECES", "TAILS", "WRITTEN", "SLOT_PTR", "SLOTS")
+    types = dict.fromkeys(tables, "*i32") | dict.fromkeys(("PART", "LSE"), "*fp32")
+    types |= {"LIVE": "*u8", "inner": "fp32", "outer": "fp32"} | dict.fromkeys(values, "constexpr")
+    signature = {
+        name: types.get(name, f"*{dtype}" if name.isupper() else "i32") for name in kernel.arg_names
+    }
+    strides = ("_row", "_head", "_key", "pool_k", "pool_v")
+    aligned = [x for x, kind in signature.items() if kind[0] == "*" or x.endswith(strides)]
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return _built(kernel, signature, values, aligned, capability, options)
+
+
+def decoded(
+    capability: int, dims: tuple[int, int], heads: tuple[int, int], dtype: str, features: bool
+) -> Iterator[tuple[str, Config, Any]]:
+    """Names, configurations and machine code of decoding."""
+    group, padded = heads[0] // heads[1], [max(16, triton.next_power_of_2(x)) for x in dims]
+    common: dict[str, Any] = {"D": dims[0], "DV": dims[1]}
+    common |= {"D_PADDED": padded[0], "DV_PADDED": padded[1], "KV_HEADS": heads[1]}
+    flags = dict.fromkeys(("HAS_WINDOW", "HAS_SOFTCAP"), features)
+    chosen = choose_decode((capability // 10, capability % 10), *padded, 2)
+    for name, config in zip(("decode wide", "decode narrow"), chosen, strict=True):
+        values = common | flags | {"GROUP": group, "KEYS": config.keys, "ROWS": config.rows}
+        yield name, config, _decode(partial_kernel, values, config, capability, dtype)
 
 
 CANDIDATES = {
@@ -274,6 +310,21 @@ def tables(data: dict[str, Any]) -> Parts:
     )
 
 
+def _row(name: str, dims: str, is_chosen: bool, config: Config, code: Code) -> dict[str, Any]:
+    about = {"kernel": name, "dims": dims, "chosen": is_chosen, "config": vars(config)}
+    return about | vars(code) | {"loops": [vars(x) for x in code.loops]}
+
+
+def _wrong(row: dict[str, Any], features: bool) -> list[str]:
+    """Why a chosen configuration must not be shipped."""
+    where, out = f"{row['kernel']} {row['dims']}", []
+    if row["programs"] == 0:
+        out.append(f"{where}: {row['shared']} bytes of shared memory do not fit")
+    if not features and any(x["spills"] * 12 > x["issued"] for x in row["loops"][:1]):
+        out.append(f"{where}: spills inside the unmasked loop")
+    return out
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = described(__doc__)
     add = parser.add_argument
@@ -310,16 +361,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)
                 missing = "".join(f" without {x[-2:]}" for x in part)
-                if config in chosen and code.programs == 0:
-                    bad.append(f"{name} {pair}: {code.shared} bytes of shared memory do not fit")
-                spilling = any(x.spills * 12 > x.issued for x in code.loops[:1])
-                if config in chosen and spilling and not features:
-                    bad.append(f"{name} {pair}: spills inside the unmasked loop")
-                rows.append({"kernel": name + missing, "dims": pair, "chosen": config in chosen,
-                             "config": vars(config), "registers": code.registers,
-                             "stack": code.stack, "shared": code.shared,
-                             "programs": code.programs,
-                             "loops": [vars(x) for x in code.loops]})  # fmt: skip
+                row = _row(name + missing, pair, config in chosen, config, code)
+                rows.append(row)
+                if config in chosen:
+                    bad += _wrong(row, features)
+        for name, config, binary in decoded(capability, (d, dv), (h, hk), dtype, features):
+            row = _row(name, pair, True, config, read(binary, config.warps, capability))
+            rows.append(row)
+            bad += _wrong(row, features)
     record = {"triton": triton.__version__, "capability": capability, "dtype": dtype,
               "heads": [h, hk], "rows": rows}  # fmt: skip
     show(tables(record))

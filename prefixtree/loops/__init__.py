@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixtree.loops import (
         block_tables,
+        decode_items,
         parts,
         planning,
         realign,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "block_tables",
+    "decode_items",
     "parts",
     "planning",
     "realign",

@@ -68,6 +68,8 @@ def imports(file: Path, types: bool = False) -> Iterator[tuple[str, bool]]:
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
 MASK_ROOMS = ("transfers", "block_tables", "state_schedule", "segments", "host_mask", "mask")
+# what the kernels of decoding know of `packing`, and they alone; no mask is among it
+DECODE_ROOM = "decode_work"
 LOOPS = "prefixtree.loops"
 # numba loads and compiles as these are imported, so only functions may import them
 COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)}
@@ -324,7 +326,9 @@ def test_benchmarks_share_by_their_library() -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("prefixtree.kernels")])
 def test_kernels_know_the_mask_alone_and_backends_not_each_other(module: str) -> None:
-    allowed = {f"prefixtree.packing.{room}" for room in MASK_ROOMS}
+    decodes = module.rpartition(".")[2].startswith("decode")
+    rooms = (DECODE_ROOM,) if decodes else MASK_ROOMS
+    allowed = {f"prefixtree.packing.{room}" for room in rooms}
     for target, _ in imports(MODULES[module]):
         parts = target.split(".")
         if parts[0] != "prefixtree":
@@ -346,6 +350,14 @@ def test_the_mask_is_built_of_rooms_one_on_another(room: str) -> None:
     for target, _ in imports(MODULES[f"prefixtree.packing.{room}"]):
         if target.startswith("prefixtree"):
             assert target in below | others, f"{room} imports {target}"
+
+
+def test_a_work_list_knows_no_mask() -> None:
+    found = {target for target, _ in imports(MODULES[f"prefixtree.packing.{DECODE_ROOM}"])}
+    assert {name for name in found if name.startswith("prefixtree")} == {
+        "prefixtree.loops",
+        "prefixtree.packing.transfers",
+    }
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) is not None])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.decode_work import NARROW, WIDE
 from prefixtree.packing.host_mask import HostMask
 
 # the grid on which the share of partial tiles is counted, and the share above which a forest
@@ -203,6 +204,27 @@ def choose(
     # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program
     large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
     return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])
+
+
+@cache
+def choose_decode(
+    capability: tuple[int, int], d: int, dv: int, itemsize: int
+) -> tuple[Config, Config]:
+    """The configurations of decoding, for (wide, narrow) items; their rows are the work list's.
+
+    Args:
+        capability: of the device.
+        d, dv: head dims, padded to powers of two, at most 256.
+        itemsize: bytes per number of the pools.
+    """
+    # Compiled, 64 / 16 rows at D 128, sm_90: 255 / 168 registers, nothing spilled; two programs
+    # with 64 KiB on their way from memory each, and three with 32
+    stages = 3 if capability in ((9, 0), (10, 0), (10, 3)) else 2
+    if max(d, dv) * itemsize <= 256:
+        return Config(WIDE, 64, 4, stages), Config(NARROW, 64, 4, 2)
+    # head dims above 128; float32, whose products spill even so
+    keys = 32 if itemsize < 4 else 16
+    return Config(WIDE, keys, 8, 2), Config(NARROW, keys, 4, 2)
 
 
 def heads_of_tile(group: int, tma: bool) -> int:

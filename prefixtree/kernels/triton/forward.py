@@ -15,7 +15,7 @@ from prefixtree.kernels.triton.primitives import (
     LN2,
     LOG2E,
     MASKED,
-    add_product,
+    absorb,
     key_lanes,
     load_keys,
     load_queries,
@@ -25,19 +25,6 @@ from prefixtree.kernels.triton.primitives import (
     store_rows,
     visible,
 )
-
-
-@triton.jit
-def _absorb(scores, outer, value, top, total, acc):
-    """One step of the online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
-    # outer >= 0, so the greatest score is the greatest logit; the scaling then fuses with the
-    # subtraction
-    new_top = tl.maximum(top, tl.max(scores, 1) * outer)
-    p = tl.exp2(scores * outer - new_top[:, None])
-    decay = tl.exp2(top - new_top)
-    total = total * decay + tl.sum(p, 1)
-    acc = add_product(p.to(value.dtype), value, acc * decay[:, None])
-    return new_top, total, acc
 
 
 @triton.jit(do_not_specialize=FOREST_ARGUMENTS)
@@ -109,7 +96,7 @@ def forward_kernel(
             k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
             v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
             scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-            top, total, acc = _absorb(scores, outer, v, top, total, acc)
+            top, total, acc = absorb(scores, outer, v, top, total, acc)
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
@@ -131,7 +118,7 @@ def forward_kernel(
         )
         scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
         logits = tl.where(seen, scores * outer, MASKED)
-        top, total, acc = _absorb(logits, 1.0, v, top, total, acc)
+        top, total, acc = absorb(logits, 1.0, v, top, total, acc)
 
     row = first_row.to(tl.int64)
     at_lse = (first_head + head).to(tl.int64) * num_queries + (row + token)

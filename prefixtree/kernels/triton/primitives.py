@@ -135,6 +135,19 @@ def add_product(a, b, total):
 
 
 @triton.jit
+def absorb(scores, outer, value, top, total, acc):
+    """One step of the online softmax, logits = scores x outer. # [ROWS, KEYS], [KEYS, DV_PADDED]"""
+    # outer >= 0, so the greatest score is the greatest logit; the scaling then fuses with the
+    # subtraction
+    new_top = tl.maximum(top, tl.max(scores, 1) * outer)
+    p = tl.exp2(scores * outer - new_top[:, None])
+    decay = tl.exp2(top - new_top)
+    total = total * decay + tl.sum(p, 1)
+    acc = add_product(p.to(value.dtype), value, acc * decay[:, None])
+    return new_top, total, acc
+
+
+@triton.jit
 def squash(scores, inner, SOFTCAP: tl.constexpr):
     """The factor beside `outer` in base-2 logits: the scores, or tanh(scores x inner).
 

@@ -32,11 +32,19 @@ def compile_for(tmp_path: Path, *arguments: str) -> list[dict]:
 @pytest.mark.parametrize("capability", [80, 86, 90])
 def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: Path) -> None:
     rows = compile_for(tmp_path, "--capability", str(capability))
-    assert {row["kernel"].split()[0] for row in rows} == {"forward", "keys", "queries"}
+    names = {"forward", "keys", "queries", "decode"}
+    assert {row["kernel"].split()[0] for row in rows} == names
     assert len({row["dims"] for row in rows}) == 4
     if capability == 90:
-        # the products run on Hopper's tensor core instructions
-        assert all(loop["tensor"] > 0 for row in rows for loop in row["loops"])
+        # the products run on Hopper's tensor core instructions, which take 64 rows
+        wide = [row for row in rows if row["kernel"] != "decode narrow"]
+        assert all(loop["tensor"] > 0 for row in wide for loop in row["loops"])
+    decoding = [row for row in rows if row["kernel"].startswith("decode")]
+    # at most the few bytes that the launch's own arguments take; two programs at D 128 on Hopper
+    assert len(decoding) == 8 and all(row["stack"] <= 16 for row in decoding)
+    if capability == 90:
+        at_128 = {row["kernel"]: row["programs"] for row in decoding if row["dims"] == "128x128"}
+        assert at_128 == {"decode wide": 2, "decode narrow": 3}
 
 
 def test_every_feature_compiles(tmp_path: Path) -> None:

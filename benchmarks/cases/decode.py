@@ -1,0 +1,274 @@
+"""How fast is a decoding step over a forest, beside one in which every row reads all its keys?
+
+    python -m benchmarks decode --rollouts ROLLOUTS --out decode.json       # on a GPU
+    python -m benchmarks decode --device cpu --scale 0.02                   # every code path
+
+Level 0 is the attention of one layer, the writing of the new keys included. Its cases: 8 prompts
+of 256 to 32K tokens x 16 rows, tails of 512 written keys with room for 1,024; and "airline", every
+history of the agent rollouts (579) x 4 rows, tails of 128. Sides are those of `lib/decoding.py`.
+
+A time on a GPU is that of a CUDA graph of many calls, divided by their number. They go round over
+as many copies of the pools as make the L2 cache useless, as the layers of a model do. "of copy" is
+the bytes of the keys and values that the side reads (its own reading of "each once", or "each per
+row") per second, over those that a copy of 1 GiB reads and writes.
+
+A side is green if its results are as far from float64 as rounding allows, on up to 32 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from benchmarks.lib.decoding import SIDES, Attend, Inputs, Step, attend, exact
+from benchmarks.lib.replicated import missing
+from benchmarks.lib.runs import Report, Row, measure, parse, parser
+from benchmarks.lib.shapes import Shape
+from benchmarks.lib.tables import (
+    GIB,
+    Column,
+    Parts,
+    Table,
+    by_key,
+    gib,
+    machine,
+    number,
+    times_cell,
+    verdict,
+)
+from benchmarks.lib.timing import median_ms
+from benchmarks.lib.workloads import airline_sequences, forest_of
+from prefixtree import PrefixForest
+from prefixtree.kernels.triton.configs import Config
+from prefixtree.packing import decode_work
+
+PROMPTS, SAMPLES, TAIL = (256, 512, 2048, 8192, 32768), 16, 512
+AIRLINE, AIRLINE_ROWS, AIRLINE_TAIL = "airline", 4, 128
+# rows that are checked; bytes of pools, beyond any L2 cache; most calls in a graph
+CHECKED, ROTATED, CALLS = 32, 256 << 20, 24
+# all tasks of the file
+EVERY = 1 << 30
+
+
+def prompts_step(prompt: int, options: argparse.Namespace) -> Step:
+    """8 prompts, each with 16 rows below it."""
+    length, tail = (max(1, round(x * options.scale)) for x in (prompt, options.tail))
+    return Step.of(forest_of([(length, [])] * options.trees), SAMPLES, tail)
+
+
+def airline_step(options: argparse.Namespace) -> Step:
+    """Every history of the rollouts, with 4 rows below it."""
+    sequences = airline_sequences(options.rollouts, EVERY)
+    if options.is_tiny:
+        sequences = [x[: max(1, round(len(x) * options.scale))] for x in sequences[:40]]
+    tail = max(1, round(AIRLINE_TAIL * options.scale))
+    return Step.of(PrefixForest.from_sequences(sequences), AIRLINE_ROWS, tail)
+
+
+def copy_rate(device: str) -> float:
+    """Bytes per second that a copy reads and writes."""
+    size = GIB if device != "cpu" else 1 << 24
+    a = torch.empty(size, dtype=torch.uint8, device=device)
+    b = torch.empty_like(a)
+    ms, _ = median_ms(lambda: b.copy_(a), torch.device(device), 5, 2)
+    return 2e3 * size / ms
+
+
+def timed(calls: list[Attend], options: argparse.Namespace) -> Row:
+    """Milliseconds of one call, in a graph of all of them on a GPU."""
+
+    def every() -> None:
+        for call in calls:
+            call()
+
+    run: Callable[[], object] = every
+    if torch.device(options.device).type == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            every()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            every()
+        run = graph.replay
+    found = measure(run, options)
+    return {"ms": found["ms"] / len(calls), "all_ms": [x / len(calls) for x in found["all_ms"]]}
+
+
+def measure_side(
+    side: str, step: Step, shape: Shape, options: argparse.Namespace, rate: float
+) -> Row:
+    """A side's check and times."""
+    dtype = getattr(torch, options.dtype)
+    per_key = shape.kv_heads * (shape.head_dim + shape.dim_of_v) * dtype.itemsize
+    keys = step.distinct if side == "cascade" else step.replicated
+    pools = step.num_keys if side in ("cascade", "row") else step.replicated
+    count, rounds = 1, 1
+    if torch.device(options.device).type == "cuda":
+        count = min(CALLS, math.ceil(ROTATED / (pools * per_key)))
+        rounds = math.ceil(CALLS / count)
+    draws = [Inputs.draw(step, shape, dtype, options.device, seed) for seed in range(count)]
+    attends = [attend(side, step, inputs, shape, options.backend) for inputs in draws]
+    rows = np.unique(np.linspace(0, len(step.tails) - 1, CHECKED).astype(int))
+    want = exact(step, draws[0], rows)
+    error = float((attends[0]()[torch.as_tensor(rows)].double() - want).abs().max())
+    # probabilities and results are rounded
+    limit = 2 * torch.finfo(dtype).eps * float(want.abs().max()) + 1e-6
+    out: Row = {"error": error, "limit": limit, "keys": keys, "bytes": keys * per_key, "red": []}
+    if not error <= limit:
+        return out | {"red": [f"error {error:.1e} > {limit:.1e}"]}
+    if side in ("cascade", "row"):
+        out["capacity"] = vars(step.work(side, shape, options.device).capacity)
+    out |= timed(attends * rounds, options)
+    if options.profile:
+        profile(attends[0], f"{shape}, {side}")
+    return out | {"of_copy": 1e3 * out["bytes"] / out["ms"] / rate}
+
+
+def profile(call: Attend, name: str) -> None:
+    """Prints the kernels of one call."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        call()
+        torch.cuda.synchronize()
+    print(f"{name}\n{found.key_averages().table(sort_by='cuda_time_total', row_limit=6)}")
+
+
+def level_0(options: argparse.Namespace) -> Report:
+    """Attention of one layer."""
+    rate = copy_rate(options.device)
+    report = Report(options, level=0, sides=options.sides, copy_bytes_per_second=rate)
+    print(f"a copy reads and writes {rate / 1e12:.2f} TB/s", flush=True)
+    steps = {
+        f"8 x {prompt:,d}": partial(prompts_step, prompt, options) for prompt in options.prompts
+    }
+    if options.rollouts is not None:
+        steps[AIRLINE] = partial(airline_step, options)
+    else:
+        options.skipped.append(AIRLINE)
+    for name, make in steps.items():
+        step = make()
+        for words in options.heads:
+            shape = Shape(*map(int, words.split("x")))
+            for side in options.sides:
+                # torch takes rows of one length
+                if side == "sdpa" and name == AIRLINE:
+                    continue
+                case = {"case": name, "heads": str(shape), "side": side, "rows": len(step.tails)}
+                run = partial(measure_side, side, step, shape, options, rate)
+                row = report.attempt(case, run)
+                said = f"{1e3 * row['ms']:.1f} us" if "ms" in row else verdict(row)
+                print(f"{name}, {shape}, {side}: {said}", flush=True)
+    return report
+
+
+# ---- output -------------------------------------------------------------------------------------
+
+
+def tables(data: Row) -> Parts:
+    """Microseconds by side, and what sharing gains."""
+    sides = data["sides"]
+
+    def us(side: str) -> Column:
+        def cell(line: dict[str, Row]) -> str:
+            row = line.get(side, {})
+            return f"{1e3 * row['ms']:.1f}" if "ms" in row else verdict(row)
+
+        return Column(f"{side} us", cell)
+
+    def over(side: str) -> Column:
+        def cell(line: dict[str, Row]) -> str:
+            ms = [line.get(name, {}).get("ms") for name in (side, "cascade")]
+            return times_cell(None if None in ms else ms[0] / ms[1])
+
+        return Column(f"over {side}", cell)
+
+    def of(side: str, key: str, form: str) -> Callable[[dict[str, Row]], str]:
+        return lambda line: number(line.get(side, {}), key, form)
+
+    def any_of(key: str) -> Callable[[dict[str, Row]], str]:
+        return lambda line: str(next(iter(line.values()))[key])
+
+    columns = [
+        Column("prompts", any_of("case")),
+        Column("heads", any_of("heads")),
+        Column("rows", any_of("rows")),
+        Column("keys read", of("cascade", "keys", ",d")),
+        Column("by rows", of("row", "keys", ",d")),
+        *(us(side) for side in sides),
+        *(over(side) for side in sides if side != "cascade"),
+        Column("of copy", of("cascade", "of_copy", ".2f")),
+        Column("row of copy", of("row", "of_copy", ".2f")),
+        Column("GiB read", lambda line: gib(line.get("cascade", {}).get("bytes"), ".2f")),
+    ]
+    rate = data["copy_bytes_per_second"] / 1e12
+    where = machine(data["environment"], "triton", "flash-attn-4")
+    yield f"{where}; attention of one layer; a copy {rate:.2f} TB/s"
+    lines = by_key(data["rows"], lambda row: (row["case"], row["heads"]), "side")
+    yield Table(columns, list(lines.values()))
+
+
+def config_of(rows: int, words: str) -> Config:
+    """KEYS,WARPS,STAGES or KEYS,WARPS,STAGES,REGISTERS."""
+    keys, warps, stages, *registers = map(int, words.split(","))
+    return Config(rows, keys, warps, stages, *registers)
+
+
+def changed(options: argparse.Namespace) -> Iterator[patch]:
+    """Constants and tiles in place of those that are shipped, to try them out."""
+    if options.programs is not None:
+        yield patch.object(decode_work, "PROGRAMS", options.programs)
+    if options.share_from is not None:
+        yield patch.object(decode_work, "SHARE_FROM", options.share_from)
+    if options.wide or options.narrow:
+        from prefixtree.kernels.triton import configs
+
+        shipped = configs.choose_decode
+
+        def choose(*arguments: int) -> tuple[Config, Config]:
+            wide, narrow = shipped(*arguments)
+            if options.wide:
+                wide = config_of(wide.rows, options.wide)
+            return wide, config_of(narrow.rows, options.narrow) if options.narrow else narrow
+
+        yield patch.object(configs, "choose_decode", choose)
+
+
+# a whole step comes here when there is a sampler
+LEVELS: dict[int, Callable[[argparse.Namespace], Report]] = {0: level_0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    add = what.add_argument
+    add("--level", type=int, default=0, choices=list(LEVELS), help="0: attention of one layer")
+    add("--sides", nargs="+", default=list(SIDES), choices=SIDES, metavar="SIDE")
+    add("--prompts", nargs="*", type=int, default=list(PROMPTS), help="tokens of the prompts")
+    add("--trees", type=int, default=8, help="prompts, each with 16 rows")
+    add("--tail", type=int, default=TAIL, help="written keys of a row")
+    add("--heads", nargs="+", default=["32x8x128", "16x8x128"], help="query x kv heads x head dim")
+    add("--rollouts", help="JSONL.gz, for the case airline")
+    add("--programs", type=int, help="per multiprocessor, in place of PROGRAMS")
+    add("--share-from", type=int, help="in place of SHARE_FROM")
+    add("--wide", help="KEYS,WARPS,STAGES[,REGISTERS] of wide items")
+    add("--narrow", help="the same of narrow ones")
+    add("--profile", action="store_true", help="print the kernels of a call")
+    options = parse(what, arguments)
+    if options.read is not None:
+        return Report.read(options).finish(tables)
+    gone = [side for side in options.sides if missing(side, options.device)]
+    options.skipped += gone
+    options.sides = [side for side in options.sides if side not in gone]
+    with ExitStack() as stack:
+        for change in changed(options):
+            stack.enter_context(change)
+        return LEVELS[options.level](options).finish(tables)

@@ -1,0 +1,206 @@
+"""`cascade_attention`: attention of new tokens to a growing forest's keys, each read once.
+
+Keys that several rows share are read once for all of them; the partial results of a row are joined
+by their lse. A registered operator that writes into the pools; torch.compile keeps it in one graph.
+
+Legend: B rows, H query heads, Hk kv heads, D and Dv head dims, C keys of the pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels import decode_eager
+from prefixtree.kernels.decode_eager import DecodeCall
+from prefixtree.kernels.packages import installed
+from prefixtree.kernels.torch_library import as_given, new_library, register
+from prefixtree.packing.decode_work import DecodeTables, DecodeWork
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def _chosen(backend: str, call: DecodeCall) -> Callable[[DecodeCall], torch.Tensor]:
+    """The forward of the backend that serves a call; the Triton kernels wherever they do."""
+    if backend == "torch" or (backend == "auto" and not call.q.is_cuda):
+        return decode_eager.forward
+    reason: str | None = "it needs the package triton"
+    if installed("triton"):
+        from prefixtree.kernels.triton import decode_launch
+
+        reason = decode_launch.refusal(call)
+        if reason is None:
+            return decode_launch.forward
+    if backend == "triton":
+        raise UnsupportedError(f"{reason}; use backend='torch'")
+    return decode_eager.forward
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    sinks: torch.Tensor | None,
+    tables: list[torch.Tensor],
+    scale: float,
+    window: int,
+    softcap: float,
+    block: int,
+    narrow_block: int,
+    backend: str,
+) -> torch.Tensor:
+    pools, blocks = (key_pool, value_pool), (block, narrow_block)
+    work = DecodeTables(*tables)
+    call = DecodeCall(q, k, v, *pools, sinks, work, scale, window, softcap, *blocks)
+    with as_given(q):
+        return _chosen(backend, call)(call)
+
+
+def _fake(q, k, v, *_):
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+_CASCADE = register(
+    new_library("_decode_library"),
+    "cascade_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor? sinks, "
+    "Tensor[] tables, float scale, SymInt window, float softcap, int block, int narrow_block, "
+    "str backend) -> Tensor",
+    _forward,
+    _fake,
+)
+
+
+def cascade_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    work: DecodeWork,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Writes the rows' keys and values into the pools and attends to all that each row sees.
+
+    Every live row's k and v are written at the next key of its tail. Then the row sees its runs and
+    its tail up to that key. Call `work.advance()` after the last layer, before the next step. Not
+    differentiable.
+
+    Args:
+        q: [B, H, D], floating point; B is `work.num_rows`. Any strides.
+        k: [B, Hk, D] in q's dtype. H is a multiple of Hk; query head h reads kv head h // (H / Hk).
+        v: [B, Hk, Dv] in q's dtype.
+        key_pool: [C, Hk, D] in q's dtype, changed in place.
+        value_pool: [C, Hk, Dv] in q's dtype, changed in place.
+        work: on q's device; its keys are less than C.
+        scale: the factor on q k^T. Default: D ** -0.5.
+        window: the sliding window, in tokens, as in `tree_attention`; the one that `work` was built
+            for. Default: no window.
+        softcap: c in c tanh(scale q k^T / c). Default: no soft cap.
+        sinks: [H] floating point, one logit per query head that joins the softmax without a value.
+            Default: no sinks.
+        backend: "triton" (GPUs), "torch" (any device; it waits for the device), or "auto": triton
+            where it can serve the call. Default: "auto".
+
+    Returns:
+        [B, H, Dv] in q's dtype; zeros for rows that are not live.
+
+    Raises:
+        ValueError: arguments that do not fit together, with what was expected.
+        UnsupportedError: a backend that cannot serve this call, with the reason.
+        RuntimeError: a gradient would be needed.
+    """
+    _check(q, k, v, key_pool, value_pool, work, window, softcap, sinks, backend)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    out: torch.Tensor = _CASCADE(
+        q,
+        k,
+        v,
+        key_pool,
+        value_pool,
+        sinks,
+        list(work.tables),
+        scale,
+        work.window,
+        float(softcap or 0.0),
+        work.block,
+        work.narrow_block,
+        backend,
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    work: DecodeWork,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    backend: str,
+) -> None:
+    """Raises where arguments of `cascade_attention` do not fit together."""
+    given = {"q": q, "k": k, "v": v, "key_pool": key_pool, "value_pool": value_pool}
+    device = work.tables.written.device
+    for name, x in given.items():
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be [rows or keys, heads, head dim], got {list(x.shape)}")
+        if x.dtype != q.dtype or not x.is_floating_point():
+            raise ValueError(
+                f"q, k, v and the pools must share one floating-point dtype; q has {q.dtype}, "
+                f"{name} has {x.dtype}"
+            )
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, the work list on {device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"cascade_attention has no gradient, and {name} requires one; call it under "
+                "torch.no_grad()"
+            )
+    (rows, heads, dim), (_, kv_heads, d_v) = q.shape, v.shape
+    if not rows == len(k) == len(v) == work.num_rows:
+        raise ValueError(
+            f"q, k and v have {rows}, {len(k)} and {len(v)} rows, the work list {work.num_rows}"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} kv heads")
+    if k.shape[1:] != (kv_heads, dim) or key_pool.shape[1:] != k.shape[1:]:
+        raise ValueError(
+            f"k and key_pool must have {kv_heads} heads of {dim}, as v and q say, got "
+            f"{list(k.shape[1:])} and {list(key_pool.shape[1:])}"
+        )
+    if value_pool.shape[1:] != v.shape[1:] or len(key_pool) != len(value_pool):
+        raise ValueError(
+            f"value_pool must be [{len(key_pool)}, {kv_heads}, {d_v}], as key_pool and v say, got "
+            f"{list(value_pool.shape)}"
+        )
+    if work.num_keys > len(key_pool):
+        raise ValueError(
+            f"the work list has keys up to {work.num_keys}, the pools have {len(key_pool)}"
+        )
+    if (window or 0) != work.window:
+        raise ValueError(
+            f"window is {window}, and the work list was built for {work.window or None}; build one "
+            "for each window of the model"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be None or above 0, got {softcap}")
+    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
+        raise ValueError(
+            f"sinks must be floating point [{heads}], one per query head, got "
+            f"{list(sinks.shape)} of {sinks.dtype}"
+        )
+    if backend not in BACKENDS:
+        raise UnsupportedError(f"backend {backend!r} does not exist; use one of {BACKENDS}")

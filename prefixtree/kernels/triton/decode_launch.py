@@ -1,0 +1,118 @@
+"""The host side of decoding's Triton kernels: four launches, and nothing read from the device.
+
+Legend: B rows, H query heads, Hk kv heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from prefixtree.kernels import device_info
+from prefixtree.kernels.decode_eager import DecodeCall
+from prefixtree.kernels.triton import configs
+from prefixtree.kernels.triton.decode import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.triton.launch import INTERPRETED, LOG2E, padded
+
+# slots that a program of the merge loads at once
+_MERGED = 16
+
+
+def refusal(call: DecodeCall) -> str | None:
+    """Why these kernels cannot serve a call; None where they can."""
+    q, d_v = call.q, call.v.shape[2]
+    if not (q.is_cuda or INTERPRETED):
+        return f"it runs on GPUs, and q is on {q.device}"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it computes in float16, bfloat16 and float32, and q is {q.dtype}"
+    if q.is_cuda and torch.version.hip is None and device_info.capability(q.device) < (8, 0):
+        return "it needs compute capability 8.0 (Ampere) or later"
+    if max(q.shape[2], d_v) > 256:
+        return f"head dims must be 1 to 256, and are {q.shape[2]} and {d_v}"
+    if call.key_pool.stride(2) != 1 or call.value_pool.stride(2) != 1:
+        return "it writes into pools whose last stride is 1"
+    return None
+
+
+def forward(call: DecodeCall) -> torch.Tensor:
+    """Writes k and v, -> out [B, H, Dv] in q's dtype."""
+    tables, (rows, heads, d) = call.tables, call.q.shape
+    kv_heads, d_v = call.v.shape[1:]
+    key_pool, value_pool = call.key_pool, call.value_pool
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    out = q.new_empty(rows, heads, d_v)
+    part = q.new_empty(len(tables.slots), heads, d_v, dtype=torch.float32)
+    lse = part.new_empty(len(tables.slots), heads)
+    dims = {"D": d, "DV": d_v, "D_PADDED": padded(d), "DV_PADDED": padded(d_v)}
+    rest = tables.tails, tables.written, tables.live.view(torch.uint8)
+    with device_info.current(q.device):
+        write_kernel[(rows,)](
+            k,
+            v,
+            key_pool,
+            value_pool,
+            *rest,
+            *(x for tensor in (k, v, key_pool, value_pool) for x in tensor.stride()[:2]),
+            KV_HEADS=kv_heads,
+            HEADS_PADDED=triton.next_power_of_2(kv_heads),
+            **dims,
+        )
+        group = heads // kv_heads
+        chosen = configs.choose_decode(
+            device_info.capability(q.device), dims["D_PADDED"], dims["DV_PADDED"], q.dtype.itemsize
+        )
+        sizes = call.block, call.narrow_block
+        for items, most, config in zip((tables.wide, tables.narrow), sizes, chosen, strict=True):
+            if len(items) == 0:
+                continue
+            partial_kernel[(len(items) * kv_heads,)](
+                q,
+                key_pool,
+                value_pool,
+                part,
+                lse,
+                items,
+                tables.pieces,
+                *rest,
+                *(x for tensor in (q, key_pool, value_pool) for x in tensor.stride()[:2]),
+                *_factors(call),
+                call.window,
+                GROUP=group,
+                KV_HEADS=kv_heads,
+                # a list may have been built for another group
+                ROWS=max(16, triton.next_power_of_2(most * group)),
+                KEYS=config.keys,
+                HAS_WINDOW=call.window > 0,
+                HAS_SOFTCAP=call.softcap > 0,
+                **_options(config),
+                **dims,
+            )
+        merge_kernel[(rows * heads,)](
+            part,
+            lse,
+            lse if call.sinks is None else call.sinks.contiguous(),
+            out,
+            tables.slot_ptr,
+            tables.slots,
+            HEADS=heads,
+            DV=d_v,
+            DV_PADDED=dims["DV_PADDED"],
+            BLOCK=_MERGED,
+            HAS_SINKS=call.sinks is not None,
+        )
+    return out
+
+
+def _options(config: configs.Config) -> dict[str, int]:
+    """How the compiler shall launch a configuration."""
+    out = {"num_warps": config.warps, "num_stages": config.stages}
+    if config.registers and torch.version.hip is None:
+        out["maxnreg"] = config.registers
+    return out
+
+
+def _factors(call: DecodeCall) -> tuple[float, float]:
+    """`inner` and `outer` of `primitives.squash`."""
+    if call.softcap:
+        return call.scale / call.softcap, call.softcap * LOG2E
+    return 0.0, call.scale * LOG2E

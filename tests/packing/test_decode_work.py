@@ -1,0 +1,175 @@
+"""`DecodeWork`: every row reads every key that it sees, once; contents change in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixtree.packing import decode_work
+from prefixtree.packing.decode_work import Capacity, DecodeWork
+from tests.support.decode_cases import random_case, random_shape, visible
+
+RUNS = np.array([[0, 100, 0, 3, 0], [100, 107, 1, 3, 100]])
+TAILS = np.array([[200, 8, 3, 100], [208, 8, 0, 107], [216, 8, 7, 107]])
+
+
+def plus(tails: np.ndarray, *change: int) -> np.ndarray:
+    return tails + np.array(change)
+
+
+def reads(work: DecodeWork) -> dict[int, list[tuple[int, int]]]:
+    """(key, depth) pairs that each row reads, by the items that its slots name."""
+    tables = work.tables
+    items = [item for part in (tables.wide, tables.narrow) for item in part.tolist() if item[1]]
+    of_slot = {}
+    for item in items:
+        for i in range(item[1]):
+            assert item[4] + i not in of_slot
+            of_slot[item[4] + i] = (item[0] + i, item)
+    pieces, ptr = tables.pieces.tolist(), tables.slot_ptr.tolist()
+    out: dict[int, list[tuple[int, int]]] = {}
+    for r in range(work.num_rows):
+        out[r] = []
+        for slot in tables.slots[ptr[r] : ptr[r + 1]].tolist():
+            row, item = of_slot.pop(slot)
+            assert row == r
+            for first, keys, depth in pieces[item[2] : item[3]]:
+                out[r] += [(first + i, depth + i) for i in range(keys)]
+    assert not of_slot
+    return out
+
+
+@given(st.data())
+def test_every_row_reads_every_key_once(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    rows, tokens = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([1, 1, 6]))
+    runs, tails, _ = random_shape(rng, rows, data.draw(st.sampled_from([3, 90])), 20, tokens)
+    group, chunk = data.draw(st.sampled_from([1, 3, 4, 16, 40])), data.draw(st.integers(1, 200))
+    work = DecodeWork.build(runs, tails, group=group, chunk=chunk)
+    expected: dict[int, list[tuple[int, int]]] = {r: [] for r in range(len(tails))}
+    for a, b, i, j, depth in runs.tolist():
+        for r in range(i, j):
+            expected[r] += [(key, depth + key - a) for key in range(a, b)]
+    for r, (first, room, _, depth) in enumerate(tails.tolist()):
+        expected[r] += [(first + i, depth + i) for i in range(room)]
+    found = reads(work)
+    assert {r: sorted(found[r]) for r in found} == {r: sorted(expected[r]) for r in expected}
+    # no item is longer than asked for, nor has more rows
+    tables = work.tables
+    keys = np.concatenate([[0], np.cumsum(tables.pieces[:, 1].numpy())])
+    for part, most in ((tables.wide, max(1, 64 // group)), (tables.narrow, max(1, 16 // group))):
+        for first, count, begin, stop, _ in part.tolist():
+            assert 0 < count <= most and keys[stop] - keys[begin] <= max(chunk, 1) + 63
+            assert first + count <= len(tails)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_a_window_hides_now_and_later_is_left_out(seed: int) -> None:
+    window = 1 + 7 * seed
+    case = random_case(seed, 9, window=window)
+    found, seen = reads(case.work()), visible(replace(case, live=torch.ones(9, dtype=torch.bool)))
+    for r, keys in found.items():
+        first, room, written, _ = case.tails[r].tolist()
+        wanted = set(seen[r].nonzero()[:, 0].tolist()) | set(range(first + written, first + room))
+        assert wanted <= {key for key, _ in keys} and len(keys) == len({key for key, _ in keys})
+    # a shared run is cut at what the least deep of its rows still sees
+    for start, end, i, j, depth in case.runs.tolist():
+        least = min(case.tails[r, 3] + case.tails[r, 2] for r in range(i, j)) - window + 1
+        for r in range(i, j):
+            run = [d for key, d in found[r] if start <= key < end]
+            assert all(d >= least for d in run) and len(run) == min(
+                end - start, max(0, depth + end - start - least)
+            )
+
+
+def test_a_run_is_shared_where_that_saves_enough() -> None:
+    """Otherwise it is read with the tail of each row."""
+    work = DecodeWork.build(RUNS, TAILS, group=1)
+    # 100 keys x 2 and 7 x 1 are too few: one item per row, of all it reads
+    assert work.capacity == Capacity(rows=3, wide=0, narrow=3, pieces=2 + 3 + 3, slots=3)
+    far = np.array([[0, 1000, 0, 3, 0], [1000, 1007, 1, 3, 1000]])
+    tails = plus(TAILS, 2000, 0, 0, 1000)
+    work = DecodeWork.build(far, tails, group=1)
+    assert work.capacity == Capacity(rows=3, wide=0, narrow=4, pieces=1 + 1 + 2 + 2, slots=6)
+    # runs of the same rows are one
+    same = np.array([[0, 300, 0, 3, 0], [500, 800, 0, 3, 300]])
+    assert DecodeWork.build(same, tails, group=1).capacity.slots == 6
+    # more rows than a narrow item has
+    assert DecodeWork.build(far, tails, group=8).capacity.wide == 1
+
+
+def test_the_threshold_is_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_work, "SHARE_FROM", 199)
+    assert DecodeWork.build(RUNS, TAILS, group=1).capacity.slots == 6
+
+
+def test_contents_change_in_place() -> None:
+    room = Capacity(rows=5, wide=4, narrow=40, pieces=60, slots=60)
+    work = DecodeWork.build(RUNS, TAILS, capacity=room, num_keys=400, chunk=16)
+    where = [x.data_ptr() for x in work.tables]
+    first = reads(work)
+    assert not first[3] and not first[4]
+    assert work.tables.live.tolist() == [True] * 3 + [False] * 2
+    assert work.positions.tolist() == [103, 107, 114, 0, 0]
+    work.advance()
+    assert work.positions.tolist() == [104, 108, 115, 0, 0]
+    work.tables.live[1] = False
+    work.advance()
+    assert work.positions.tolist() == [105, 108, 116, 0, 0]
+    more = np.concatenate([TAILS, [[300, 8, 2, 0]]])
+    work.refill(RUNS[:1], more)
+    assert work.positions.tolist() == [103, 107, 114, 2, 0]
+    assert work.tables.live.tolist() == [True] * 4 + [False]
+    assert reads(work) | {4: []} == reads(DecodeWork.build(RUNS[:1], more, chunk=16)) | {4: []}
+    # nothing changes where it does not fit
+    before = [x.clone() for x in work.tables]
+    for runs, tails, words in (
+        (RUNS, np.concatenate([more, *(plus(more[3:], 8 * i, 0, 0, 0) for i in (1, 2))]), "cannot"),
+        (RUNS, plus(more, 200, 0, 0, 0), "pool of 400"),
+        (RUNS, plus(more, 0, 0, 6, 0), "no more keys"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            work.refill(runs, tails)
+    assert all(torch.equal(a, b) for a, b in zip(before, work.tables, strict=True))
+    assert where == [x.data_ptr() for x in work.tables]
+    work.refill(RUNS, TAILS)
+    assert reads(work) == first
+
+
+def test_the_callers_live_rows_are_kept() -> None:
+    live = torch.tensor([True, False, True])
+    full = plus(TAILS, 0, 0, 0, 0)
+    full[1, 2] = full[1, 1]
+    work = DecodeWork.build(RUNS, full, live=live)
+    live[2] = False
+    work.advance()
+    assert work.tables.written.tolist() == [4, 8, 7]
+    with pytest.raises(ValueError, match=r"tails\[1\] has 8 keys written and room for 8"):
+        DecodeWork.build(RUNS, full)
+
+
+@pytest.mark.parametrize(
+    "runs, tails, options, words",
+    [
+        (RUNS.astype(float), TAILS, {}, r"runs must be integers \[.., 5\], got float64"),
+        (RUNS, TAILS[:, :3], {}, r"tails must be integers \[.., 4\], got int64 \[3, 3\]"),
+        (RUNS, TAILS[:0], {}, "no rows"),
+        (RUNS, TAILS[:2], {}, "some of the 2 rows"),
+        (RUNS, TAILS, {"num_keys": 100}, "pool of 100"),
+        (RUNS, TAILS - [0, 0, 0, 1], {}, r"run \[0, 100, 0, 3, 0\] holds keys that are deeper"),
+        (RUNS, TAILS[[0, 0, 1]] + [[0] * 4, [0, 0, 1, 0], [0] * 4], {}, "into one tail"),
+        (RUNS, TAILS, {"window": 0}, "window must be None or at least 1, got 0"),
+        (RUNS, TAILS, {"group": 0}, "group and kv_heads"),
+        (RUNS, TAILS, {"live": torch.ones(2, dtype=torch.bool)}, r"live must be bool \[3\]"),
+        (RUNS, TAILS, {"capacity": Capacity(3, 0, 0, 0, 0)}, "another DecodeWork"),
+        (RUNS, TAILS, {"num_keys": 2**31}, r"at most 2\^31 - 1"),
+    ],
+)
+def test_refusals(runs: np.ndarray, tails: np.ndarray, options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DecodeWork.build(runs, tails, **options)
