@@ -31,6 +31,7 @@ def show_files(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks show")
     parser.add_argument("name", choices=list(questions()), metavar="NAME")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("--table", default="tables", help="of a benchmark with several: its name")
     parser.add_argument("--markdown", action="store_true", help="as docs/results.md has them")
     options = parser.parse_args(arguments)
     module = importlib.import_module(f"benchmarks.cases.{options.name}")
@@ -39,7 +40,9 @@ def show_files(arguments: Sequence[str]) -> int:
         data = json.loads(file.read_text())
         # a file may hold several runs
         runs += data if isinstance(data, list) else [data]
-    parts = module.tables(*runs)
+    if not hasattr(module, options.table):
+        parser.error(f"the benchmark {options.name!r} has no tables {options.table!r}")
+    parts = getattr(module, options.table)(*runs)
     if options.markdown:
         print(markdown(parts))
     else:

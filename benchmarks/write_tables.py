@@ -33,6 +33,7 @@ TABLES = {
     "layer": ("layer.tables", "h200/layer.json"),
     "model": ("model.tables", "h200/model.json", "h200/model_*_layers.json"),
     "recomputed": ("model.recomputed", "h200/recompute*.json"),
+    "update_best": ("model.best", "h200/update_default.json", "h200/update_best.json"),
     "layers_by": ("model.layers_by", "h200/layers_by.json"),
     "recurrence": ("recurrence.tables", "h200/recurrence.json", "h200/recurrence_*.json"),
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),

@@ -31,6 +31,7 @@
 #   layer        9     one decoder layer; in two runs with LAYER_ARGS="--prompts ..."
 #   model        4     a policy update, of 8 or 4 layers; 9 with MODEL_ARGS="--layers 12 --cases ..."
 #   memory       2-4   the peak of a micro-batch
+#   update_best  ?     a policy update of 12 layers of an 8B model, every side with its defaults and at its best
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
@@ -59,8 +60,8 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS,
-# DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
+# UPDATE_ARGS, UPDATE_BEST_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS,
+# SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -317,6 +318,17 @@ model() {
   benchmark model 575 --layers 8 4 --repeats 2 "${read_rollouts[@]}" --profile "$out/profile.txt" ${MODEL_ARGS:-}
 }
 
+# every side with its defaults, then in its best setting: compiled layers, as little recomputed as fits
+update_best() {
+  ours update_best || return
+  local run=("${keep[@]}" python3 -m benchmarks model --layers 12 --repeats 1 --cases airline apart
+    --sides packed fa4 fa2 --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)"
+    "${read_rollouts[@]}" ${UPDATE_BEST_ARGS:-})
+  limited update_best 400 "${run[@]}" --layers-by compile --recompute auto --out "$out/update_best.json"
+  limited update_default 300 "${run[@]}" --recompute all --out "$out/update_default.json"
+  python3 -m benchmarks show model --table best "$out/update_default.json" "$out/update_best.json"
+}
+
 memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
 decode() { benchmark decode 420 "${read_rollouts[@]}" ${DECODE_ARGS:-}; }
@@ -421,7 +433,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

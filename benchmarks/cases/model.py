@@ -20,9 +20,10 @@ tokens, nothing recomputed; `own_mfu` counts the tokens that a side computes. Ou
 row; where the replicated sides are out of memory, the case runs again with the next smaller of
 --layers. What the layers do besides attention takes a third of the time as transformers has it;
 --layers-by compile or liger runs all sides as a trainer with torch.compile or Liger Kernel would,
---recompute gives a row each to what layers compute again in the backward.
---shape names the model; of hybrids (Qwen3.5, Qwen3-Next) the sides are own, packed and fla: FA2
-with fla's kernels, as transformers runs them.
+--recompute gives a row each to what layers compute again in the backward. `best` puts a run with
+defaults beside one with compiled layers and --recompute auto, which is the best setting of each
+side (`tools/gpu_check.sh update_best`). --shape names the model; of hybrids (Qwen3.5, Qwen3-Next)
+the sides are own, packed and fla: FA2 with fla's kernels, as transformers runs them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,14 @@ from benchmarks.lib.layers import (
 )
 from benchmarks.lib.plots import bars, figure, name, save
 from benchmarks.lib.policy import Update, turn_samples
-from benchmarks.lib.replicated import HYBRID_PEERS, PEERS, chains, pairs, skip_missing
+from benchmarks.lib.replicated import (
+    HYBRID_PEERS,
+    PEERS,
+    chains,
+    noted_backends,
+    pairs,
+    skip_missing,
+)
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import (
     GIB,
@@ -73,7 +81,7 @@ from prefixtree import pack, plan_micro_batches, plan_recomputation
 from prefixtree.cost import model_cost
 from prefixtree.integrations.recompute.forward import memory_of
 from prefixtree.integrations.recompute.layers import MODES
-from prefixtree.integrations.recompute.plan import Work, scoring_bytes
+from prefixtree.integrations.recompute.plan import RecomputePlan, Work, scoring_bytes
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.testing.attention import pieces
 
@@ -166,19 +174,31 @@ def drift(mine: dict[bytes, torch.Tensor], theirs: dict[bytes, torch.Tensor]) ->
     return float(gap[scored].mean())
 
 
-def predicted_bytes(update: Update) -> int:
-    """Weights, gradients, and the most that is predicted for a micro-batch's activations."""
+def predicted(update: Update) -> tuple[int, RecomputePlan]:
+    """Weights, gradients, and the most that is predicted for a micro-batch's activations; what the
+    layers recompute in that micro-batch."""
     model = update.model
     held = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
     memory = memory_of(model, model, model.device)
-    peaks = []
+    plans = []
     for step in update.steps:
         work = Work(step.packed.forest, sum(int(m[1:].sum()) for m in step.masks))
         modes = update.recompute
         if modes == "auto":
             modes = plan_recomputation(model, step.packed, scored=work.scored).modes
-        peaks.append(memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work)))
-    return held + max(peaks)
+        else:
+            modes = (modes,) * len(memory.layers["all"])
+        peak = memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work))
+        plans.append(RecomputePlan(modes, peak))
+    worst = max(plans, key=lambda plan: plan.peak_bytes)
+    return held + worst.peak_bytes, worst
+
+
+def expected_backends(side: str, layers_by: str) -> set[str] | None:
+    """Those of our operator while a side runs; None where any will do."""
+    if side == "fa4":
+        return {"flash"} if layers_by == "compile" else set()
+    return set() if side == "fa2" else None
 
 
 def run_side(
@@ -197,9 +217,14 @@ def run_side(
             parameter.grad = torch.zeros_like(parameter)
     update = Update.of_batches(side, model, batches, options)
     update.recompute = recompute
-    predicted = predicted_bytes(update)
-    olds = by_sequence(batches, [update.old(step) for step in update.steps])
-    row: Row = {"red": []}
+    predicted_bytes, plan = predicted(update)
+    with noted_backends() as backends:
+        olds = by_sequence(batches, [update.old(step) for step in update.steps])
+    row: Row = {"red": [], "backends": sorted(backends)}
+    expected = expected_backends(side, options.layers_by)
+    if expected is not None and backends != expected:
+        row["red"] = [f"our operator ran {sorted(backends)}, and not {sorted(expected)}"]
+        return row
     if "logprobs" in known:
         row["drift"] = drift(olds, known["logprobs"])
         if not row["drift"] <= DRIFT:
@@ -218,7 +243,8 @@ def run_side(
         "seconds": time,
         "all_seconds": [ms / 1e3 for ms in seconds["all_ms"]],
         "peak_bytes": seconds["peak_with_held_bytes"],
-        "predicted_bytes": predicted,
+        "predicted_bytes": predicted_bytes,
+        "modes": {mode: plan.modes.count(mode) for mode in MODES},
         "micro_batches": len(batches),
         "replicated": replicated,
         "computed": sum(
@@ -301,6 +327,8 @@ def run_layers(
                 nonlocal model
                 if checks[side]["red"]:
                     return {"red": checks[side]["red"]}
+                # layers that were compiled with one attention keep it
+                torch._dynamo.reset()
                 if model is None:
                     shape = config(layers, options.is_tiny, shape=options.shape)
                     model = checkpointed(model_of(shape, options.device, options.dtype))
@@ -473,6 +501,72 @@ def recomputed(*runs: Row) -> Parts:
     )
 
 
+def best(*runs: Row) -> Parts:
+    """Every side with its defaults and in its best setting: compiled layers, as little recomputed
+    as fits. A line per case, number of layers and side; packed over the side in either setting."""
+    if not runs:
+        yield "Not measured yet."
+        return
+    names = {
+        "fa2": "replicated, FA2",
+        "fa4": "replicated, flash-attn-4",
+        "own": "replicated, our backend",
+        "packed": "packed",
+    }
+    # default or best, by (case, layers), then by side
+    found: dict[tuple[Any, ...], dict[str, dict[bool, Row]]] = {}
+    for run in runs:
+        is_best = run["layers_by"] != "transformers"
+        for row in run["rows"]:
+            sides = found.setdefault((row["case"], row["layers"]), {})
+            sides.setdefault(row["side"], {})[is_best] = row
+    lines = [
+        (case, side, settings, sides.get("packed", {}))
+        for case, sides in found.items()
+        for side, settings in sides.items()
+    ]
+
+    def seconds(is_best: bool) -> Callable[[Any], str]:
+        def cell(line: Any) -> str:
+            row = line[2].get(is_best, {})
+            return f"{row['seconds']:.3f}" if "seconds" in row else verdict(row)[:40]
+
+        return cell
+
+    def memory(is_best: bool) -> Callable[[Any], str]:
+        return lambda line: gib(line[2].get(is_best, {}).get("peak_bytes"))
+
+    def gain(is_best: bool) -> Callable[[Any], str]:
+        def cell(line: Any) -> str:
+            row, packed = line[2].get(is_best, {}), line[3].get(is_best, {})
+            if line[1] == "packed" or "seconds" not in row or "seconds" not in packed:
+                return ""
+            return times_cell(row["seconds"] / packed["seconds"])
+
+        return cell
+
+    def modes(line: Any) -> str:
+        counts = line[2].get(True, {}).get("modes", {})
+        return ", ".join(f"{n} {mode.replace('_', ' ')}" for mode, n in counts.items() if n)
+
+    yield machine(runs[0]["environment"], "transformers")
+    yield Table(
+        [
+            Column("case", lambda line: line[0][0]),
+            Column("layers", lambda line: str(line[0][1])),
+            Column("side", lambda line: names[line[1]]),
+            Column("default, s", seconds(False)),
+            Column("GiB", memory(False)),
+            Column("best, s", seconds(True)),
+            Column("GiB", memory(True)),
+            Column("layers recompute", modes),
+            Column("packed is, default", gain(False)),
+            Column("packed is, best", gain(True)),
+        ],
+        lines,
+    )
+
+
 def plot(report: Report) -> None:
     """Replicated tokens per second, and peak memory, one bar per side."""
     rows = [row for row in report.rows if "seconds" in row]
@@ -508,7 +602,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--layers-by",
         choices=("transformers", "compile", "liger"),
         default="transformers",
-        help="compile: packed and own alone; liger: needs liger-kernel",
+        help="liger: needs liger-kernel",
     )
     what.add_argument(
         "--recompute",
@@ -525,11 +619,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.cases.remove("airline")
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
-    # peers come in place of functions that compiled code has seen already
-    served = {"own", *(PEERS if options.shape == SHAPES[0] else HYBRID_PEERS)}
-    if options.layers_by == "compile":
-        served = {"own"}
-    skip_missing(options, {*PEERS, *HYBRID_PEERS} - served)
+    # peers come in the place of our functions; fla's would be seen by compiled code already
+    is_plain = options.shape == SHAPES[0]
+    served = PEERS if is_plain else HYBRID_PEERS
+    if not is_plain and options.layers_by == "compile":
+        served = ("own",)
+    skip_missing(options, {*PEERS, *HYBRID_PEERS} - {*served, "own"})
     if options.profile is not None:
         options.profile.write_text("")
     checks = check_sides(options.sides, options, options.layers_by)

@@ -361,6 +361,8 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
         "distinct": PrefixForest.from_sequences(samples.sequences).num_tokens,
     }
     for side in options.sides:
+        # layers that were compiled with one attention keep it
+        torch._dynamo.reset()
         one = partial(run_side, side, model, samples, max_tokens, check, known, options, ranks)
         row = report.attempt({"side": side, "ranks": ranks.count}, one)
         got = verdict(row) or f"{row['seconds']:.3f} s"
@@ -470,7 +472,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--layers-by",
         choices=("transformers", "compile"),
         default="transformers",
-        help="compile: fa2, which takes the place of the attention function, is left out",
     )
     what.add_argument("--recompute", choices=(*MODES, "auto"), default="all")
     what.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
@@ -482,8 +483,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what.error("give --rollouts")
     if options.fsdp and "RANK" not in os.environ:
         what.error("--fsdp goes with torchrun")
-    if options.layers_by == "compile":
-        options.sides = [side for side in options.sides if side != "fa2"]
     if not options.fsdp:
         return run(options, Ranks(options.device))
     code = run(options, Ranks.of_torchrun(options))

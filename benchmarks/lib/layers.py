@@ -170,6 +170,24 @@ def attention_of(side: str, forest: PrefixForest, device: str, dtype: str) -> At
     return in_pieces(side, lengths, torch.device(device), getattr(torch, dtype))
 
 
+def attention_in(
+    side: str, forest: PrefixForest, options: argparse.Namespace, layers_by: str
+) -> tuple[Attention | None, str]:
+    """The attention of a side, for `attending`, and the backend of its packed forest.
+
+    In compiled layers flash-attn-4's kernels for sequences of variable lengths run by our operator,
+    whose flash backend takes them for chains: its own function would break each layer's graph.
+    """
+    if side == "fa4" and layers_by == "compile":
+        return None, "flash"
+    attend = attention_of(side, forest, options.device, options.dtype)
+    has_loop = options.device == "cpu" or options.dtype == "float32"
+    if attend is not None and layers_by == "compile" and has_loop:
+        # a sequence at a time: compiled, it would be a graph per list of lengths
+        attend = torch.compiler.disable(attend)
+    return attend, options.backend
+
+
 def prompt_batch(prompt: int, responses: Sequence[int], vocabulary: int, seed: int = 0) -> Batch:
     """One prompt and its responses, which alone are scored."""
     rng = np.random.default_rng(seed)
@@ -297,8 +315,10 @@ def check_sides(
     faster_layers(model, layers_by)
     out = {}
     for side in sides:
+        # layers that were compiled with one attention keep it
+        torch._dynamo.reset()
         try:
-            run = _small_run(side, model, batch, objective, options)
+            run = _small_run(side, model, batch, objective, options, layers_by)
         except Exception as problem:
             # a peer that cannot run is red, with the reason, and the others go on
             out[side] = {"red": [f"{type(problem).__name__}: {problem}"[:300]]}
@@ -322,9 +342,14 @@ def _errors(run: Run, exact: Run) -> dict[str, float]:
 
 
 def _small_run(
-    side: str, model: Any, batch: Batch, objective: Any, options: argparse.Namespace
+    side: str,
+    model: Any,
+    batch: Batch,
+    objective: Any,
+    options: argparse.Namespace,
+    layers_by: str,
 ) -> Run:
-    attend = attention_of(side, batch.forest, options.device, options.dtype)
-    packed = batch.packed(side, options.device).with_options(options.backend)
+    attend, backend = attention_in(side, batch.forest, options, layers_by)
+    packed = batch.packed(side, options.device).with_options(backend)
     with attending(attend):
         return run_packed(model, packed, objective, batch.masks)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config
 
 from benchmarks.lib import layers
-from benchmarks.lib.layers import Batch, attention_of
+from benchmarks.lib.layers import Batch, attention_in
 from benchmarks.lib.replicated import attending, chains
 from benchmarks.lib.verl import verl_micro_batches
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
@@ -246,8 +246,10 @@ class Step:
         given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in each] or [np.zeros((2, 0))]
         weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
         whole = forest if side == "packed" else chains(forest)
-        packed = pack(whole).to(device).with_options(options.backend)
-        attend = attention_of(side, forest, device, options.dtype)
+        attend, backend = attention_in(
+            side, forest, options, getattr(options, "layers_by", "transformers")
+        )
+        packed = pack(whole).to(device).with_options(backend)
         return cls(indices, packed, attend, masks, advantage, weight)
 
     @property

@@ -26,6 +26,8 @@ from prefixtree import PrefixForest, pack, tree_attention
 from prefixtree.cost import visible_pairs
 from prefixtree.integrations import hybrids, scoring
 from prefixtree.integrations.transformers import prefixtree_attention
+from prefixtree.kernels import operator
+from prefixtree.kernels.protocol import AttentionCall
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")
@@ -185,23 +187,39 @@ class WithFla:
         return out
 
 
+class _Now:
+    """The attention that `attending` puts in the place of ours."""
+
+    attend: Attention | None = None
+
+
+_now = _Now()
+
+
+def _attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    # compiled code looks here again in every call, and at the tensors that the function holds
+    assert _now.attend is not None
+    out = _now.attend(*(x[0].transpose(0, 1) for x in (query, key, value)))
+    return out[None], None
+
+
 @contextmanager
 def attending(attend: Attention | None) -> Iterator[None]:
     """While open, models with attn_implementation="prefixtree" attend by this function of q, k and
     v [tokens, heads, head dim], whatever their tree mask; None leaves them as they are. Keep it
     open for the backward: checkpointed layers attend again there. With `WithFla` recurrent layers
-    call fla's functions as well."""
+    call fla's functions as well.
+
+    Layers that were compiled with another attention keep it: call `torch._dynamo.reset` between
+    sides.
+    """
     if attend is None:
         yield
         return
-
-    def function(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, None]:
-        out = attend(*(x[0].transpose(0, 1) for x in (query, key, value)))
-        return out[None], None
-
-    AttentionInterface.register("prefixtree", function)
+    AttentionInterface.register("prefixtree", _attention)
+    _now.attend = attend
     try:
         with ExitStack() as patches:
             # which finds that no layer follows the tree
@@ -212,4 +230,21 @@ def attending(attend: Attention | None) -> Iterator[None]:
                 patches.enter_context(patch.object(hybrids, "tree_delta_rule", attend.delta_rule))
             yield
     finally:
+        _now.attend = None
         AttentionInterface.register("prefixtree", prefixtree_attention)
+
+
+@contextmanager
+def noted_backends() -> Iterator[set[str]]:
+    """Gives a set that gets the names of the backends by which `tree_attention` computes, in
+    compiled layers too."""
+    names: set[str] = set()
+    choose = operator.choose
+
+    def noted(name: str, call: AttentionCall) -> Any:
+        chosen = choose(name, call)
+        names.add(chosen.backend.name)
+        return chosen
+
+    with patch.object(operator, "choose", noted):
+        yield names

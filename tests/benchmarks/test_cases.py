@@ -208,13 +208,31 @@ def test_model(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_model_of_compiled_layers(tmp_path: Path) -> None:
     out = tmp_path / "model.json"
-    some = ["--layers", "1", "--cases", "longreason", "--micro-batches", "32"]
-    assert model.main([*TINY, *some, "--layers-by", "compile", "--out", str(out)]) == 0
+    some = ["--layers", "1", "--cases", "apart", "--sides", "packed", "fa2", "fa4"]
+    best = ["--layers-by", "compile", "--recompute", "auto"]
+    assert model.main([*TINY, *some, *best, "--out", str(out)]) == 0
     data = result(out)
-    assert data["layers_by"] == "compile" and set(data["checks"]) == {"own", "packed"}
-    # peers come in place of the attention function, which compiled code would not see
-    assert {"fa2", "fa4"} <= set(data["environment"]["skipped"])
-    assert [row["red"] for row in data["rows"]] == [[], []]
+    assert data["layers_by"] == "compile" and set(data["checks"]) == {"packed", "fa2"}
+    assert data["environment"]["skipped"] == ["fa4"]
+    packed, fa2 = data["rows"]
+    assert packed["red"] == fa2["red"] == [] and fa2["drift"] < 0.02
+    # in the place of ours, not beside it
+    assert packed["backends"] == ["sdpa"] and fa2["backends"] == []
+    assert packed["modes"] == {"all": 0, "all_but_attention": 0, "nothing": 1}
+    # beside a run with defaults
+    default = data | {"layers_by": "transformers"}
+    _, table = model.best(default, data)
+    (case, _, _), *cells = [[cell.text(line) for cell in table.columns[:3]] for line in table.rows]
+    assert case.startswith("nothing shared") and len(cells) == 1
+    gain = f"{fa2['seconds'] / packed['seconds']:.2f}x"
+    assert [cell.text(table.rows[1]) for cell in table.columns[-2:]] == [gain, gain]
+
+
+def test_a_side_that_runs_another_sides_attention_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled layers would that kept the attention of the side before."""
+    assert model.expected_backends("fa4", "compile") == {"flash"}
+    assert model.expected_backends("fa4", "transformers") == set()
+    assert model.expected_backends("packed", "compile") is None
 
 
 def test_memory(tmp_path: Path) -> None:
