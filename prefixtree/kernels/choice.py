@@ -12,6 +12,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import device_info
 from prefixtree.kernels.backends import BACKENDS, FLASH, SDPA, TRITON
+from prefixtree.kernels.flash import chains
 from prefixtree.kernels.protocol import AttentionCall, Backend
 from prefixtree.packing.block_tables import TileShape, chain_tile_costs
 from prefixtree.packing.host_mask import HostMask
@@ -122,7 +123,7 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
     most = most_work(q.shape[2])
     is_faster = work <= most
-    by = "" if mask.chain_starts is None else ", by its variable-length kernels (no tree branches)"
+    by = ", by its variable-length kernels (no tree branches)" if chains.are_served(mask) else ""
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
         f"visible pairs on this forest{by}, and was faster than triton up to {most:.2f} times"
@@ -154,8 +155,9 @@ def longest_key_tile_share(mask: HostMask, window: int) -> float:
 
 def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the query tiles and of the key tiles of flash-attn-4."""
-    starts = mask.chain_starts
-    if starts is not None:
+    if chains.are_served(mask):
+        starts = mask.chain_starts
+        assert starts is not None
         # the mask of a chain is symmetrical: its key tiles, last to first, cost as much
         return (costs := chain_tile_costs(np.diff(starts), _TILE, window)), costs
     shape, host = TileShape(_TILE, _TILE), torch.device("cpu")

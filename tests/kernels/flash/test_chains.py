@@ -55,6 +55,14 @@ def test_sequences_that_end_within_a_chain_leave_it_a_chain() -> None:
     assert TreeMask(np.empty(0, np.int32)).host.chain_starts.tolist() == [0]
 
 
+def test_more_sequences_than_were_seen_on_a_gpu_take_block_lists(emulated: ModuleType) -> None:
+    for count, kind in ((chains.MOST_SEQUENCES, Sequences), (chains.MOST_SEQUENCES + 1, Counts)):
+        mask = mask_of(PrefixForest.from_parents([-1] * count, [2] * count))
+        assert_exact(mask, Case.random(mask, (2, 1), (8, 8), torch.float64))
+        assert {type(x) for x in emulated.last.values()} == {kind}
+        assert len(choice._tile_costs(mask.host, 0)[0]) == (count if kind is Sequences else 5)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
