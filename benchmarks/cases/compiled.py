@@ -217,7 +217,8 @@ def _helpers(capability: int, dtype: str) -> None:
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
         for kernel in (lm_head.score_kernel, lm_head.gradient_kernel):
             _head(kernel, on, capability, dtype)
-        fixed = values | {"BLOCK": 16, "HEADS": 32, "HEADS_PADDED": 8}
+        fixed = values | {"BLOCK": 16, "HEADS": 32}
+        fixed |= dict.fromkeys(("KEY", "VALUE", "KEY_PADDED", "VALUE_PADDED"), 1024)
         for kernel in (merge_kernel, write_kernel):
             known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
             _decode(kernel, known, config, capability, dtype)
@@ -244,8 +245,7 @@ def _decode(
     signature = {
         name: types.get(name, f"*{dtype}" if name.isupper() else "i32") for name in kernel.arg_names
     }
-    strides = ("_row", "_head", "_key", "pool_k", "pool_v")
-    aligned = [x for x, kind in signature.items() if kind[0] == "*" or x.endswith(strides)]
+    aligned = [x for x, kind in signature.items() if kind[0] == "*"]
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return _built(kernel, signature, values, aligned, capability, options)
 

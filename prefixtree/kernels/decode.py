@@ -108,8 +108,8 @@ def cascade_attention(
         softcap: c in c tanh(scale q k^T / c). Default: no soft cap.
         sinks: [H] floating point, one logit per query head that joins the softmax without a value.
             Default: no sinks.
-        backend: "triton" (GPUs), "torch" (any device; it waits for the device), or "auto": triton
-            where it can serve the call. Default: "auto".
+        backend: "triton" (GPUs; contiguous pools), "torch" (any device; it waits for the device),
+            or "auto": triton where it can serve the call. Default: "auto".
 
     Returns:
         [B, H, Dv] in q's dtype; zeros for rows that are not live.

@@ -8,8 +8,9 @@ Legend: B rows (query tokens of a forward), N runs, H query heads, Hk kv heads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -79,6 +80,26 @@ class DecodeTables(NamedTuple):
     live: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Streams: keys by the rows that read them together, and how they are cut into items.
+
+    Attributes:
+        spans, start, size, most: as `loops.decode_items.fill` takes them.
+        tails: int64 [B, 4], checked.
+        slot_ptr: int32 [B + 1].
+        needed: the capacity that this takes.
+    """
+
+    spans: np.ndarray
+    start: np.ndarray
+    size: np.ndarray
+    most: np.ndarray
+    tails: np.ndarray
+    slot_ptr: np.ndarray
+    needed: Capacity
+
+
 class DecodeWork:
     """Which keys of a pool each row sees, laid out for `cascade_attention`.
 
@@ -93,47 +114,20 @@ class DecodeWork:
         num_keys: keys that the pools must have.
     """
 
-    def __init__(
-        self,
-        capacity: Capacity,
-        num_keys: int,
-        device: torch.device,
-        window: int,
-        group: int,
-        kv_heads: int,
-        live: torch.Tensor | None,
-        chunk: int | None,
-    ) -> None:
-        """An empty list; see `build`."""
-        self.capacity, self.device, self.window = capacity, device, window
-        self.block = max(1, WIDE // group)
-        self.narrow_block = max(1, NARROW // group)
-        self.num_keys, self._kv_heads, self._chunk = num_keys, kv_heads, chunk
-        rows = capacity.rows
-        if live is not None and (
-            live.dtype != torch.bool or live.shape != (rows,) or live.device != device
-        ):
-            raise ValueError(
-                f"live must be bool [{rows}] on {device}, one per row of the capacity, got "
-                f"{live.dtype} {list(live.shape)} on {live.device}"
-            )
-        self._given_live = live is not None
-        shapes: list[tuple[int, ...]] = [
-            (capacity.wide, 5),
-            (capacity.narrow, 5),
-            (capacity.pieces, 3),
-        ]
-        shapes += [(rows + 1,), (capacity.slots,), (rows, 3), (rows,)]
-        # addresses that are multiples of 64 bytes, in one tensor: one copy fills them all
-        self._sizes = [-(-int(np.prod(shape)) // 16) * 16 for shape in shapes]
-        self._shapes = shapes
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        wide, narrow, pieces, slot_ptr, slots, tails, self._written = self._views(self._flat)
-        if live is None:
-            live = torch.zeros(rows, dtype=torch.bool, device=device)
-        # changed by a step, so apart from what a step only reads
-        written = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tables = DecodeTables(wide, narrow, pieces, slot_ptr, slots, tails, written, live)
+    tables: DecodeTables
+    capacity: Capacity
+    window: int
+    block: int
+    narrow_block: int
+    num_keys: int
+    _device: torch.device
+    _kv_heads: int
+    _chunk: int | None
+    _given_live: bool
+    _flat: torch.Tensor
+    _written: torch.Tensor
+    _shapes: list[tuple[int, ...]]
+    _sizes: list[int]
 
     @classmethod
     @lasting
@@ -150,7 +144,7 @@ class DecodeWork:
         capacity: Capacity | None = None,
         num_keys: int | None = None,
         chunk: int | None = None,
-    ) -> DecodeWork:
+    ) -> Self:
         """Lays out the keys of a forward's rows.
 
         Args:
@@ -166,8 +160,8 @@ class DecodeWork:
             group: H / Hk of the layers. Another number costs speed, no exactness. Default: 4.
             kv_heads: Hk, as `group`. Default: 8.
             live: bool [rows of the capacity] on the device, kept and not copied: which rows write
-                their key, see their keys and go on. The caller changes it in place. Default: all
-                rows of `tails`, and every one of them must have room.
+                their key, see their keys and go on. The caller changes it in place; tokens of an
+                append stop together. Default: all rows of `tails`, which must have room.
             capacity: room for other rows and runs that `refill` may bring. Default: what these
                 need.
             num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many
@@ -178,21 +172,38 @@ class DecodeWork:
         Raises:
             ValueError: runs and tails that do not fit together; a capacity that is too small.
         """
-        device = torch.empty(0, device=device).device
         if window is not None and window < 1:
             raise ValueError(f"window must be None or at least 1, got {window}")
         if group < 1 or kv_heads < 1:
             raise ValueError(f"group and kv_heads must be at least 1, got {group} and {kv_heads}")
+        self = cls()
+        self._device = device = torch.empty(0, device=device).device
+        self._kv_heads, self._chunk, self._given_live = kv_heads, chunk, live is not None
+        self.window = window or 0
+        self.block, self.narrow_block = max(1, WIDE // group), max(1, NARROW // group)
         if num_keys is None:
-            ends = (_table("runs", runs, 5)[:, 1], _table("tails", tails, 4)[:, :2].sum(1))
+            ends = _table("runs", runs, 5)[:, 1], _table("tails", tails, 4)[:, :2].sum(1)
             num_keys = int(max(end.max(initial=0) for end in ends))
-        numbers = device, window or 0, group, kv_heads
-        # of its numbers alone, to count
-        plan = cls(Capacity(len(tails), 0, 0, 0, 0), num_keys, *numbers, None, chunk)
-        capacity = capacity or plan.needs(runs, tails)
-        work = cls(capacity, num_keys, *numbers, live, chunk)
-        work.refill(runs, tails)
-        return work
+        self.num_keys = num_keys
+        self.capacity = room = capacity or self.needs(runs, tails)
+        if live is None:
+            live = torch.zeros(room.rows, dtype=torch.bool, device=device)
+        if live.dtype != torch.bool or live.shape != (room.rows,) or live.device != device:
+            raise ValueError(
+                f"live must be bool [{room.rows}] on {device}, one per row of the capacity, got "
+                f"{live.dtype} {list(live.shape)} on {live.device}"
+            )
+        shapes = [(room.wide, 5), (room.narrow, 5), (room.pieces, 3), (room.rows + 1,)]
+        self._shapes = [*shapes, (room.slots,), (room.rows, 3), (room.rows,)]
+        # addresses that are multiples of 64 bytes, in one tensor: one copy fills them all
+        self._sizes = [-(-math.prod(shape) // 16) * 16 for shape in self._shapes]
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        wide, narrow, pieces, slot_ptr, slots, tail, self._written = self._views(self._flat)
+        # changed by a step, so apart from what a step only reads
+        written = torch.zeros(room.rows, dtype=torch.int32, device=device)
+        self.tables = DecodeTables(wide, narrow, pieces, slot_ptr, slots, tail, written, live)
+        self.refill(runs, tails)
+        return self
 
     def needs(self, runs: np.ndarray, tails: np.ndarray) -> Capacity:
         """The capacity that these runs and tails take in a list of this kind.
@@ -200,7 +211,7 @@ class DecodeWork:
         Raises:
             ValueError: they do not fit together.
         """
-        return self._plan(runs, tails)[0]
+        return self._plan(runs, tails).needed
 
     @lasting
     def refill(self, runs: np.ndarray, tails: np.ndarray) -> None:
@@ -214,14 +225,15 @@ class DecodeWork:
             ValueError: they do not fit together, or not into the capacity (`needs` tells before);
                 nothing has changed then.
         """
-        needed, tails, streams, chunk, ptr = self._plan(runs, tails)
-        if not self.capacity.holds(needed):
+        plan = self._plan(runs, tails)
+        tails, rows = plan.tails, len(plan.tails)
+        if not self.capacity.holds(plan.needed):
             raise ValueError(
-                f"a work list for {self.capacity} cannot hold {needed}; build another DecodeWork, "
-                "with a capacity that holds both"
+                f"a work list for {self.capacity} cannot hold {plan.needed}; build another "
+                "DecodeWork, with a capacity that holds both"
             )
-        if not self._given_live and (tails[:, 2] >= tails[:, 1]).any():
-            row = int(np.flatnonzero(tails[:, 2] >= tails[:, 1])[0])
+        if not self._given_live and (full := tails[:, 2] >= tails[:, 1]).any():
+            row = int(full.argmax())
             raise ValueError(
                 f"tails[{row}] has {tails[row, 2]} keys written and room for {tails[row, 1]}: a "
                 "live row writes one more; give it more room, or `live` without this row"
@@ -230,13 +242,11 @@ class DecodeWork:
         wide, narrow, pieces, slot_ptr, slots, tail, written = (
             view.numpy() for view in self._views(host)
         )
-        rows = len(tails)
-        slot_ptr[: rows + 1] = ptr
-        where = wide, narrow, pieces, slot_ptr[: rows + 1], slots
-        self._cut(streams, chunk, True, *where)
-        slot_ptr[rows + 1 :] = slot_ptr[rows]
+        slot_ptr[: rows + 1], slot_ptr[rows + 1 :] = plan.slot_ptr, plan.slot_ptr[-1]
+        cuts = plan.spans, plan.start, plan.size, plan.most, self.narrow_block, slot_ptr
+        loops.decode_items.fill(*cuts, slots, wide, narrow, pieces)
         tail[:rows], written[:rows] = tails[:, [0, 1, 3]], tails[:, 2]
-        self._flat.copy_(move(host, self.device))
+        self._flat.copy_(move(host, self._device))
         self.tables.written.copy_(self._written)
         if not self._given_live:
             self.tables.live[:rows] = True
@@ -256,49 +266,101 @@ class DecodeWork:
         """int64 [B] on the device: the depth of the key that each row writes next."""
         return (self.tables.tails[:, 2] + self.tables.written).long()
 
-    # ---- the plan on the host --------------------------------------------------------------------
-
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split(self._sizes)
-        return [
-            part[: int(np.prod(shape))].view(shape)
-            for part, shape in zip(parts, self._shapes, strict=True)
-        ]
+        parts = zip(flat.split(self._sizes), self._shapes, strict=True)
+        return [part[: math.prod(shape)].view(shape) for part, shape in parts]
 
-    def _plan(self, runs: Any, tails: Any) -> tuple[Capacity, np.ndarray, Any, int, np.ndarray]:
-        """-> what is needed, the tails, streams, the length of items, slots of each row."""
+    def _plan(self, runs: Any, tails: Any) -> _Plan:
         runs, tails = _table("runs", runs, 5), _table("tails", tails, 4)
         runs = runs[runs[:, 1] > runs[:, 0]]
         _check(runs, tails, self.num_keys)
-        runs = runs[np.lexsort((runs[:, 4], runs[:, 3], runs[:, 2]))]
-        leaf, leaf_start = loops.decode_items.leaves_of(tails)
-        bad, why = loops.decode_items.first_bad_run(runs, tails, leaf)
-        if bad >= 0:
-            wrong = {
-                1: "ends between two rows that write into one tail",
-                2: "holds keys that are deeper than the first key of a tail below it",
-            }
-            raise ValueError(f"the run {runs[bad].tolist()} {wrong[why]}")
-        streams = loops.decode_items.streams(runs, tails, leaf, leaf_start, self.window, SHARE_FROM)
-        chunk = self._chunk or self._length(loops.decode_items.reads(*streams, self.block))
-        ptr = np.zeros(len(tails) + 1, np.int32)
-        table, none = np.empty((0, 5), np.int32), np.empty(0, np.int32)
-        nothing = table, table, np.empty((0, 3), np.int32), ptr, none
-        counts = self._cut(streams, chunk, False, *nothing)
-        return Capacity(len(tails), *map(int, counts)), tails, streams, chunk, ptr
+        spans = _spans(runs, tails, self.window)
+        start = np.flatnonzero(_changes(spans[:, :2]))
+        first, stop = spans[start, 0], spans[start, 1]
+        rows, keys = stop - first, np.add.reduceat(spans[:, 3], start)
+        blocks = -(-rows // self.block)
+        most = -(-rows // np.maximum(blocks, 1))
+        chunk = self._chunk or self._length(int((keys * blocks).sum()))
+        step = min(STEP, chunk)
+        size = -(-keys // (-(-keys // chunk) * step)) * step
+        parts = -(-keys // size)
+        wide = parts * ((blocks - 1) * (most > self.narrow_block))
+        wide += parts * (rows - most * (blocks - 1) > self.narrow_block)
+        per_row = np.zeros(len(tails) + 1, np.int64)
+        np.add.at(per_row, first, parts)
+        np.add.at(per_row, stop, -parts)
+        slot_ptr = np.concatenate([[0], np.cumsum(np.cumsum(per_row[:-1]))]).astype(np.int32)
+        start = np.append(start, len(spans))
+        # a cut adds a piece, unless it is between two spans
+        counts = wide.sum(), (parts * blocks - wide).sum(), len(spans) + (parts - 1).sum()
+        needed = Capacity(len(tails), *map(int, (*counts, slot_ptr[-1])))
+        return _Plan(spans, start, size, most, tails, slot_ptr, needed)
 
     def _length(self, reads: int) -> int:
         """Keys of an item, so that the device has enough of them."""
-        if self.device.type != "cuda":
+        if self._device.type != "cuda":
             return _UNCUT
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         length = -(-reads * self._kv_heads // (PROGRAMS * processors))
         return max(SHORTEST, -(-length // STEP) * STEP)
 
-    def _cut(self, streams: Any, chunk: int, fill: bool, *arrays: np.ndarray) -> Any:
-        step = min(STEP, chunk)
-        blocks = self.block, self.narrow_block
-        return loops.decode_items.items(*streams, *blocks, chunk, step, fill, *arrays)
+
+def _changes(table: np.ndarray) -> np.ndarray:
+    """bool, where a row differs from the one before it; the first does."""
+    out = np.ones(len(table), bool)
+    out[1:] = (table[1:] != table[:-1]).any(1)
+    return out
+
+
+def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
+    """int64 [E, 5], (first row, stop row, first key, keys, depth), sorted: what rows read together.
+
+    Neighbouring rows that write into one tail are a leaf. Runs of the same rows are read by these
+    rows if that saves enough, otherwise by each leaf below, with its tail.
+    """
+    # a tail without room may begin where another one does
+    begins = _changes(tails[:, [0, 3]]) | (tails[:, 1] == 0)
+    begins[1:] |= tails[:-1, 1] == 0
+    leaf, leaf_first = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    leaf_rows = np.stack([leaf_first, np.append(leaf_first[1:], len(tails))], 1)
+
+    runs = runs[np.lexsort((runs[:, 4], runs[:, 3], runs[:, 2]))]
+    first, stop, keys = runs[:, 2], runs[:, 3], runs[:, 1] - runs[:, 0]
+    _refuse(runs, ~np.append(begins, True)[runs[:, 2:4]].all(1), "ends inside the rows of one tail")
+
+    def least(values: np.ndarray) -> np.ndarray:
+        """The least value of the rows of each run."""
+        return np.minimum.reduceat(np.append(values, 0), runs[:, 2:4].ravel())[::2]
+
+    deeper = runs[:, 4] + keys > least(tails[:, 3])
+    _refuse(runs, deeper, "holds keys that are deeper than the first key of a tail below it")
+    tail = tails[leaf_first][:, [0, 1, 3]]
+    spans = np.stack([runs[:, 0], keys, runs[:, 4]], 1)
+    if window:
+        # rows only get deeper, so what is hidden now stays hidden
+        now = tails[:, 3] + tails[:, 2] - window + 1
+        for span, needed in ((spans, least(now)), (tail, np.minimum.reduceat(now, leaf_first))):
+            cut = np.clip(needed - span[:, 2], 0, span[:, 1])
+            span += cut[:, None] * np.array([1, -1, 1])
+
+    group = np.cumsum(_changes(runs[:, 2:4])) - 1
+    leaves = leaf[stop - 1] - leaf[first] + 1
+    total = np.bincount(group, spans[:, 1])[group]
+    shared = total * (leaves - 1) > SHARE_FROM
+    count = np.where(shared, 1, leaves)
+    which = np.repeat(np.arange(len(runs)), count)
+    below = leaf[first][which] + np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    rows = np.where(shared[which, None], runs[which, 2:4], leaf_rows[below])
+    out = np.concatenate([np.hstack([rows, spans[which]]), np.hstack([leaf_rows, tail])])
+    out = out[out[:, 3] > 0]
+    return out[np.lexsort((out[:, 4], out[:, 1], out[:, 0]))]
+
+
+def _refuse(table: np.ndarray, bad: np.ndarray, why: str, name: str = "the run ") -> None:
+    """Raises for the first bad row of a table."""
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"{name}{table[row].tolist()} {why}")
 
 
 def _table(name: str, values: Any, columns: int) -> np.ndarray:
@@ -318,17 +380,8 @@ def _check(runs: np.ndarray, tails: np.ndarray, num_keys: int) -> None:
         raise ValueError(f"a pool has at most 2^31 - 1 keys, got {num_keys}")
     bad = (runs[:, 0] < 0) | (runs[:, 4] < 0) | (runs[:, 1] > num_keys)
     bad |= (runs[:, 2] < 0) | (runs[:, 3] > len(tails)) | (runs[:, 2] >= runs[:, 3])
-    if bad.any():
-        row = runs[int(np.flatnonzero(bad)[0])].tolist()
-        raise ValueError(
-            f"the run {row} is none: expected keys of a pool of {num_keys}, some of the "
-            f"{len(tails)} rows, and a depth of 0 or more"
-        )
-    bad = (tails < 0).any(1) | (tails[:, 2] > tails[:, 1])
-    bad |= tails[:, 0] + tails[:, 1] > num_keys
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        raise ValueError(
-            f"tails[{row}] is {tails[row].tolist()}: expected room in a pool of {num_keys} keys, "
-            "no more keys written than there is room for, and no negative numbers"
-        )
+    where = f"a pool of {num_keys} keys, some of the {len(tails)} rows, and a depth of 0 or more"
+    _refuse(runs, bad, f"is none: expected keys of {where}")
+    bad = (tails < 0).any(1) | (tails[:, 2] > tails[:, 1]) | (tails[:, :2].sum(1) > num_keys)
+    why = f"is none: expected room in a pool of {num_keys} keys, and no more keys written than room"
+    _refuse(tails, bad, why, "the tail ")

@@ -131,7 +131,7 @@ def test_contents_change_in_place() -> None:
     for runs, tails, words in (
         (RUNS, np.concatenate([more, *(plus(more[3:], 8 * i, 0, 0, 0) for i in (1, 2))]), "cannot"),
         (RUNS, plus(more, 200, 0, 0, 0), "pool of 400"),
-        (RUNS, plus(more, 0, 0, 6, 0), "no more keys"),
+        (RUNS, plus(more, 0, 0, 6, 0), "no more keys written"),
     ):
         with pytest.raises(ValueError, match=words):
             work.refill(runs, tails)
@@ -162,7 +162,12 @@ def test_the_callers_live_rows_are_kept() -> None:
         (RUNS, TAILS[:2], {}, "some of the 2 rows"),
         (RUNS, TAILS, {"num_keys": 100}, "pool of 100"),
         (RUNS, TAILS - [0, 0, 0, 1], {}, r"run \[0, 100, 0, 3, 0\] holds keys that are deeper"),
-        (RUNS, TAILS[[0, 0, 1]] + [[0] * 4, [0, 0, 1, 0], [0] * 4], {}, "into one tail"),
+        (
+            RUNS,
+            TAILS[[0, 0, 1]] + [[0] * 4, [0, 0, 1, 0], [0] * 4],
+            {},
+            "inside the rows of one tail",
+        ),
         (RUNS, TAILS, {"window": 0}, "window must be None or at least 1, got 0"),
         (RUNS, TAILS, {"group": 0}, "group and kv_heads"),
         (RUNS, TAILS, {"live": torch.ones(2, dtype=torch.bool)}, r"live must be bool \[3\]"),
@@ -173,3 +178,16 @@ def test_the_callers_live_rows_are_kept() -> None:
 def test_refusals(runs: np.ndarray, tails: np.ndarray, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         DecodeWork.build(runs, tails, **options)
+
+
+def test_nothing_to_read() -> None:
+    """No run, and no room: rows that are not live."""
+    none = np.zeros((0, 5), np.int64)
+    stopped = torch.zeros(2, dtype=torch.bool)
+    work = DecodeWork.build(none, np.array([[0, 0, 0, 0], [5, 0, 0, 3]]), live=stopped)
+    assert work.capacity == Capacity(rows=2, wide=0, narrow=0, pieces=0, slots=0)
+    assert reads(work) == {0: [], 1: []}
+    # two tails without room may begin at one key, and each is its row's alone
+    runs = np.array([[0, 4, 0, 1, 0], [0, 3, 1, 2, 0]])
+    work = DecodeWork.build(runs, np.array([[5, 0, 0, 4], [5, 0, 0, 4]]), live=stopped)
+    assert [len(keys) for keys in reads(work).values()] == [4, 3]

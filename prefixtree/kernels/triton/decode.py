@@ -1,8 +1,8 @@
 """Decoding: partial attention of rows to runs of a pool's keys, and its merge by lse.
 
-Legend: B rows, H query heads, Hk kv heads, G = H / Hk, D and Dv head dims, C keys of the pools.
-Everything that differs from step to step and from forest to forest is read from tensors of the work
-list (`DecodeTables`), so a captured launch stays right while they change.
+Legend: B rows, H query heads, Hk kv heads, G = H / Hk, D and Dv head dims.
+Tensors are contiguous. What differs from step to step and from forest to forest is read from
+tensors of the work list (`DecodeTables`), so a captured launch stays right while they change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from prefixtree.kernels.triton.primitives import (
     LOG2E,
     MASKED,
     absorb,
-    load_queries,
     load_rows,
     product,
     rows_of_tile,
@@ -25,80 +24,32 @@ from prefixtree.kernels.triton.primitives import (
 
 @triton.jit
 def write_kernel(
-    K,
-    V,
-    KEY_POOL,
-    VALUE_POOL,
-    TAILS,
-    WRITTEN,
-    LIVE,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    pool_k,
-    pool_k_head,
-    pool_v,
-    pool_v_head,
-    KV_HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-):
-    """A row's key and value, where it is live and its tail has room."""
+    K, V, KEY_POOL, VALUE_POOL, TAILS, WRITTEN, LIVE,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """The key and value of a row, where it is live and its tail has room.
+
+    KEY and VALUE are Hk x D and Hk x Dv, the numbers of each.
+    """
     row = tl.program_id(0).to(tl.int64)
-    first = tl.load(TAILS + 3 * row).to(tl.int64)
     written = tl.load(WRITTEN + row)
-    writes = (tl.load(LIVE + row) != 0) & (written < tl.load(TAILS + 3 * row + 1))
-    at = first + written
-    head = tl.arange(0, HEADS_PADDED)
-    alive = (head < KV_HEADS) & writes
-    column = tl.arange(0, D_PADDED)
-    inside = alive[:, None] & (column < D)[None, :]
-    k = tl.load(K + row * k_row + head[:, None] * k_head + column[None, :], mask=inside)
-    to = KEY_POOL + at * pool_k
-    tl.store(to + head[:, None] * pool_k_head + column[None, :], k, mask=inside)
-    column = tl.arange(0, DV_PADDED)
-    inside = alive[:, None] & (column < DV)[None, :]
-    v = tl.load(V + row * v_row + head[:, None] * v_head + column[None, :], mask=inside)
-    to = VALUE_POOL + at * pool_v
-    tl.store(to + head[:, None] * pool_v_head + column[None, :], v, mask=inside)
+    if (tl.load(LIVE + row) != 0) & (written < tl.load(TAILS + 3 * row + 1)):
+        at = tl.load(TAILS + 3 * row).to(tl.int64) + written
+        column = tl.arange(0, KEY_PADDED)
+        k = tl.load(K + row * KEY + column, mask=column < KEY)
+        tl.store(KEY_POOL + at * KEY + column, k, mask=column < KEY)
+        column = tl.arange(0, VALUE_PADDED)
+        v = tl.load(V + row * VALUE + column, mask=column < VALUE)
+        tl.store(VALUE_POOL + at * VALUE + column, v, mask=column < VALUE)
 
 
 @triton.jit(do_not_specialize=["window"])
 def partial_kernel(
-    Q,
-    K,
-    V,
-    PART,
-    LSE,
-    ITEMS,
-    PIECES,
-    TAILS,
-    WRITTEN,
-    LIVE,
-    q_row,
-    q_head,
-    k_key,
-    k_head,
-    v_key,
-    v_head,
-    inner,
-    outer,
-    window,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    Q, K, V, PART, LSE, ITEMS, PIECES, TAILS, WRITTEN, LIVE, inner, outer, window,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    D_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """An item's rows x the query heads of one kv head over the item's keys.
 
     A slot where a row sees nothing has lse -inf, and no partial result.
@@ -120,13 +71,9 @@ def partial_kernel(
         last = tl.where(alive_now, last, -1)
         deepest = tl.max(last, 0)
         shallowest = tl.min(tl.where(alive_now, last, 2147483647), 0)
-        q = load_queries(
-            Q, first_row, kv_head * GROUP, token, head, alive, q_row, q_head, ROWS, D, D_PADDED,
-            False,
-        )  # fmt: skip
+        at_query = tail * (KV_HEADS * GROUP) + kv_head * GROUP + head
+        q = load_rows(Q, at_query.to(tl.int64) * D, alive, D, D_PADDED)
 
-        K += kv_head.to(tl.int64) * k_head
-        V += kv_head.to(tl.int64) * v_head
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
@@ -141,9 +88,9 @@ def partial_kernel(
                 low = tl.maximum(low, shallowest - window + 1 - depth)
             for at in range(low, keys, KEYS):
                 inside = at + lane < keys
-                first = (begin + at).to(tl.int64)
-                k = load_rows(K + first * k_key, lane * k_key, inside, D, D_PADDED)
-                v = load_rows(V + first * v_key, lane * v_key, inside, DV, DV_PADDED)
+                first = (begin + at).to(tl.int64) * KV_HEADS + kv_head
+                k = load_rows(K + first * D, lane * (KV_HEADS * D), inside, D, D_PADDED)
+                v = load_rows(V + first * DV, lane * (KV_HEADS * DV), inside, DV, DV_PADDED)
                 key_depth = depth + at + lane
                 seen = inside[None, :] & (key_depth[None, :] <= last[:, None])
                 if HAS_WINDOW:
@@ -163,18 +110,10 @@ def partial_kernel(
 
 @triton.jit
 def merge_kernel(
-    PART,
-    LSE,
-    SINKS,
-    OUT,
-    SLOT_PTR,
-    SLOTS,
-    HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    DV_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PART, LSE, SINKS, OUT, SLOT_PTR, SLOTS,
+    HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     """A row's slots joined by their lse, for one head; the sink joins once. Zeros without keys."""
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
@@ -192,7 +131,7 @@ def merge_kernel(
         at = slot.to(tl.int64) * HEADS + head
         lse = tl.load(LSE + at, mask=inside, other=float("-inf"))
         # a slot without a result has never been written
-        part = _load_parts(PART, at, lse > float("-inf"), DV, DV_PADDED)
+        part = load_rows(PART, at * DV, lse > float("-inf"), DV, DV_PADDED)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weight = tl.exp2(lse - new_top)
         decay = tl.exp2(top - new_top)
@@ -203,10 +142,3 @@ def merge_kernel(
     out = acc / tl.where(total == 0.0, 1.0, total)
     to = OUT + (row.to(tl.int64) * HEADS + head) * DV + column
     tl.store(to, out.to(OUT.dtype.element_ty), mask=column < DV)
-
-
-@triton.jit
-def _load_parts(PART, at, alive, DV: tl.constexpr, DV_PADDED: tl.constexpr):
-    column = tl.arange(0, DV_PADDED)
-    inside = alive[:, None] & (column < DV)[None, :]
-    return tl.load(PART + at[:, None] * DV + column[None, :], mask=inside, other=0.0)

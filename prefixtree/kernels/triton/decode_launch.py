@@ -29,8 +29,8 @@ def refusal(call: DecodeCall) -> str | None:
         return "it needs compute capability 8.0 (Ampere) or later"
     if max(q.shape[2], d_v) > 256:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {d_v}"
-    if call.key_pool.stride(2) != 1 or call.value_pool.stride(2) != 1:
-        return "it writes into pools whose last stride is 1"
+    if not (call.key_pool.is_contiguous() and call.value_pool.is_contiguous()):
+        return "it writes into contiguous pools"
     return None
 
 
@@ -38,25 +38,17 @@ def forward(call: DecodeCall) -> torch.Tensor:
     """Writes k and v, -> out [B, H, Dv] in q's dtype."""
     tables, (rows, heads, d) = call.tables, call.q.shape
     kv_heads, d_v = call.v.shape[1:]
-    key_pool, value_pool = call.key_pool, call.value_pool
-    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    q, pools = call.q.contiguous(), (call.key_pool, call.value_pool)
     out = q.new_empty(rows, heads, d_v)
     part = q.new_empty(len(tables.slots), heads, d_v, dtype=torch.float32)
     lse = part.new_empty(len(tables.slots), heads)
     dims = {"D": d, "DV": d_v, "D_PADDED": padded(d), "DV_PADDED": padded(d_v)}
     rest = tables.tails, tables.written, tables.live.view(torch.uint8)
     with device_info.current(q.device):
-        write_kernel[(rows,)](
-            k,
-            v,
-            key_pool,
-            value_pool,
-            *rest,
-            *(x for tensor in (k, v, key_pool, value_pool) for x in tensor.stride()[:2]),
-            KV_HEADS=kv_heads,
-            HEADS_PADDED=triton.next_power_of_2(kv_heads),
-            **dims,
-        )
+        key, value = kv_heads * d, kv_heads * d_v
+        widths = {"KEY": key, "KEY_PADDED": triton.next_power_of_2(key)}
+        widths |= {"VALUE": value, "VALUE_PADDED": triton.next_power_of_2(value)}
+        write_kernel[(rows,)](call.k.contiguous(), call.v.contiguous(), *pools, *rest, **widths)
         group = heads // kv_heads
         chosen = configs.choose_decode(
             device_info.capability(q.device), dims["D_PADDED"], dims["DV_PADDED"], q.dtype.itemsize
@@ -67,14 +59,12 @@ def forward(call: DecodeCall) -> torch.Tensor:
                 continue
             partial_kernel[(len(items) * kv_heads,)](
                 q,
-                key_pool,
-                value_pool,
+                *pools,
                 part,
                 lse,
                 items,
                 tables.pieces,
                 *rest,
-                *(x for tensor in (q, key_pool, value_pool) for x in tensor.stride()[:2]),
                 *_factors(call),
                 call.window,
                 GROUP=group,

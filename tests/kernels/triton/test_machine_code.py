@@ -40,11 +40,11 @@ def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: 
         wide = [row for row in rows if row["kernel"] != "decode narrow"]
         assert all(loop["tensor"] > 0 for row in wide for loop in row["loops"])
     decoding = [row for row in rows if row["kernel"].startswith("decode")]
-    # at most the few bytes that the launch's own arguments take; two programs at D 128 on Hopper
+    # at most a few bytes outside the loops; so many programs that loads overlap
     assert len(decoding) == 8 and all(row["stack"] <= 16 for row in decoding)
     if capability == 90:
         at_128 = {row["kernel"]: row["programs"] for row in decoding if row["dims"] == "128x128"}
-        assert at_128 == {"decode wide": 2, "decode narrow": 3}
+        assert at_128 == {"decode wide": 2, "decode narrow": 4}
 
 
 def test_every_feature_compiles(tmp_path: Path) -> None:
