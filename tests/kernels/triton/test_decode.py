@@ -48,8 +48,8 @@ def check(case: DecodeCase, **options: Any) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, poison: Poison) -> None:
     """Over what torch.empty returns, and pools that are NaN where nothing is written."""
-    for dtype in DTYPES if feature in ("plain", "all") else DTYPES[-1:]:
-        case = small_case(3, 5, (4, 2), (16, 16), dtype, stopped=0.2, **FEATURES[feature])
+    for dtype in DTYPES if feature == "all" else DTYPES[-1:]:
+        case = small_case(3, 4, (4, 2), (16, 16), dtype, stopped=0.2, **FEATURES[feature])
         check(case, chunk=32)
     assert poison.tensors > 0
 
@@ -72,22 +72,22 @@ def test_heads(heads: tuple[int, int], dims: tuple[int, int]) -> None:
     check(case, chunk=32)
 
 
-@pytest.mark.parametrize("tokens, rows, options", [(1, 24, {}), (7, 4, {}), (7, 4, {"window": 9})])
+@pytest.mark.parametrize("tokens, rows, options", [(1, 16, {}), (7, 3, {}), (7, 3, {"window": 9})])
 def test_wide_items(tokens: int, rows: int, options: dict[str, Any]) -> None:
     """More rows than a block has; tokens of an append, each of which sees one key more."""
-    case = small_case(8, rows, (8, 1), dtype=DTYPES[0], most=40, tokens=tokens, **options)
+    case = small_case(8, rows, (8, 1), dtype=DTYPES[0], tokens=tokens, **options)
     work = case.work()
     assert work.capacity.wide > 0
     assert_exact(case, LIMITS[DTYPES[0]], work, backend="triton")
 
 
-@settings(max_examples=6 if DEVICE == "cpu" else 60)
+@settings(max_examples=5 if DEVICE == "cpu" else 60)
 @given(st.data())
 def test_any_forest(data: st.DataObject) -> None:
     case = small_case(
         data.draw(st.integers(0, 10**6)),
-        data.draw(st.integers(1, 8)),
-        most=data.draw(st.sampled_from([4, 40])),
+        data.draw(st.integers(1, 6)),
+        most=data.draw(st.sampled_from([4, 30])),
         tokens=data.draw(st.sampled_from([1, 4])),
         stopped=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
         **FEATURES[data.draw(st.sampled_from(list(FEATURES)))],
@@ -135,7 +135,7 @@ def test_strides_and_steps() -> None:
 
 def test_the_check_rejects_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot that is not merged; a window that ends a key early; sinks left out."""
-    case = small_case(3, 4, most=12, window=15, sinks=True)
+    case = small_case(3, 3, most=12, window=15, sinks=True)
 
     def pools() -> dict[str, torch.Tensor]:
         return {"key_pool": case.key_pool.clone(), "value_pool": case.value_pool.clone()}
