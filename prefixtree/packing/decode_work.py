@@ -21,8 +21,9 @@ from prefixtree.packing.transfers import lasting, move
 # a run of keys is read once for all rows below it if that saves more than so many reads of a key
 # per head; otherwise every row reads it with its tail. A starting rule, not measured yet
 SHARE_FROM = 512
-# Pairs of (item, kv head) per multiprocessor that the length of items aims at, and the shortest
-# item: its partial result is as large as 2 or 4 of its keys and values, written and read once
+# Pairs of (item, kv head) per multiprocessor that the length of items aims at, and the keys of the
+# shortest item: a row's partial result takes as many bytes as 4 keys and values (bf16, 4 query
+# heads per kv head), and is written and read once
 PROGRAMS, SHORTEST = 4, 128
 # keys of an item are a multiple of this where they can be: of a tile of keys
 STEP = 64
@@ -57,7 +58,7 @@ class Capacity:
 
 
 class DecodeTables(NamedTuple):
-    """The tensors of a work list, as kernels read them: int32 unless said.
+    """The tensors of a work list, as kernels read them: int32, except `live`.
 
     Attributes:
         wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); those
