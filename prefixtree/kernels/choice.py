@@ -12,7 +12,6 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import device_info
 from prefixtree.kernels.backends import BACKENDS, FLASH, SDPA, TRITON
-from prefixtree.kernels.flash import chains
 from prefixtree.kernels.protocol import AttentionCall, Backend
 from prefixtree.packing.block_tables import TileShape, chain_tile_costs
 from prefixtree.packing.host_mask import HostMask
@@ -123,6 +122,8 @@ def _compared(call: AttentionCall) -> tuple[bool, str]:
     work = with_tail(work, share, q.shape[1], device_info.processors(q.device))
     most = most_work(q.shape[2])
     is_faster = work <= most
+    from prefixtree.kernels.flash import chains
+
     by = ", by its variable-length kernels (no tree branches)" if chains.are_served(mask) else ""
     return is_faster, (
         f"flash-attn-4 {'does' if is_faster else 'would do'} {work:.2f} times the work of the "
@@ -155,6 +156,8 @@ def longest_key_tile_share(mask: HostMask, window: int) -> float:
 
 def _tile_costs(mask: HostMask, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Costs of the query tiles and of the key tiles of flash-attn-4."""
+    from prefixtree.kernels.flash import chains
+
     if chains.are_served(mask):
         starts = mask.chain_starts
         assert starts is not None
