@@ -23,6 +23,7 @@ from prefixtree.packing.micro_batches import (
 )
 from prefixtree.packing.plan_stats import PlanStats, ReuseStats
 from prefixtree.packing.steps import StepStats
+from prefixtree.pictures import Picture, Pictures, picture_key
 
 if TYPE_CHECKING:
     from prefixtree.integrations.compiled import compile_layers
@@ -45,6 +46,8 @@ __all__ = [
     "MicroBatch",
     "MicroBatchPlan",
     "PackedForest",
+    "Picture",
+    "Pictures",
     "PlanStats",
     "PrefixForest",
     "RecomputePlan",
@@ -58,6 +61,7 @@ __all__ = [
     "explain",
     "max_micro_batch_tokens",
     "pack",
+    "picture_key",
     "plan_micro_batches",
     "plan_recomputation",
     "prepare",

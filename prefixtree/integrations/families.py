@@ -109,6 +109,7 @@ _FAMILIES: dict[str, Family] = {
     "gemma2": Family(softcap="final_logit_softcapping"),
     "gemma3_text": Family(softcap="final_logit_softcapping"),
     "gemma3n_text": Family(softcap="final_logit_softcapping"),
+    "gemma4": Family(softcap="final_logit_softcapping"),
     "gemma4_text": Family(softcap="final_logit_softcapping"),
     "gemma4_unified_text": Family(softcap="final_logit_softcapping"),
     "glm": Family(),
@@ -174,6 +175,8 @@ _FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(),
     "qwen3_next": _hybrid(_DELTA_RULE, "linear_attention"),
     "qwen3_vl": Family(position_rows=4),
+    "qwen3_vl_moe": Family(position_rows=4),
+    "qwen3_vl_moe_text": Family(position_rows=4),
     "qwen3_vl_text": Family(position_rows=4),
     "seed_oss": Family(),
     "smollm3": Family(),
@@ -211,6 +214,21 @@ LIGER_LAYERS = (
     "qwen3_moe",
     "smollm3",
 )
+
+# model types of vision towers, which attend both ways in a picture
+TOWERS = frozenset(
+    {
+        "gemma4_vision",
+        "qwen2_5_vl_vision",
+        "qwen3_5_moe_vision",
+        "qwen3_5_vision",
+        "qwen3_vl_moe_vision",
+        "qwen3_vl_vision",
+    }
+)
+
+# the keyword by which a tower's attention knows that pictures of a forest are encoded
+ENCODES = "tree_encodes"
 
 # of another way of packing, as layers and the functions that they call know them
 PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -329,12 +347,17 @@ def check_config(config: Any, training: bool) -> None:
                 f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
             )
     if training:
-        for name in (*_DROPOUTS, *_JITTERS):
-            if isinstance(value := getattr(config, name, None), (int, float)) and value > 0:
-                raise UnsupportedError(
-                    f"config.{name} is {value}: a shared token would draw one noise where the "
-                    "replicated batch draws several; set it to 0 (or call model.eval())"
-                )
+        check_noise(config)
+
+
+def check_noise(config: Any, name: str = "config") -> None:
+    """Refuses a configuration with dropout or jitter in training; `name` is what it is called."""
+    for attribute in (*_DROPOUTS, *_JITTERS):
+        if isinstance(value := getattr(config, attribute, None), (int, float)) and value > 0:
+            raise UnsupportedError(
+                f"{name}.{attribute} is {value}: a shared token would draw one noise where the "
+                "replicated batch draws several; set it to 0 (or call model.eval())"
+            )
 
 
 def _check_version(config: Any) -> None:
@@ -351,9 +374,14 @@ def check_tokens(config: Any, tokens: np.ndarray) -> None:
     for name in ("image_token_id", "video_token_id"):
         if (token := getattr(config, name, None)) is not None and (tokens == token).any():
             raise UnsupportedError(
-                f"the sequences hold {name} {token}: images are not packed yet, their placeholders "
-                "would be shared whatever they show; score text-only sequences"
+                f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
+                "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
+                "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
             )
+    if (token := getattr(config, "audio_token_id", None)) is not None and (tokens == token).any():
+        raise UnsupportedError(
+            f"the sequences hold audio_token_id {token}: sound is not verified; drop them"
+        )
 
 
 def check_modules(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ from prefixtree.integrations.families import (
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
+from prefixtree.pictures import Pictures
 
 _NAME = "prefixtree"
 # whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
@@ -72,11 +74,14 @@ def find_causal_lm(model: nn.Module) -> Any:
     return causal_lm
 
 
-def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
+def check_model(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures | None = None
+) -> None:
     """Refuses what would not give the scores of the replicated batch.
 
     Args:
         model: what is called. causal_lm: the transformers model inside it.
+        pictures: those of the forest. Default: text alone.
 
     Raises:
         UnsupportedError: with the part of the model and the way to mend it.
@@ -91,9 +96,11 @@ def check_model(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None:
     check_adapters(model)
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)
-    if packed.forest.tokens is not None:
-        check_tokens(config, packed.forest.tokens)
-        _check_vocabulary(causal_lm, packed)
+    if (tokens := packed.forest.tokens) is not None:
+        check_tokens(config, tokens)
+        if pictures is not None:
+            tokens = pictures.with_placeholders(tokens)
+        _check_vocabulary(causal_lm, tokens)
     _check_treatment_of_logits(causal_lm)
     device = next(causal_lm.parameters()).device
     # parameters on the CPU may be offloaded ones: then the forward will tell
@@ -297,13 +304,15 @@ def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
-def _check_vocabulary(causal_lm: Any, packed: PackedForest) -> None:
-    tokens = packed.forest.tokens
+def _check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
     vocabulary = causal_lm.config.get_text_config().vocab_size
-    if tokens is None or len(tokens) == 0 or int(tokens.max()) < vocabulary:
+    if len(tokens) == 0 or int(tokens.max()) < vocabulary:
         return
+    or_pictures = ""
+    if getattr(causal_lm.config, "image_token_id", None) is not None:
+        or_pictures = "; ids of Pictures.sequences need sequence_logprobs(pictures=)"
     raise ValueError(
         f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocabulary}: the "
         "sequences were tokenised for another model, or tokens were added without "
-        "model.resize_token_embeddings"
+        f"model.resize_token_embeddings{or_pictures}"
     )

@@ -76,7 +76,7 @@ class RouterLoss:
             raise UnsupportedError(
                 f"{name} recorded no router logits, so transformers {transformers.__version__} has "
                 "no load-balancing loss for it in any batch: pip install --upgrade transformers "
-                "(Granite's need 5.23), or pass output_router_logits=False"
+                "(Granite's and Qwen3-VL's need 5.23), or pass output_router_logits=False"
             )
         if any(len(layer) != expected for layer in logits):
             raise UnsupportedError(

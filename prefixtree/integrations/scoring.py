@@ -8,7 +8,8 @@ wrappers see an ordinary forward, which uses its parameters and returns its outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.integrations.pictures import PlacedPictures, check_pictures
 from prefixtree.integrations.recompute.forward import Recompute, recomputed_forward
 from prefixtree.integrations.replay import check_routes, replaying
 from prefixtree.integrations.router_loss import router_keywords, router_loss
@@ -36,6 +38,7 @@ from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.pictures import Pictures
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,6 +58,7 @@ def sequence_logprobs(
     group_mode: GroupMode = "parts",
     max_tokens: int | None = None,
     borrow_cost: BorrowCost | None = None,
+    pictures: Pictures | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
@@ -103,23 +107,27 @@ def sequence_logprobs(
             `borrow_cost.weight`. Ranks of DDP and FSDP take as many steps as the rank with most.
             Not together with `group`. Default: the forest in one forward.
         borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
+        pictures: the images and videos of a batch that the forest's sequences belong to; the forest
+            is then one of `pictures.sequences`, or of some of them. Each distinct picture is
+            encoded once. Not together with `group` or `max_tokens`. Ranks of DDP and FSDP2 either
+            all pass pictures or none does. Default: text alone.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
-        TypeError: anything but a PackedForest, or a temperature that is no number.
+        TypeError: anything but a PackedForest or Pictures, or a temperature that is no number.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences, or a forest without token ids; a path
-            that fits no steps of max_tokens.
+            that fits no steps of max_tokens; a forest that was not made of pictures.sequences.
         ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
             among the ranks; max_tokens below 1, or with a group or recompute="auto"; a borrow_cost
-            without max_tokens.
+            without max_tokens; pictures that were made for another model.
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
@@ -143,7 +151,9 @@ def sequence_logprobs(
         check_group_mode(group_mode)
         check_statistics(return_statistics)
         causal_lm = find_causal_lm(model)
-        check_model(model, causal_lm, packed)
+        if pictures is not None:
+            check_pictures(model, causal_lm, packed, pictures, recompute)
+        check_model(model, causal_lm, packed, pictures)
         check_routes(model, causal_lm, packed)
         if divided and router_loss(causal_lm, packed, output_router_logits) is not None:
             raise UnsupportedError(
@@ -155,14 +165,26 @@ def sequence_logprobs(
                 "routes of experts are not verified where a forest is divided: make the forest "
                 "without routes, or leave out group and max_tokens"
             )
+        if divided and pictures is not None:
+            raise UnsupportedError(
+                "pictures are not verified where a forest is divided: leave out group and "
+                "max_tokens, and score in micro-batches (plan_micro_batches)"
+            )
         return causal_lm, find_units(packed, temperature, loss_mask)
 
+    placed: PlacedPictures | None = None
+    encoded: Callable[[], AbstractContextManager[None]] = nullcontext
     if group is not None and in_group:
         options = return_entropy, tuple(return_statistics), recompute
         causal_lm, share = share_of_rank(model, packed, group, check, options, group_mode)
     else:
         causal_lm, found = check()
+        if pictures is not None:
+            placed = PlacedPictures(model, causal_lm, packed, pictures)
+            packed, encoded = placed.packed, placed.encoded
         share = whole(packed, found, causal_lm.config)
+        if placed is not None:
+            share = replace(share, inputs=share.inputs | placed.inputs)
     prepare_states(causal_lm)
     rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
     loss = router_loss(causal_lm, packed, output_router_logits)
@@ -177,6 +199,7 @@ def sequence_logprobs(
             recomputed_forward(model, causal_lm, packed, len(units.target), recompute, held_bytes),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
+            encoded(),
             scoring_lm_head(
                 causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
             ) as handed,

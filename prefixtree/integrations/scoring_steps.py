@@ -276,7 +276,7 @@ class _Wrapped:
 
 def _most_of_all_ranks(model: nn.Module, count: int, device: torch.device) -> int:
     """The most steps of any rank: those that shard or copy the model run it equally often."""
-    if not (groups := _groups(model)):
+    if not (groups := groups_of(model)):
         return count
     most = torch.tensor(count, device=device)
     for group in groups:
@@ -284,7 +284,7 @@ def _most_of_all_ranks(model: nn.Module, count: int, device: torch.device) -> in
     return int(most)
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def groups_of(model: nn.Module) -> list[Any]:
     """The groups of ranks that run the model in lockstep, in an order that all ranks share."""
     kinds = DistributedDataParallel, FullyShardedDataParallel
     groups = [m.process_group for m in model.modules() if isinstance(m, kinds)]

@@ -17,10 +17,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import (
+    ENCODES,
     PACKING_KEYWORDS,
+    TOWERS,
     allow_model_type,
     check_config,
     check_replayed,
@@ -93,9 +97,16 @@ def prefixtree_attention(
         UnsupportedError: a model or setting that does not run exactly on packed forests.
     """
     if not getattr(module, "is_causal", True):
-        raise UnsupportedError(
-            f"{type(module).__name__} attends both ways, as image encoders do: images are not "
-            'packed yet; use model.set_attn_implementation("sdpa") for calls with images'
+        if not kwargs.get(ENCODES):
+            raise UnsupportedError(
+                f"{type(module).__name__} attends both ways, as image encoders do: pictures of a "
+                "forest are scored with sequence_logprobs(model, packed, pictures=pictures); for "
+                'other calls with pictures use model.set_attn_implementation({"": "prefixtree", '
+                '"text_config": "prefixtree", "vision_config": "sdpa"})'
+            )
+        # patches of one picture see each other, and nothing of the tree
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=False
         )
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(
@@ -226,6 +237,9 @@ def prefixtree_mask(
     the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
     function refuses beside a tree mask.
     """
+    if getattr(kwargs.get("config"), "model_type", None) in TOWERS:
+        lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        return sdpa_mask(**lengths, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
     if use_vmap:
         raise UnsupportedError(
             "this model adds its own mask function (images or bidirectional parts), which a tree "

@@ -67,7 +67,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "fuyu",
         "gemma3",
         "gemma3n",
-        "gemma4",
         "gemma4_unified",
         "git",
         "got_ocr2",

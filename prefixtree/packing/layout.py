@@ -134,6 +134,19 @@ class PackedForest:
             self.forest, self._buffer, self.mask.with_options(backend, deterministic)
         )
 
+    def with_input_ids(self, input_ids: torch.Tensor) -> PackedForest:
+        """The same packed forest, whose tokens a model gets under other ids.
+
+        Args:
+            input_ids: int64 [T].
+
+        Returns:
+            A PackedForest with these `input_ids`; `forest` is the same.
+        """
+        buffer = self._buffer.clone()
+        _columns(buffer).token.copy_(input_ids)
+        return PackedForest(self.forest, buffer, self.mask)
+
     def model_inputs(self) -> dict[str, Any]:
         """Returns keyword arguments for a transformers model: `model(**packed.model_inputs())`.
 

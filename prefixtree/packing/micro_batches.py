@@ -467,7 +467,7 @@ def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
 
 
 def _dummy_forest(forest: PrefixForest) -> PrefixForest:
-    # a token that the model is sure to know
-    tokens = None if forest.tokens is None else forest.tokens[:1]
+    # a token that the model is sure to know: the largest may stand for pictures
+    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
     routes = None if forest.routes is None else forest.routes[:1]
     return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree.pictures import Pictures
+
 # logits turned into log-probabilities at a time. On a CPU 16 MiB of float32, which malloc reuses:
 # larger blocks come fresh from the kernel for every operation, measured 4x slower
 _CPU_CHUNK, _GPU_CHUNK = 2**22, 2**26
@@ -89,10 +91,17 @@ def run_replicated(
     sequences: Sequence[np.ndarray],
     objective: Objective,
     watch: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]] = iter,
+    pictures: Pictures | None = None,
 ) -> Run:
     """Every sequence alone through the model, forward and backward; gradients add up.
 
-    `watch` wraps the sequences to show progress.
+    Args:
+        model: with any attention but prefixtree's.
+        sequences: token ids; with pictures, `pictures.sequences`.
+        objective: the loss.
+        watch: wraps the sequences to show progress. Default: does nothing.
+        pictures: those of the sequences. Each sequence gets its own, copies and all, and
+            transformers computes its positions. Default: text alone.
     """
     device = model.device
     chunk_size = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
@@ -105,8 +114,9 @@ def run_replicated(
             rows = there.scored[i].nonzero().squeeze(1)
             if len(rows) == 0:
                 continue
-            ids = torch.from_numpy(tokens).to(device)
-            logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=rows).logits
+            inputs = _alone(tokens, i, pictures, device)
+            ids = inputs["input_ids"][0]
+            logits = model(**inputs, use_cache=False, logits_to_keep=rows).logits
             # [1, rows, V], as the model gave them: the gradient of logits[0] is one copy more
             gradient = torch.empty_like(logits)
             step = max(1, chunk_size // logits.shape[-1])
@@ -129,13 +139,26 @@ def run_replicated(
     return _finish(model, logprobs, entropy, objective, meter)
 
 
+def _alone(
+    tokens: np.ndarray, index: int, pictures: Pictures | None, device: torch.device
+) -> dict[str, Any]:
+    """The model's keywords of one sequence."""
+    if pictures is None:
+        return {"input_ids": torch.from_numpy(tokens)[None].to(device)}
+    from prefixtree.integrations.pictures import alone_inputs
+
+    inputs = alone_inputs(pictures, tokens, pictures.of_sequences[index])
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
 def run_packed(
     model: Any,
     packed: Any,
     objective: Objective,
     loss_masks: Sequence[np.ndarray] | None,
+    pictures: Pictures | None = None,
 ) -> Run:
-    """The packed forest through the model once, forward and backward."""
+    """The packed forest, with its pictures, through the model once, forward and backward."""
     from prefixtree.integrations.transformers import sequence_logprobs
 
     device = model.device
@@ -143,7 +166,11 @@ def run_packed(
     model.zero_grad(set_to_none=True)
     with Meter(device) as meter:
         scores = sequence_logprobs(
-            model, packed.to(device), loss_mask=loss_masks, return_entropy=True
+            model,
+            packed.to(device),
+            loss_mask=loss_masks,
+            return_entropy=True,
+            pictures=pictures,
         )
         assert scores.entropy is not None
         values = torch.cat([*scores.logprobs, *scores.entropy])

@@ -32,7 +32,7 @@ def eager_by_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function "eager_by_rows": eager's results without its H x n x n.
@@ -43,13 +43,16 @@ def eager_by_rows(
     Args:
         module: the attention layer.
         query, key, value [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
-        attention_mask: bool [B, 1, n, n], true where a query sees a key.
+        attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision tower
+            without padding, where every query sees every key.
         kwargs: of the family's eager function.
 
     Returns:
         [B, n, H, Dv], and no attention weights.
     """
     eager = family_eager(module)
+    if attention_mask is None:
+        return eager(module, query, key, value, None, **kwargs)[0], None
 
     def block(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor

@@ -22,6 +22,7 @@ from prefixtree.integrations.model_checks import find_causal_lm
 from prefixtree.integrations.recompute.layers import MODES, layers_of
 from prefixtree.integrations.recompute.plan import RecomputePlan
 from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support import picture_ranks
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
@@ -247,4 +248,10 @@ def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
+    for run in picture_ranks.RUNS:
+        name = "pictures", ", ".join(run)
+        try:
+            results[name] = picture_ranks.run(*run, rank)
+        except Exception:
+            results[name] = traceback.format_exc()
     return results

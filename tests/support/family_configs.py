@@ -227,6 +227,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3n_text": _GEMMA3N,
+    "gemma4": {
+        "text_config": {**TINY, **_GEMMA4},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
+        "audio_config": None,
+    },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4_UNIFIED,
     "glm": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
@@ -403,6 +417,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 16,
         },
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **TINY,
+            **_EXPERTS,
+            "head_dim": 16,
+            "attention_bias": True,
+            "rope_parameters": _rope(mrope_section=[4, 2, 2], mrope_interleaved=True),
+        },
+        "vision_config": {
+            **_VISION,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+    },
     "seed_oss": {
         "head_dim": 16,
         "attention_dropout": 0.0,
@@ -469,6 +497,7 @@ PARTS = {
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
     "qwen3_vl_text": "qwen3_vl",
 }
 
@@ -492,6 +521,7 @@ WITH_ROUTER_LOSS = (
     "qwen3_5_moe",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl_moe",
 )
 
 

@@ -60,6 +60,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "gemma2": ("Gemma 2", "softcap of scores and of logits, windows, scale"),
     "gemma3_text": ("Gemma 3 (text)", "windows, two RoPEs (linear), softcap of logits, scale"),
     "gemma3n_text": ("Gemma 3n (text)", "AltUp, Laurel, shared keys, windows, softcap of logits"),
+    "gemma4": ("Gemma 4 with pictures", "as gemma4_text, [pictures](pictures.md) where causal"),
     "gemma4_text": (
         "Gemma 4 (text)",
         "two head sizes, windows, shared keys, keys as values, experts, softcap of logits",
@@ -136,20 +137,22 @@ ABOUT: dict[str, tuple[str, str]] = {
     "phi": ("Phi 1, 1.5, 2", "partial RoPE, parallel block, head bias, normed queries"),
     "phi3": ("Phi 3, Phi 4 (longrope refused)", "fused projections, partial RoPE, windows"),
     "qwen2": ("Qwen 2, 2.5; R1 distills", "biases, windows"),
-    "qwen2_5_vl": ("Qwen2.5-VL (text only)", "3-D RoPE, windows, biases"),
+    "qwen2_5_vl": ("Qwen2.5-VL", "3-D RoPE, windows, biases, [pictures](pictures.md)"),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B", "experts (gated shared one), biases"),
     "qwen3": ("Qwen 3", "normed queries and keys, windows, bias"),
     "qwen3_5": (
-        "Qwen3.5, 3.6 (text only)",
-        "states (gated delta rule, fewer key heads), gated attention, 3-D RoPE",
+        "Qwen3.5, 3.6",
+        "states (gated delta rule, fewer key heads), gated attention, 3-D RoPE, "
+        "[pictures](pictures.md)",
     ),
-    "qwen3_5_moe": ("Qwen3.5 MoE (text only)", "as qwen3_5, experts (gated shared one)"),
+    "qwen3_5_moe": ("Qwen3.5 MoE", "as qwen3_5, experts (gated shared one)"),
     "qwen3_moe": ("Qwen3 30B-A3B, 235B", "experts, windows"),
     "qwen3_next": (
         "Qwen3-Next 80B-A3B",
         "states (gated delta rule), gated attention, experts (gated shared one)",
     ),
-    "qwen3_vl": ("Qwen3-VL (text only)", "interleaved 3-D RoPE, biases"),
+    "qwen3_vl": ("Qwen3-VL", "interleaved 3-D RoPE, biases, [pictures](pictures.md)"),
+    "qwen3_vl_moe": ("Qwen3-VL 30B-A3B, 235B", "as qwen3_vl, experts"),
     "seed_oss": ("Seed-OSS 36B", "biases"),
     "smollm3": ("SmolLM 3", "layers without RoPE, windows, biases"),
     "solar_open": ("Solar Open", "experts (grouped, shared)"),
@@ -184,7 +187,8 @@ those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23). `sequence_logprobs` prepares a
   model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
 - transformers does not checkpoint JetMoE, so that its test runs without.
-- Refused are images, active dropout, router noise, and RoPE that depends on the longest sequence
+- This table is of text. The page on [pictures](pictures.md) has their figures.
+- Refused are active dropout, router noise, and RoPE that depends on the longest sequence
   (`dynamic`, `longrope`). The model
   types that are refused, with their reasons, are [below](#refused).
 

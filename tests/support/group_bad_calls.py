@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from prefixtree import PrefixForest, pack
 from prefixtree.integrations.transformers import sequence_logprobs
+from tests.support import picture_cases
 from tests.support.models import build, pack_sequences, ragged_sequences
 from tests.support.replay import drawn_routes
 
@@ -88,6 +89,13 @@ def _routes(rank: int, group: Any) -> Any:
     return scored(rank, group, "qwen3_moe", packed=pack(forest))
 
 
+def _pictures(rank: int, group: Any) -> Any:
+    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    pictures = picture_cases.pictures_of(model, made)
+    packed = pack_sequences(pictures.sequences)
+    return scored(rank, group, model=model, packed=packed, pictures=pictures)
+
+
 def _auto(rank: int, group: Any) -> Any:
     return scored(rank, group, recompute="auto")
 
@@ -147,6 +155,7 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "recurrent": _recurrent,
     "router loss": _router_loss,
     "routes": _routes,
+    "pictures": _pictures,
     "auto": _auto,
     "flash": _flash,
     "DeepSpeed": _deepspeed,

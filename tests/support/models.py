@@ -42,6 +42,9 @@ from tests.support.family_configs import (
 )
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 
+# image encoders, with what turns their outputs into embeddings
+TOWERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
+
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)
 
@@ -78,13 +81,19 @@ def build(
         auto = AutoModelForImageTextToText
     else:
         config = {**TINY, **config, **changes}
-    for name, value in config.items():
-        config[name] = list(value) if isinstance(value, tuple) else value
+    config = as_lists(config)
     model = auto.from_config(
         AutoConfig.for_model(model_type, **config), attn_implementation=implementation
     )
     randomise(model, seed)
     return model.train()
+
+
+def as_lists(config: Any) -> Any:
+    """A configuration with lists for its tuples, made anew: transformers changes them in place."""
+    if isinstance(config, dict):
+        return {name: as_lists(value) for name, value in config.items()}
+    return list(config) if isinstance(config, tuple) else config
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
@@ -122,7 +131,7 @@ def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not name.startswith("model.visual.")
+        if parameter.requires_grad and not name.startswith(TOWERS)
     }
 
 

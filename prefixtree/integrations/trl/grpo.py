@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trl import GRPOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
+from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import SharingReport
@@ -62,7 +65,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         check_grpo(GRPOTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(
-            self, verified=("use_liger_kernel", "torch_compile", "fp16"), deepspeed=True
+            self,
+            verified=("use_liger_kernel", "torch_compile", "fp16"),
+            deepspeed=True,
+            images=True,
         )
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, sharing_advice(self.args))
@@ -90,7 +96,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             batch_size: the number of rows that are packed together. Default: B.
             compute_entropy: whether to compute entropies. Default: False.
             compute_aux_loss: whether to compute the load-balancing loss of experts. Default: False.
-            images: TRL's arguments for images, all of which must be None.
+            images: TRL's arguments for images: pixel_values, image_grid_thw and num_images; their
+                positions are computed anew.
 
         Returns:
             float32 log-probabilities [B, C], float32 entropies [B, C] or None, 0 where the mask is
@@ -98,17 +105,22 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             forwards of `batch_size` rows each.
 
         Raises:
-            UnsupportedError: images, a row with an empty prompt, or a load-balancing loss of a
-                model type that computes none.
+            UnsupportedError: images of other kinds, a row with an empty prompt, or a load-balancing
+                loss of a model type that computes none.
+            ForestError: placeholders that do not match the images.
         """
-        if given := sorted(name for name, value in images.items() if value is not None):
-            raise UnsupportedError(
-                f"the batch has {', '.join(given)}: images are not packed yet; train on text alone"
-            )
+        shown = RowImages(images, self._is_vlm)
         rows = batch_size or len(input_ids)
+        options = logits_to_keep, compute_entropy, compute_aux_loss
         parts = [
-            self._score(model, ids, mask, logits_to_keep, compute_entropy, compute_aux_loss)
-            for ids, mask in zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+            self._score(
+                model,
+                input_ids[at : at + rows],
+                attention_mask[at : at + rows],
+                *options,
+                shown.of(at, at + rows),
+            )
+            for at in range(0, len(input_ids), rows)
         ]
         logps = torch.cat([part[0] for part in parts])
         entropies = [part[1] for part in parts if part[1] is not None]
@@ -127,6 +139,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         width: int,
         with_entropy: bool,
         with_aux_loss: bool,
+        images: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         prompts = attention_mask[:, : input_ids.shape[1] - width].sum(1).tolist()
         if 0 in prompts:
@@ -135,7 +148,13 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                 "its completion; give every prompt a token (a BOS token)"
             )
         check_attention(model)
-        packed = pack(PrefixForest.from_padded(input_ids, attention_mask))
+        pictures = None
+        if self._is_vlm:
+            config = transformer_of(model).config
+            forest, pictures = forest_with_images(input_ids, attention_mask, images, config)
+        else:
+            forest = PrefixForest.from_padded(input_ids, attention_mask)
+        packed = pack(forest)
         lengths = packed.forest.sequence_lengths
         with self.accelerator.autocast():
             scores = sequence_logprobs(
@@ -148,6 +167,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                 return_entropy=with_entropy,
                 recompute=self._recompute,
                 output_router_logits=with_aux_loss,
+                pictures=pictures,
             )
         if torch.is_grad_enabled():
             self._sharing.saw(packed.forest)
@@ -181,7 +201,8 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
-            dimensions or None for the whole micro-batch.
+            dimensions or None for the whole micro-batch. But for images: they are those of all
+            rows, one after another, and num_images, B numbers, says how many each has.
 
     Returns:
         As many micro-batches, without the entry that numbers the rows.
@@ -194,6 +215,8 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size)
     order = places[places.amin(1).argsort()].flatten()
     reunited: list[dict[str, Any]] = [{} for _ in batches]
+    # images: a list of tensors, one per row
+    batches = [split_pixel_values_by_grid(batch) for batch in batches]
     for key in batches[0].keys() - {_ROW}:
         parts = [batch[key] for batch in batches]
         if all(isinstance(part, torch.Tensor) and part.ndim > 0 for part in parts):
@@ -204,13 +227,17 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "version the adapter is tested with"
                 )
             parts = list(torch.cat(parts)[order].split(size))
+        elif key in PER_ROW and all(isinstance(part, list) for part in parts):
+            rows = [row for part in parts for row in part]
+            moved = [rows[i] for i in order.tolist()]
+            parts = [moved[at : at + size] for at in range(0, len(moved), size)]
         elif not all(part is None or isinstance(part, torch.Tensor) for part in parts):
             raise UnsupportedError(
                 f"batch entry {key!r} is a {type(parts[0]).__name__}: only tensors are known"
             )
         for batch, part in zip(reunited, parts, strict=True):
             batch[key] = part
-    return reunited
+    return [unsplit_pixel_values_by_grid(batch) for batch in reunited]
 
 
 def _completions(values: list[torch.Tensor], prompts: list[int], width: int) -> torch.Tensor:

@@ -20,8 +20,10 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.integrations.trl.refusals import check_attention
 from prefixtree.integrations.trl.sharing import SharingReport
 from prefixtree.packing.layout import pack
@@ -38,6 +40,7 @@ class PackedModel:
             `label_mask`: "entropy", "mean_logits", "is_top1", "log_sum_sq_probs".
         sharing: sees every forest that is trained on. Default: none.
         recompute: as in `sequence_logprobs`. Default: None.
+        images: whether the rows may have images. Default: False.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class PackedModel:
         outputs: Sequence[str] = (),
         sharing: SharingReport | None = None,
         recompute: Recompute = None,
+        images: bool = False,
     ) -> None:
         self._model = model
+        self._images = images
         self._with_entropy = "entropy" in outputs
         self._statistics = [name for name in outputs if name != "entropy"]
         self._sharing = sharing
@@ -59,7 +64,8 @@ class PackedModel:
         Args:
             fused_lm_head: TRL's request for scores in place of logits.
             inputs: input_ids, attention_mask and labels, int64 [B, L], labels being the input ids
-                or -100; output_router_logits, for aux_loss; use_cache, ignored; nothing else.
+                or -100; output_router_logits, for aux_loss; use_cache, ignored; with images their
+                pixel_values, image_grid_thw and mm_token_type_ids; nothing else.
 
         Returns:
             FusedCausalLMOutput: float32 [B, L - 1] each, is_top1 and label_mask bool, 0 where there
@@ -68,15 +74,23 @@ class PackedModel:
         Raises:
             UnsupportedError: another entry, padding on the left, or labels other than the input
                 ids.
+            ForestError: placeholders that do not match the images.
         """
         if not fused_lm_head:
             return self._model(**inputs)
         check_attention(self._model)
         with_aux_loss = bool(inputs.pop("output_router_logits", False))
+        images = _images_of(inputs) if self._images else (None, None)
         input_ids, attention_mask, labels = _entries(inputs)
         ids, mask, targets = (x.cpu().numpy() for x in (input_ids, attention_mask, labels))
         _check_rows(ids, mask, targets)
-        packed = pack(PrefixForest.from_padded(ids, mask))
+        pictures = None
+        if self._images:
+            config = transformer_of(self._model).config
+            forest, pictures = forest_with_images(ids, mask, images, config)
+        else:
+            forest = PrefixForest.from_padded(ids, mask)
+        packed = pack(forest)
         if self._sharing is not None and torch.is_grad_enabled():
             self._sharing.saw(packed.forest)
         lengths = packed.forest.sequence_lengths
@@ -88,6 +102,7 @@ class PackedModel:
             return_statistics=self._statistics,
             recompute=self._recompute,
             output_router_logits=with_aux_loss,
+            pictures=pictures,
         )
 
         def rows(values: list[torch.Tensor]) -> torch.Tensor:
@@ -105,6 +120,13 @@ class PackedModel:
             aux_loss=scores.aux_loss,
             **entries,
         )
+
+
+def _images_of(inputs: dict[str, Any]) -> tuple[Any, Any]:
+    """Takes a batch's images out of it: pixel_values and image_grid_thw."""
+    # positions are computed anew, from the placeholders
+    inputs.pop("mm_token_type_ids", None)
+    return inputs.pop("pixel_values", None), inputs.pop("image_grid_thw", None)
 
 
 def _entries(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

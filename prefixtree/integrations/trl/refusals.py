@@ -15,6 +15,7 @@ from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.router_loss import loss_function
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from prefixtree.integrations.trl.fsdp import check_fsdp
+from prefixtree.integrations.trl.images import attention_beside_a_tower, check_images
 
 # (argument, values that are fine, what is wrong with the others)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -48,12 +49,15 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 _ALONE = ("use_liger_kernel", "torch_compile", "fp16")
 
 
-def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
+def prepare_trainer(
+    trainer: Any, verified: Collection[str] = (), deepspeed: bool = False, images: bool = False
+) -> None:
     """Refuses a trainer that is not verified, and sets the attention of its models.
 
     Args:
         trainer: a trainer of TRL with a model and perhaps a ref_model.
         verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
+        images: whether images are verified with this trainer. Default: False.
 
     Raises:
         UnsupportedError: arguments, a distribution, images or a model.
@@ -61,18 +65,24 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     check_liger(trainer.args, trainer.model)
-    if trainer._is_vlm:
+    if trainer._is_vlm and not images:
         raise UnsupportedError(
-            f"processing_class is a {type(trainer.processing_class).__name__}: images are not "
-            "packed yet; for a text-only run pass its tokenizer"
+            f"processing_class is a {type(trainer.processing_class).__name__}: images are verified "
+            "with GRPO and SFT alone; for a text-only run pass its tokenizer"
         )
+    if trainer._is_vlm:
+        check_images(trainer)
     if trainer.aux_loss_enabled:
         _check_aux_loss(trainer.model)
     # not by truth value: a compiled model has none
     models = (trainer.model, getattr(trainer, "ref_model", None))
     for model in (m for m in models if m is not None):
         check_model(model)
-        transformer_of(model).set_attn_implementation("prefixtree")
+        transformer = transformer_of(model)
+        attention: Any = "prefixtree"
+        if trainer._is_vlm:
+            attention = attention_beside_a_tower(transformer.config)
+        transformer.set_attn_implementation(attention)
 
 
 def _check_aux_loss(model: nn.Module) -> None:

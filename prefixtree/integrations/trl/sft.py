@@ -42,7 +42,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_sft(SFTTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self)
+        prepare_trainer(self, images=True)
         _check_loss(self)
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE)
@@ -54,8 +54,9 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L]."""
-        packed = PackedModel(model, ("entropy", "is_top1"), self._sharing, self._recompute)
+        """TRL's loss of a batch: input_ids, attention_mask and labels, int64 [B, L], and images."""
+        outputs = "entropy", "is_top1"
+        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         return super().compute_loss(packed, inputs, return_outputs, num_items_in_batch)
 
 

@@ -216,7 +216,9 @@ def check_batch(data: TensorDict) -> None:
         ),
         (
             bool(extract_multi_modal_inputs(data.get("multi_modal_inputs", []))),
-            "the batch holds images, whose placeholders would be shared whatever they show",
+            "the batch holds images (multi_modal_inputs), whose placeholders would be shared "
+            "whatever they show; to train with images on packed forests, call "
+            "Pictures.from_batch and sequence_logprobs(pictures=) in a loop of your own",
         ),
     ):
         if refused:

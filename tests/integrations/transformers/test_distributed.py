@@ -14,8 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import picture_ranks
 from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
 from tests.support.models import Run, run_replicated, tolerance
+from tests.support.picture_cases import Run as PictureRun
+from tests.support.picture_cases import errors as picture_errors
+from tests.support.picture_cases import reference
 from tests.support.replay import drawn_routes, run_replayed
 from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
 
@@ -112,6 +116,27 @@ def test_two_ranks(results, case, step):
         assert each["norm"] == pytest.approx(norm, rel=1e-5)
         got = {n.removeprefix("module."): p for n, p in each["parameters"].items()}
         assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
+
+
+@pytest.mark.parametrize(("wrapper", "model_type", "kind"), picture_ranks.RUNS)
+def test_pictures(results, wrapper, model_type, kind):
+    """Rank 1 has no image: its tower runs all the same, with gradients of zero. DDP waits for it
+    without find_unused_parameters, and FSDP2 in every block."""
+    expected = reference(model_type, kind)
+    found = _of(results, "pictures", f"{wrapper}, {model_type}, {kind}")
+    gradients = {name: g / WORLD_SIZE for name, g in expected.gradients.items()}
+    logprobs = [p for each in found for p in each["logprobs"]]
+    for rank, each in enumerate(found):
+        run = PictureRun(logprobs, each["gradients"])
+        differences = picture_errors(run, PictureRun(expected.logprobs, gradients))
+        print(f"{wrapper}, {model_type}, {kind}: {differences}")
+        assert differences.largest < 5e-5
+        # once per micro-batch, without pictures too; the first rank's have images beside videos
+        assert each["calls"] == (4 if (kind, rank) == ("videos", 0) else 2)
+        assert (each["sharded"] == 0) == (wrapper == "ddp")
+        assert each["wrapper"].startswith("Distributed" if wrapper == "ddp" else "FSDP")
+        if wrapper == "fsdp2" and model_type == "qwen3_vl":
+            assert "UnsupportedError: videos are not verified under FSDP2" in each["refused"]
 
 
 @pytest.mark.parametrize(("case", "step"), [run for run in RUNS if CASES[run[0]].half])

@@ -90,6 +90,7 @@ _CACHE_UNSEEN = [
     "gemma2",
     "gemma3_text",
     "gemma3n_text",
+    "gemma4",
     "gemma4_text",
     "gemma4_unified_text",
     "laguna",
@@ -104,6 +105,7 @@ _CACHE_UNSEEN = [
     "olmo3",
     "opt",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "vaultgemma",
 ]
 
@@ -485,7 +487,7 @@ def test_placeholders_of_images(model_type, placeholder):
     text = pt.pack(pt.PrefixForest.from_sequences([[3, 4, 5], [3, 4, 6]]))
     assert sequence_logprobs(model, text).logprobs[0].isfinite().all()
     images = pt.pack(pt.PrefixForest.from_sequences([[3, 4, 5], [3, 7, 6]]))
-    with pytest.raises(pt.UnsupportedError, match=rf"hold {placeholder} 7: images are not packed"):
+    with pytest.raises(pt.UnsupportedError, match=rf"hold {placeholder} 7, which would be shared"):
         sequence_logprobs(model, images)
 
 
@@ -499,7 +501,7 @@ def test_images(model_type, gradients, packed):
     inputs = {**packed.model_inputs(), "position_ids": packed.position_ids.expand(4, 1, -1)}
     with (
         torch.set_grad_enabled(gradients),
-        pytest.raises(pt.UnsupportedError, match="images are not packed yet"),
+        pytest.raises(pt.UnsupportedError, match="scored with sequence_logprobs"),
     ):
         model(**inputs, pixel_values=patches, image_grid_thw=torch.tensor([[1, 2, 2]]))
 

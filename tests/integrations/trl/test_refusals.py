@@ -257,7 +257,7 @@ def test_experts_and_their_loss(folder: Path) -> None:
 def test_images(folder: Path, name: str) -> None:
     made = make(PrefixTreeGRPOTrainer, folder, beta=0.0)
     batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
-    with pytest.raises(UnsupportedError, match=f"the batch has {name}: images are not packed"):
+    with pytest.raises(UnsupportedError, match=f"the batch has {name}: the trainer has no proc"):
         made._get_per_token_logps_and_entropies(
             made.model, **batch, logits_to_keep=2, **{name: torch.ones(1)}
         )
@@ -272,7 +272,7 @@ def test_a_processor_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         self._is_vlm = True
 
     monkeypatch.setattr(GRPOTrainer, "__init__", changed)
-    refused(folder, "images are not packed yet; for a text-only run pass its tokenizer", beta=0.0)
+    refused(folder, "pictures are not verified in model type 'qwen3'", beta=0.0)
 
 
 def test_adapters(folder: Path) -> None:

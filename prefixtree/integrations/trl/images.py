@@ -1,0 +1,112 @@
+"""Images in TRL's batches: the images of some rows, and what is refused with images.
+
+Legend: B rows, N images.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl.trainer.utils import split_pixel_values_by_grid
+
+from prefixtree._picture_inputs import check_served
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.model_checks import transformer_of
+from prefixtree.pictures import Pictures
+
+#: TRL's arguments for images that are taken: those of processors that give grids.
+_TAKEN = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+#: Entries of batches that TRL's `split_pixel_values_by_grid` makes lists, one item per row.
+PER_ROW = ("pixel_values", "image_grid_thw", "num_images")
+# what is verified without images
+_ALONE = ("use_liger_kernel", "torch_compile", "fp16")
+
+
+class RowImages:
+    """The images of a batch's rows.
+
+    Args:
+        images: TRL's arguments for images, None where there are none.
+        is_vlm: whether the trainer has a processor of images.
+
+    Raises:
+        UnsupportedError: images in a run of text, or arguments of other families.
+    """
+
+    def __init__(self, images: dict[str, Any], is_vlm: bool) -> None:
+        given = {name: value for name, value in images.items() if value is not None}
+        if unknown := sorted(given.keys() - (_TAKEN if is_vlm else ())):
+            why = (
+                "only images with a grid (image_grid_thw, of Qwen's processors) are verified"
+                if is_vlm
+                else "the trainer has no processor of images: train on text alone, or give it one"
+            )
+            raise UnsupportedError(f"the batch has {', '.join(unknown)}: {why}")
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if "pixel_values" in given:
+            split: Any = split_pixel_values_by_grid(given)
+            self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
+
+    def of(self, start: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """pixel_values and image_grid_thw of rows start to end - 1; None where no row has any."""
+        rows = self._rows[start:end]
+        if not rows:
+            return None, None
+        pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return (pixels, grids) if len(grids) else (None, None)
+
+
+def forest_with_images(
+    input_ids: Any, attention_mask: Any, images: tuple[Any, Any], config: Any
+) -> tuple[PrefixForest, Pictures]:
+    """The forest of padded rows with images.
+
+    Args:
+        input_ids: integers [B, L].
+        attention_mask: [B, L], 1 on tokens and 0 on padding.
+        images: pixel_values and image_grid_thw of the rows, None where there are none.
+        config: of the model.
+
+    Returns:
+        The forest, and the pictures that `sequence_logprobs` takes with it.
+
+    Raises:
+        ForestError: placeholders that do not match the images.
+    """
+    rows = zip(input_ids, attention_mask, strict=True)
+    pictures = Pictures.from_batch([ids[mask != 0] for ids, mask in rows], *images, config)
+    return PrefixForest.from_sequences(pictures.sequences), pictures
+
+
+def check_images(trainer: Any) -> None:
+    """Refuses a trainer with a processor of images that is not verified.
+
+    Raises:
+        UnsupportedError: a model without pictures on trees, or a setting.
+    """
+    config = transformer_of(trainer.model).config
+    check_served(config.model_type, config.get_text_config())
+    if config.model_type == "gemma4":
+        raise UnsupportedError(
+            "images of Gemma 4 are not verified with TRL, only those of Qwen's families; for a "
+            "text-only run pass its tokenizer as processing_class"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise UnsupportedError(
+            "DeepSpeed and FSDP are not verified with images in TRL: use DDP; for a text-only run "
+            "pass the tokenizer as processing_class"
+        )
+    for name in _ALONE:
+        if value := getattr(trainer.args, name, None):
+            raise UnsupportedError(f"{name}={value!r} is not verified with images: set it to False")
+
+
+def attention_beside_a_tower(config: Any) -> Any:
+    """What `set_attn_implementation` takes so that the text part runs on trees, and the vision
+    tower keeps its attention, with which the model generates."""
+    vision = getattr(config, "vision_config", None)
+    kept = getattr(vision, "_attn_implementation", None) or "sdpa"
+    tower = "sdpa" if kept == "prefixtree" else kept
+    return {"": "prefixtree", "text_config": "prefixtree", "vision_config": tower}

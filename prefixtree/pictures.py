@@ -1,0 +1,307 @@
+"""Pictures and videos in token sequences: two placeholders are one token if they show the same.
+
+Processors write one placeholder id for every picture. `Pictures` gives each distinct picture an id
+of its own, beyond the vocabulary. Then two sequences have a common prefix exactly where text and
+pictures are equal, and forests, plans and reports of these ids need to know nothing of pictures.
+
+This module needs no model and not transformers. `integrations.pictures` runs pictures in a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree._picture_inputs import Modality, Picture, PictureRule, picture_key
+from prefixtree._tokens import flatten
+from prefixtree.errors import ForestError
+
+__all__ = ["Picture", "Pictures", "picture_key"]
+
+
+class Pictures:
+    """The distinct pictures of a batch, and its sequences with an id for each. Made by
+    `from_batch`.
+
+        pictures = Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)
+        packed = pack(PrefixForest.from_sequences(pictures.sequences))
+        scores = sequence_logprobs(model, packed, pictures=pictures)
+
+    Attributes:
+        sequences: S integer arrays. The placeholders of distinct picture n are `first_id` + n.
+        distinct: the distinct pictures and videos, as they first come.
+        of_sequences: S lists, the numbers of the pictures that a sequence holds, in its order.
+        first_id: the id of picture 0, beyond the vocabulary.
+        placeholders: by modality, the id that the model knows.
+        model_type: of the model whose processor gave the pictures.
+    """
+
+    def __init__(
+        self,
+        sequences: list[np.ndarray],
+        distinct: list[Picture],
+        of_sequences: list[list[int]],
+        first_id: int,
+        placeholders: dict[Modality, int],
+        model_type: str,
+    ) -> None:
+        self.sequences = sequences
+        self.distinct = distinct
+        self.of_sequences = of_sequences
+        self.first_id = first_id
+        self.placeholders = placeholders
+        self.model_type = model_type
+
+    @classmethod
+    def from_batch(
+        cls,
+        sequences: Iterable[Any],
+        pixel_values: Any,
+        image_grid_thw: Any,
+        config: Any,
+        *,
+        pixel_values_videos: Any = None,
+        video_grid_thw: Any = None,
+        second_per_grid_ts: Any = None,
+        image_position_ids: Any = None,
+        image_keys: Sequence[Hashable] | None = None,
+        video_keys: Sequence[Hashable] | None = None,
+    ) -> Pictures:
+        """Numbers the distinct pictures of a batch.
+
+        Two pictures are one where modality, grid, dtype, shape, pixels and seconds per grid step
+        are equal. Their hashes (SHA-256) are compared.
+
+        Args:
+            sequences: S sequences of token ids with the processor's placeholders (lists, numpy
+                arrays or torch tensors), without padding.
+            pixel_values: the images of all sequences, in the order of their placeholders; an image
+                that several sequences hold comes once for each. [patches, values] as processors
+                give it, or a list of one such tensor per image: a tensor that stands in the list
+                several times is hashed once. Gemma 4: [images, patches, values]. None: no images.
+            image_grid_thw: integers [images, 3], the patches of each in time, height and width.
+                None: no images, or Gemma 4.
+            config: the model's configuration, `model.config`. Read are model_type, image_token_id,
+                video_token_id, text_config and vision_config.
+            pixel_values_videos: the videos, as the images. Default: no videos.
+            video_grid_thw: integers [videos, 3]. Default: no videos.
+            second_per_grid_ts: [videos], seconds per grid step in time, which Qwen2.5-VL turns into
+                positions. Default: the model's.
+            image_position_ids: integers [images, patches, 2], which Gemma 4 has in the place of
+                image_grid_thw: the position of each patch, -1 for padding.
+            image_keys: one hashable key per image, equal where images are; their pixels are not
+                hashed then. Default: their hashes.
+            video_keys: the same of the videos. Default: their hashes.
+
+        Returns:
+            The pictures.
+
+        Raises:
+            UnsupportedError: a model type whose pictures, or whose videos, are not verified.
+            ForestError: placeholders that do not match the pictures: another number of pictures,
+                another size, a sequence that is cut inside a picture, two pictures without a token
+                between them; a token id beyond the vocabulary.
+            ValueError: tensors that do not fit one another; two grids or sizes for one key.
+        """
+        rule = PictureRule(config)
+        given: dict[Modality, list[Picture]] = {
+            "image": rule.read(
+                "image",
+                pixel_values,
+                _one_of(rule, image_grid_thw, image_position_ids),
+                keys=image_keys,
+            ),
+            "video": rule.read(
+                "video", pixel_values_videos, video_grid_thw, second_per_grid_ts, video_keys
+            ),
+        }
+        flat, lengths = flatten(sequences, "sequences")
+        ends = np.cumsum(lengths)
+        for bad in np.flatnonzero(flat >= rule.first_id)[:1]:
+            i = int(np.searchsorted(ends, bad, side="right"))
+            raise ForestError(
+                f"sequences[{i}] has the token id {flat[bad]}; ids from {rule.first_id} on are "
+                "beyond the vocabulary and stand for pictures: give the processor's token ids"
+            )
+        rows = np.split(flat.copy(), ends[:-1])
+        walk = _Walk(rule, given)
+        of_sequences = [walk.number(i, row) for i, row in enumerate(rows)]
+        walk.check_all_are_held()
+        return cls(
+            rows, walk.distinct, of_sequences, rule.first_id, rule.placeholders, rule.model_type
+        )
+
+    @property
+    def num_given(self) -> int:
+        """The pictures of all sequences, copies and all."""
+        return sum(map(len, self.of_sequences))
+
+    def with_placeholders(self, tokens: np.ndarray) -> np.ndarray:
+        """Token ids as the model knows them.
+
+        Args:
+            tokens: integers, any shape, ids of `sequences` or of a forest of them.
+
+        Returns:
+            The same with the placeholder of each picture in the place of its id.
+
+        Raises:
+            ForestError: an id beyond the pictures.
+        """
+        number = tokens - self.first_id
+        if tokens.size and number.max() >= len(self.distinct):
+            raise ForestError(
+                f"the sequences hold picture {number.max()} (token id {tokens.max()}), and there "
+                f"are {len(self.distinct)}: the forest is of other pictures; make it of "
+                "pictures.sequences, with these pictures"
+            )
+        known = [self.placeholders[picture.modality] for picture in self.distinct]
+        return np.where(number >= 0, np.array([*known, 0], tokens.dtype)[number.clip(-1)], tokens)
+
+    def __len__(self) -> int:
+        return len(self.distinct)
+
+    def __repr__(self) -> str:
+        return (
+            f"Pictures({len(self.distinct)} distinct of {self.num_given}, "
+            f"{len(self.sequences)} sequences)"
+        )
+
+
+def _one_of(rule: PictureRule, grids: Any, positions: Any) -> Any:
+    """The grids, or in their place the positions of patches, as the family has it."""
+    wanted, other = rule.grid_name, positions
+    given = grids
+    if wanted == "image_position_ids":
+        given, other = positions, grids
+    if other is not None:
+        wrong = "image_grid_thw" if wanted == "image_position_ids" else "image_position_ids"
+        raise ValueError(f"model type {rule.model_type!r} takes {wanted}, not {wrong}")
+    return given
+
+
+class _Walk:
+    """Meets the pictures in the order of their placeholders, and numbers the distinct ones."""
+
+    def __init__(self, rule: PictureRule, given: dict[Modality, list[Picture]]) -> None:
+        self.distinct: list[Picture] = []
+        self._rule, self._given = rule, given
+        self._number: dict[Hashable, int] = {}
+        self._met: dict[Modality, int] = {"image": 0, "video": 0}
+
+    def number(self, index: int, row: np.ndarray) -> list[int]:
+        """Writes ids over the placeholders of a sequence, in place.
+
+        Args:
+            index: of the sequence.
+            row: its token ids.
+
+        Returns:
+            The numbers of its pictures.
+        """
+        numbers: list[int] = []
+        # of a video whose frames are apart: its number, and the runs that are still to come
+        video, missing = -1, 0
+        at = 0
+        for modality, start, end in self._runs(row):
+            where = f"sequences[{index}], tokens {start} to {end - 1}:"
+            if start == at > 0:
+                raise ForestError(
+                    f"{where} this {modality} follows the one before it without a token between, "
+                    "so that a model takes both for one; processors put an end and a start there"
+                )
+            at = end
+            if modality == "video" and missing:
+                number, missing = video, missing - 1
+            else:
+                number = self._meet(modality, where)
+                numbers.append(number)
+                if modality == "video":
+                    video, missing = number, self.distinct[number].runs - 1
+            self._check_length(self.distinct[number], start, end, len(row), where)
+            row[start:end] = self._rule.first_id + number
+        if missing:
+            raise ForestError(
+                f"sequences[{index}] is cut inside a video: {missing} of its "
+                f"{self.distinct[video].runs} frames are missing; drop the sequence, or allow more "
+                "tokens"
+            )
+        return numbers
+
+    def check_all_are_held(self) -> None:
+        """Raises a ForestError for pictures that no placeholder stands for."""
+        for modality, given in self._given.items():
+            if (met := self._met[modality]) < len(given):
+                raise ForestError(
+                    f"{len(given)} {modality}s were given, and the sequences hold {met}: give the "
+                    f"{modality}s of these sequences alone, one that several hold once for each"
+                )
+
+    def _runs(self, row: np.ndarray) -> Iterator[tuple[Modality, int, int]]:
+        """Each run of equal placeholders: modality, first token, one past the last."""
+        modalities = list(self._rule.placeholders)
+        kind = np.zeros(len(row) + 1, np.int8)
+        for value, token in enumerate(self._rule.placeholders.values(), 1):
+            kind[:-1][row == token] = value
+        edges = np.flatnonzero(np.diff(kind, prepend=0))
+        for start, end in itertools.pairwise(edges.tolist()):
+            if kind[start]:
+                yield modalities[kind[start] - 1], start, end
+
+    def _meet(self, modality: Modality, where: str) -> int:
+        """The number of the next picture."""
+        given, at = self._given[modality], self._met[modality]
+        if at == len(given):
+            raise ForestError(
+                f"{where} placeholders of {modality} {at} of the batch, and {at} {modality}s were "
+                f"given; give every sequence its {modality}s, also those that others hold too"
+            )
+        self._met[modality] += 1
+        picture = given[at]
+        number = self._number.setdefault(picture.key, len(self.distinct))
+        if number == len(self.distinct):
+            self.distinct.append(picture)
+        elif not _alike(picture, self.distinct[number]):
+            first = self.distinct[number]
+            raise ValueError(
+                f"{modality}s of one key must be equal: those of key {picture.key!r} have grids "
+                f"{_short(first.grid)} and {_short(picture.grid)}, pixels of shapes "
+                f"{list(first.pixels.shape)} and {list(picture.pixels.shape)}"
+            )
+        return number
+
+    def _check_length(
+        self, picture: Picture, start: int, end: int, length: int, where: str
+    ) -> None:
+        found, expected = end - start, picture.run_tokens
+        if found == expected:
+            return
+        what = f"{where} {found} placeholders of one {picture.modality} with {expected}"
+        if picture.runs > 1:
+            what += " per frame"
+        if found < expected and end == length:
+            raise ForestError(
+                f"{what}: the sequence is cut inside a picture; drop it, or allow more tokens"
+            )
+        raise ForestError(
+            f"{what} (grid {_short(picture.grid)}): the picture is of another size, another one "
+            "is missing before it, or two stand side by side without a token between"
+        )
+
+
+def _alike(a: Picture, b: Picture) -> bool:
+    """Whether two pictures of one key can be one."""
+    same_form = a.pixels.shape == b.pixels.shape and a.pixels.dtype == b.pixels.dtype
+    return same_form and a.grid.equal(b.grid) and a.seconds == b.seconds
+
+
+def _short(grid: torch.Tensor) -> str:
+    """Positions of patches are too many to be shown."""
+    if grid.ndim == 1:
+        return str(grid.tolist())
+    real = grid[(grid != -1).all(-1)]
+    return f"of {len(real)} patches up to {real.amax(0).tolist()}"

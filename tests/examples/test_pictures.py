@@ -1,0 +1,46 @@
+"""The code of docs/pictures.md runs in order, and gives what the page says."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+
+from prefixtree._picture_inputs import _GRIDS, _POSITIONS
+from prefixtree.integrations.pictures import alone_inputs
+from tests.support.spawn import ROOT
+
+PAGE = ROOT / "docs" / "pictures.md"
+
+
+def test_the_page() -> None:
+    first, attention = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(first, names)
+    model, pictures, packed = (names[name] for name in ("model", "pictures", "packed"))
+    said = "has {} distinct pictures of {}, and `packed` {} tokens of {}"
+    counts = len(pictures), pictures.num_given, packed.num_tokens
+    said = said.format(*counts, packed.forest.num_replicated_tokens)
+    assert said in " ".join(PAGE.read_text().split())
+    eager = copy.deepcopy(model)
+    eager.zero_grad()
+    eager.set_attn_implementation("eager")
+    for i, found in enumerate(names["scores"].logprobs):
+        inputs = alone_inputs(pictures, pictures.sequences[i], pictures.of_sequences[i])
+        ids = inputs["input_ids"][0]
+        logits = eager(**inputs, use_cache=False).logits[0, :-1]
+        wanted = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(found, wanted)
+        wanted.sum().backward()
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-6, rtol=1e-4)
+    exec(attention, names)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_the_families_named_are_those_that_are_served() -> None:
+    named = re.findall(r"^\| `(\w+)` \| images", PAGE.read_text(), re.MULTILINE)
+    assert sorted(named) == sorted((*_GRIDS, *_POSITIONS))

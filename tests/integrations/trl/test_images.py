@@ -1,0 +1,167 @@
+"""GRPO and SFT with images: the adapter against TRL's trainers, from equal weights and seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from trl import GRPOTrainer, SFTConfig, SFTTrainer
+
+import prefixtree as pt
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, PrefixTreeSFTTrainer, packed_model
+from prefixtree.integrations.trl import grpo as adapter
+from prefixtree.integrations.trl.refusals import prepare_trainer
+from tests.integrations.trl.image_runs import captions, chats, processor, save_vision_model
+from tests.integrations.trl.runs import SameOrder, assert_equal_runs, make, parameters
+from tests.integrations.trl.sample_runs import make_sft, ratios
+
+SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("qwen3_vl"))
+
+
+def made(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+    """With a processor of images, which does not generate tokens that stand for some."""
+    shown = processor(folder)
+    names = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
+    held = [shown.tokenizer.convert_tokens_to_ids(name) for name in names]
+    return make(
+        trainer,
+        folder,
+        model=AutoModelForImageTextToText.from_pretrained(folder),
+        options={"processing_class": shown, "train_dataset": chats()},
+        generation_kwargs={"suppress_tokens": held},
+        **{**SGD, **arguments},
+    )
+
+
+def trained(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+    """The constructor seeds what generates."""
+    found = made(trainer, folder, **arguments)
+    found.train()
+    return found
+
+
+def start(folder: Path) -> dict[str, torch.Tensor]:
+    return parameters(AutoModelForImageTextToText.from_pretrained(folder))
+
+
+def test_a_run_is_trls_own(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One micro-batch a generation. The tower and deepstack's mergers learn too."""
+    seen: list[pt.Pictures] = []
+    score = adapter.sequence_logprobs
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["pictures"])
+        return score(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "sequence_logprobs", scored)
+    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    ours = trained(PrefixTreeGRPOTrainer, vision, **arguments)
+    assert ours._is_vlm
+    config = ours.model.config
+    assert config.text_config._attn_implementation == "prefixtree"
+    assert config.vision_config._attn_implementation == "sdpa"
+    theirs = trained(GRPOTrainer, vision, **arguments)
+    assert_equal_runs(ours, theirs)
+    before = start(vision)
+    change = {n: float((p - before[n]).abs().max()) for n, p in parameters(ours.model).items()}
+    assert max(change.values()) > 1e-3
+    assert all(change[n] > 0 for n in change if "visual" in n and "weight" in n)
+    # two prompts with four completions each, and as many copies of their images
+    assert seen and all(p.num_given == 8 and len(p) == 2 for p in seen)
+    ratio = [x["prefixtree/replication_ratio"] for x in ours.state.log_history if "loss" in x]
+    assert min(ratio) > 1.5
+
+
+def test_micro_batches_keep_the_images_of_their_rows(vision: Path) -> None:
+    """Rows are shuffled by TRL and put together again, with their images."""
+    ours, theirs = (trained(kind, vision) for kind in (PrefixTreeGRPOTrainer, SameOrder))
+    assert_equal_runs(ours, theirs)
+    ours, own = (
+        trained(kind, vision, loss_type="dapo") for kind in (PrefixTreeGRPOTrainer, GRPOTrainer)
+    )
+    assert_equal_runs(ours, own, wanted=lambda name: name in ("loss", "grad_norm", "reward"))
+
+
+def test_images_of_other_rows_are_seen(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison turns red where rows get one another's images."""
+    of = adapter.RowImages.of
+
+    def turned(self: Any, start: int, end: int) -> Any:
+        pixels, grids = of(self, start, end)
+        return pixels.flip(0), grids
+
+    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    theirs = trained(GRPOTrainer, vision, **arguments)
+    monkeypatch.setattr(adapter.RowImages, "of", turned)
+    ours = trained(PrefixTreeGRPOTrainer, vision, **arguments)
+    with pytest.raises(AssertionError):
+        assert_equal_runs(ours, theirs, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "red"])
+def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And red where the rows get one another's images."""
+    if wrong:
+        of = packed_model._images_of
+        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
+        monkeypatch.setattr(packed_model, "_images_of", turned)
+
+    def run(kind: type[SFTTrainer]) -> SFTTrainer:
+        trainer = make_sft(
+            kind,
+            vision,
+            model=AutoModelForImageTextToText.from_pretrained(vision),
+            options={"processing_class": processor(vision), "train_dataset": captions()},
+            max_length=None,
+            remove_unused_columns=False,
+        )
+        trainer.train()
+        return trainer
+
+    ours, theirs = run(PrefixTreeSFTTrainer), run(SFTTrainer)
+    before = start(vision)
+    change = {n: float((p - before[n]).abs().max()) for n, p in parameters(ours.model).items()}
+    assert all(change[n] > 0 for n in change if "visual" in n and "weight" in n)
+    assert min(ratios(ours)) > 1.2
+    if not wrong:
+        assert_equal_runs(ours, theirs)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal_runs(ours, theirs, tolerance=1e-3)
+
+
+def test_dpo_is_refused(vision: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(vision)
+    trainer = SimpleNamespace(
+        model=model,
+        args=SFTConfig(output_dir=str(vision / "out"), use_cpu=True, bf16=False),
+        accelerator=SimpleNamespace(parallelism_config=None),
+        is_deepspeed_enabled=False,
+        is_fsdp_enabled=False,
+        processing_class=processor(vision),
+        _is_vlm=True,
+    )
+    with pytest.raises(
+        pt.UnsupportedError, match="Processor: images are verified with GRPO and SF"
+    ):
+        prepare_trainer(trainer)
+
+
+def test_what_is_refused(vision: Path) -> None:
+    ours = made(PrefixTreeGRPOTrainer, vision)
+    batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
+    with pytest.raises(pt.UnsupportedError, match="has pixel_attention_mask: only images with a g"):
+        ours._get_per_token_logps_and_entropies(
+            ours.model, **batch, logits_to_keep=2, pixel_attention_mask=torch.ones(1)
+        )
+    with pytest.raises(pt.UnsupportedError, match="torch_compile=True is not verified with images"):
+        made(PrefixTreeGRPOTrainer, vision, torch_compile=True)
