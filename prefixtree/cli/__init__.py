@@ -65,7 +65,8 @@ _File = Annotated[
         metavar="FILE",
         help="JSON lines of rollouts, gzipped or not, or parquet; - is standard input. A line or "
         "row holds token_ids (or input_ids), or prompt_ids with response_ids (or completion_ids), "
-        "or messages (with --tokenizer); optional: loss_mask, turn_ends, id, group.",
+        "or messages (with --tokenizer), which may hold pictures; optional: loss_mask, turn_ends, "
+        "id, group.",
         show_default=False,
     ),
 ]
@@ -90,7 +91,7 @@ _Tokenizer = Annotated[
         metavar="DIR|NAME",
         help="A folder with a tokenizer, or its name on the Hugging Face hub. Puts messages "
         "(OpenAI chats, with tool_calls and tools) through its chat template, and decodes the text "
-        "that a report quotes.",
+        "that a report quotes. Pictures in messages need the model's image processor in it.",
         show_default=False,
     ),
 ]
@@ -209,10 +210,14 @@ def _report(
     with status("forest"):
         forest = PrefixForest.from_sequences(rollouts.sequences)
         facts = measure(forest)
-    pictures = []
+    drawn = []
     if plot is not None:
         with status("pictures"):
-            pictures = write_pictures(plot, forest)
+            drawn = write_pictures(plot, forest)
+    if rollouts.pictures:
+        from prefixtree.sharing.pictures import measure_pictures
+
+        facts["pictures"] = measure_pictures(forest, rollouts)
     from prefixtree.sharing.routes import measure_routes
 
     with status("routes"):
@@ -261,7 +266,7 @@ def _report(
         from prefixtree.cli.report_ranks import show_ranks
 
         show_ranks(facts["ranks"], console)
-    for picture in pictures:
+    for picture in drawn:
         console.print(f"drawn: {picture}", markup=False, soft_wrap=True)
 
 

@@ -46,6 +46,8 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
         f"{attention['flop_ratio']:.2f}x",
         f"{attention['replicated_pairs']:.3g} / {attention['packed_pairs']:.3g} query-key pairs",
     )
+    if pictures := facts.get("pictures"):
+        _add_pictures(table, pictures)
     table.add_section()
     table.add_row("trees", f"{facts['trees']:,}", "")
     table.add_row("nodes", f"{facts['nodes']:,}", f"{facts['leaves']:,} of them leaves")
@@ -57,6 +59,28 @@ def show(facts: dict[str, Any], console: Console, title: str) -> None:
     )
     table.add_row("node lengths", *_spread_cells(facts["node_length"]))
     console.print(table)
+
+
+def _add_pictures(table: Table, facts: dict[str, Any]) -> None:
+    pictures, tokens, patches = facts["pictures"], facts["tokens"], facts["patches"]
+    table.add_section()
+    table.add_row(
+        "pictures",
+        f"{pictures['replicated']:,}",
+        f"{patches['replicated']:,} patches to encode without sharing",
+    )
+    table.add_row(
+        "distinct pictures",
+        f"{pictures['distinct']:,}",
+        f"{patches['distinct']:,} patches; they stand in {pictures['packed']:,} places of the "
+        "forest",
+    )
+    table.add_row("picture ratio", f"{facts['ratio']:.2f}x", "patches, without sharing / distinct")
+    table.add_row(
+        "tokens of pictures",
+        f"{tokens['replicated']:,}",
+        f"of the replicated tokens, {tokens['packed']:,} of the distinct ones",
+    )
 
 
 def show_groups(groups: dict[str, Any], distinct: int, console: Console) -> None:

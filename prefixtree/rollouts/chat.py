@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,14 @@ import numpy as np
 
 from prefixtree.errors import InputError
 from prefixtree.hub import explain, first_line
+from prefixtree.rollouts.pictures import (
+    FIRST_PICTURE,
+    Picture,
+    PictureReader,
+    expand,
+    has_pictures,
+    place,
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,8 @@ class Conversation:
     """A tokenized conversation.
 
     Attributes:
-        tokens: int64 [n], token ids of the whole conversation.
+        tokens: int64 [n], token ids of the whole conversation; those of picture k are
+            `FIRST_PICTURE` + k.
         loss_mask: bool [n], true for the tokens of assistant turns. None where the template
             rewrites earlier turns, so that `tokens` does not hold them as the policy saw them.
         turn_ends: int64, the number of tokens up to the end of each assistant turn. None where
@@ -26,12 +37,14 @@ class Conversation:
         turns: where loss_mask is None, one (tokens, loss_mask, sampled) per assistant turn: the
             conversation templated up to the turn's end, the tokens of this turn alone, and the
             tokens of all assistant turns in it, as far as they are found. Otherwise None.
+        messages: as they were given, but pictures by their numbers.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None
     turn_ends: np.ndarray | None
     turns: list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None
+    messages: list[dict[str, Any]]
 
 
 class ChatTokenizer:
@@ -42,8 +55,13 @@ class ChatTokenizer:
     turns as a conversation goes on (they strip thinking). Then no single sequence holds all turns
     as the policy saw them, and each turn becomes a separate sequence.
 
+    Pictures need the model's image processor in the same folder.
+
     Args:
         path: a folder with the files of a tokenizer, or its name on the Hugging Face hub.
+
+    Attributes:
+        pictures: the distinct pictures of all messages so far, by number.
 
     Raises:
         InputError: a path that holds no tokenizer. A tokenizer without a chat template, or one that
@@ -58,12 +76,26 @@ class ChatTokenizer:
         except Exception as problem:
             raise InputError(explain("--tokenizer", path, problem)) from None
         self._path = path
+        self._reader = PictureReader(path)
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return tuple(self._reader.pictures)
+
+    @property
+    def placeholder(self) -> int | None:
+        """The token id that stands for a picture; None where the tokenizer has none."""
+        return self._tokenizer.get_vocab().get(self._placeholder_text)
+
+    @property
+    def _placeholder_text(self) -> str:
+        return getattr(self._tokenizer, "image_token", None) or "<|image_pad|>"
 
     def decode(self, token_ids: list[int]) -> str:
         """Decodes token ids, special ones included.
 
         Args:
-            token_ids: the token ids.
+            token_ids: the token ids; a run of picture k's becomes "[picture k]".
 
         Returns:
             The text.
@@ -71,6 +103,11 @@ class ChatTokenizer:
         Raises:
             InputError: token ids outside the tokenizer's vocabulary.
         """
+        if max(token_ids, default=0) >= FIRST_PICTURE:
+            runs = [(n, list(ids)) for n, ids in groupby(token_ids, _picture_number)]
+            return "".join(
+                self.decode(ids) if n is None else str(self.pictures[n]) for n, ids in runs
+            )
         try:
             return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         except (OverflowError, IndexError):
@@ -80,12 +117,15 @@ class ChatTokenizer:
                 "rollouts?"
             ) from None
 
-    def __call__(self, messages: Any, tools: Any = None) -> Conversation:
+    def __call__(
+        self, messages: Any, tools: Any = None, folder: Path | None = None
+    ) -> Conversation:
         """Tokenizes a conversation and finds its assistant turns.
 
         Args:
             messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
             tools: the tools' schemas, for templates that show them. Default: no tools.
+            folder: paths of pictures are relative to it. Default: the current folder.
 
         Returns:
             The tokens, with loss mask and turns.
@@ -101,18 +141,22 @@ class ChatTokenizer:
                 f"--tokenizer {self._path}: is a slow tokenizer, which does not tell which "
                 "characters a token stands for; expected one with a tokenizer.json"
             )
-        messages = _checked(messages)
+        given = messages
+        messages, pictures = self._numbered(_checked(messages), folder)
+        named = messages if any(pictures) else given
         tools = tools or None
         whole = self._text(messages, tools)
+        all_pictures = [picture for found in pictures for picture in found]
         spans, last = [], []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 last.append(i)
                 prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
                 spans.append((prompt, self._text(messages[: i + 1], tools)))
-        tokens, borders = self._encode(whole)
+        tokens, borders = self._encode(whole, all_pictures)
         if not spans:
-            return Conversation(tokens, np.zeros(len(tokens), bool), np.empty(0, np.int64), None)
+            loss_mask = np.zeros(len(tokens), bool)
+            return Conversation(tokens, loss_mask, np.empty(0, np.int64), None, named)
         loss_mask, ends = np.zeros(len(tokens), bool), []
         done = 0
         for prompt, turn in spans:
@@ -123,10 +167,11 @@ class ChatTokenizer:
             loss_mask[start:done] = True
             ends.append(done)
         else:
-            return Conversation(tokens, loss_mask, np.array(ends), None)
+            return Conversation(tokens, loss_mask, np.array(ends), None, named)
         turns = []
         for number, (prompt, turn) in enumerate(spans):
-            tokens_there, borders = self._encode(turn)
+            so_far = [picture for found in pictures[: last[number] + 1] for picture in found]
+            tokens_there, borders = self._encode(turn, so_far)
             span = _span(prompt, turn, borders)
             if span is None:
                 raise InputError(
@@ -137,10 +182,48 @@ class ChatTokenizer:
             end = self._trim(tokens_there, *span)
             loss_mask = np.arange(end) >= span[0]
             sampled = loss_mask.copy()
-            for first, beyond in _assistant_spans(messages[: last[number]], prompt):
+            before = messages[: last[number]]
+            for first, beyond in _assistant_spans(before, prompt, self._placeholder_text):
                 sampled[_tokens_of(borders, first, beyond)] = True
             turns.append((tokens_there[:end], loss_mask, sampled))
-        return Conversation(tokens, None, None, turns)
+        return Conversation(tokens, None, None, turns, named)
+
+    def place(
+        self, token_ids: np.ndarray, messages: Any, folder: Path | None = None
+    ) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Puts the pictures of messages on the placeholders of the token ids beside them.
+
+        Args:
+            token_ids: int64 [n].
+            messages: chat messages with pictures.
+            folder: paths of pictures are relative to it. Default: the current folder.
+
+        Returns:
+            The token ids, those of picture k `FIRST_PICTURE` + k, and the messages, pictures by
+            their numbers.
+
+        Raises:
+            InputError: other runs of placeholders than the pictures have, or a picture that cannot
+                be read.
+        """
+        named, pictures = self._numbered(_checked(messages), folder)
+        found = [picture for part in pictures for picture in part]
+        return place(token_ids, self._checked_placeholder(), found), named
+
+    def _numbered(
+        self, messages: list[dict[str, Any]], folder: Path | None
+    ) -> tuple[list[dict[str, Any]], list[list[Picture]]]:
+        if not has_pictures(messages):
+            return messages, [[] for _ in messages]
+        return self._reader.number(messages, folder or Path())
+
+    def _checked_placeholder(self) -> int:
+        if self.placeholder is None:
+            raise InputError(
+                f"--tokenizer {self._path}: has no token {self._placeholder_text} to stand for a "
+                "picture of the messages; expected the tokenizer of Qwen2.5-VL or Qwen3-VL"
+            )
+        return self.placeholder
 
     def _text(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> str:
         try:
@@ -152,15 +235,19 @@ class ChatTokenizer:
                 f"the chat template refuses the messages: {first_line(problem)}"
             ) from None
 
-    def _encode(self, text: str) -> tuple[np.ndarray, dict[int, int]]:
+    def _encode(self, text: str, pictures: list[Picture]) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens = np.array(encoded["input_ids"], np.int64)
         if len(tokens) == 0:
             raise InputError("messages has no token; a sequence has at least one")
+        counts: Iterable[int] = range(1, len(tokens) + 1)
+        if pictures:
+            tokens, ends = expand(tokens, self._checked_placeholder(), pictures)
+            counts = ends.tolist()
         borders = {0: 0}
-        for count, (_, end) in enumerate(encoded["offset_mapping"], 1):
+        for count, (_, end) in zip(counts, encoded["offset_mapping"], strict=True):
             borders[end] = count
         return tokens, borders
 
@@ -172,6 +259,10 @@ class ChatTokenizer:
         return end
 
 
+def _picture_number(token_id: int) -> int | None:
+    return token_id - FIRST_PICTURE if token_id >= FIRST_PICTURE else None
+
+
 def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | None:
     """First token and end token of a turn; None where its borders are not token borders."""
     start, end = borders.get(len(prompt)), borders.get(len(turn))
@@ -180,11 +271,13 @@ def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | 
     return start, end
 
 
-def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]]:
+def _assistant_spans(
+    messages: list[dict[str, Any]], text: str, placeholder: str
+) -> list[tuple[int, int]]:
     """Finds the assistant's parts of `text`, as (start, end) in characters.
 
     They lie between messages of other roles, which are searched in order. The assistant turns
-    beside a message that is not found are left out.
+    beside a message that is not found are left out. A picture is searched as its placeholder.
     """
     spans = []
     # where the last other message ended, None where it was not found; how far was searched
@@ -194,14 +287,35 @@ def _assistant_spans(messages: list[dict[str, Any]], text: str) -> list[tuple[in
         if message["role"] == "assistant":
             wrote = True
             continue
-        content = message["content"].strip() if isinstance(message["content"], str) else ""
-        begin = text.find(content, searched) if content else -1
-        if wrote and end is not None and begin >= 0:
-            spans.append((end, begin))
+        found = _find(_pieces(message["content"], placeholder), text, searched)
+        if wrote and end is not None and found is not None:
+            spans.append((end, found[0]))
         wrote, end = False, None
-        if begin >= 0:
-            end = searched = begin + len(content)
+        if found is not None:
+            end = searched = found[1]
     return spans
+
+
+def _pieces(content: Any, placeholder: str) -> list[str]:
+    """What a template writes of a message's content, in order."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [
+        placeholder if part.get("type") == "image" else part.get("text")
+        for part in parts
+        if isinstance(part, dict)
+    ]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _find(pieces: list[str], text: str, searched: int) -> tuple[int, int] | None:
+    """Where the pieces begin and end in `text`; None where one is missing, or there is none."""
+    begin = None
+    for piece in pieces:
+        at = text.find(piece, searched)
+        if at < 0:
+            return None
+        begin, searched = at if begin is None else begin, at + len(piece)
+    return None if begin is None else (begin, searched)
 
 
 def _tokens_of(borders: dict[int, int], first: int, beyond: int) -> slice:

@@ -9,7 +9,7 @@ and optionally
     loss_mask    0 or 1 per token id; default: 0 for prompt_ids and 1 for response_ids
     turn_ends    for each assistant turn, the number of tokens up to its end
     id, group    names; rollouts of one task share a group
-    messages     beside token ids: their text, for what `report` quotes
+    messages     beside token ids: their text, for what `report` quotes, and their pictures
 Other fields are left alone.
 """
 
@@ -31,6 +31,7 @@ import numpy as np
 from prefixtree.errors import InputError
 from prefixtree.rollouts import parquet
 from prefixtree.rollouts.chat import ChatTokenizer
+from prefixtree.rollouts.pictures import FIRST_PICTURE, has_pictures
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -73,6 +74,10 @@ def read_rollouts(
     last, and layer of experts the experts that were chosen), `id` and `group` (names; rollouts of
     one task share a group). Other fields are ignored.
 
+    Messages may hold pictures: parts {"type": "image", "image": ...} or {"type": "image_url",
+    "image_url": {"url": ...}}, each a path, relative to the file, or a data URL. They need a
+    `tokenizer` with an image processor. Token ids beside them have the placeholders expanded.
+
     Args:
         path: JSON lines, gzipped or not, or parquet; "-" is standard input, JSON lines only.
         strict: whether to raise at the first broken line. Default: False: leave it out and keep
@@ -90,13 +95,14 @@ def read_rollouts(
         InputError: a file that cannot be read, a truncated gzip, no rollout in it, parquet without
             pyarrow, or, with `strict`, a broken line.
     """
-    source = "<stdin>" if str(path) == "-" else str(path)
+    is_stdin = str(path) == "-"
+    source, folder = ("<stdin>", Path()) if is_stdin else (str(path), Path(path).parent)
     rows: list[tuple[int, dict[str, Any]]] = []
     problems: list[str] = []
     for number, text in _lines(source, path, watch):
         try:
             row = _parse(text) if isinstance(text, bytes) else text
-            rows.append((number, _rollout(row, tokenizer)))
+            rows.append((number, _rollout(row, tokenizer, folder)))
         except InputError as problem:
             note(f"{source}:{number}: {problem}", problems, strict)
     require_some(rows, source, problems, "rollout")
@@ -117,6 +123,8 @@ def read_rollouts(
         turns=[row["turns"] for _, row in rows],
         sampled=[None] * len(rows),
         problems=tuple(problems),
+        pictures=() if tokenizer is None else tokenizer.pictures,
+        placeholder=None if tokenizer is None else tokenizer.placeholder,
     )
 
 
@@ -200,10 +208,10 @@ def _parse(text: bytes) -> dict[str, Any]:
 # ---- the fields of a line ------------------------------------------------------------------------
 
 
-def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None, folder: Path) -> dict[str, Any]:
     # parquet has every column in every row
     row = {name: value for name, value in row.items() if value is not None}
-    tokens, mask, ends, turns = _tokens(row, tokenizer)
+    tokens, mask, ends, turns, messages = _tokens(row, tokenizer, folder)
     if len(tokens) == 0:
         raise InputError("has no token; a sequence has at least one")
     if "loss_mask" in row:
@@ -212,7 +220,6 @@ def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> dict[str, 
         ends = _turn_ends(row["turn_ends"], len(tokens))
     elif ends is None and mask is not None:
         ends = np.flatnonzero(mask & ~np.append(mask[1:], False)) + 1
-    messages = row.get("messages")
     readable = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     return {
         "tokens": tokens,
@@ -227,23 +234,14 @@ def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None) -> dict[str, 
 
 
 def _tokens(
-    row: dict[str, Any], tokenizer: ChatTokenizer | None
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Any]:
-    """Token ids, loss mask, turn ends and turns, as far as the fields imply them (else None)."""
-    whole = [name for name in _WHOLE if name in row]
-    if whole:
-        tokens = _token_ids(row, whole[0])
-        if len(whole) == 2 and not np.array_equal(tokens, _token_ids(row, whole[1])):
-            raise InputError("token_ids and input_ids differ; expected one of them")
-        return tokens, None, None, None
-    response = next((name for name in _RESPONSE if name in row), None)
-    if "prompt_ids" in row and response is not None:
-        parts = [_token_ids(row, "prompt_ids"), _token_ids(row, response)]
-        tokens = np.concatenate(parts)
-        mask = np.ones(len(tokens), bool)
-        mask[: len(parts[0])] = False
-        ends = np.array([len(tokens)] if len(parts[1]) else [], np.int64)
-        return tokens, mask, ends, None
+    row: dict[str, Any], tokenizer: ChatTokenizer | None, folder: Path
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, Any, Any]:
+    """Token ids, loss mask, turn ends, turns and messages, as far as the fields imply them."""
+    given = _given_tokens(row)
+    if given is not None:
+        tokens, mask, ends = given
+        tokens, messages = _with_pictures(tokens, row.get("messages"), tokenizer, folder)
+        return tokens, mask, ends, None, messages
     if "messages" not in row:
         raise InputError(
             "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids, "
@@ -255,8 +253,50 @@ def _tokens(
         raise InputError(
             "has loss_mask or turn_ends but no token ids that they count; give token_ids too"
         )
-    chat = tokenizer(row["messages"], row.get("tools"))
-    return chat.tokens, chat.loss_mask, chat.turn_ends, chat.turns
+    chat = tokenizer(row["messages"], row.get("tools"), folder)
+    return chat.tokens, chat.loss_mask, chat.turn_ends, chat.turns, chat.messages
+
+
+def _given_tokens(
+    row: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None] | None:
+    """Token ids, loss mask and turn ends of the fields of token ids; None where there are none."""
+    whole = [name for name in _WHOLE if name in row]
+    if whole:
+        tokens = _token_ids(row, whole[0])
+        if len(whole) == 2 and not np.array_equal(tokens, _token_ids(row, whole[1])):
+            raise InputError("token_ids and input_ids differ; expected one of them")
+        return tokens, None, None
+    response = next((name for name in _RESPONSE if name in row), None)
+    if "prompt_ids" not in row or response is None:
+        return None
+    parts = [_token_ids(row, "prompt_ids"), _token_ids(row, response)]
+    tokens = np.concatenate(parts)
+    mask = np.ones(len(tokens), bool)
+    mask[: len(parts[0])] = False
+    return tokens, mask, np.array([len(tokens)] if len(parts[1]) else [], np.int64)
+
+
+def _with_pictures(
+    tokens: np.ndarray, messages: Any, tokenizer: ChatTokenizer | None, folder: Path
+) -> tuple[np.ndarray, Any]:
+    """Token ids with the pictures of the messages beside them, and these messages."""
+    if tokenizer is not None and tokens.max(initial=0) >= FIRST_PICTURE:
+        raise InputError(f"has the token id {tokens.max()}; ids from 2^30 on stand for pictures")
+    if has_pictures(messages):
+        if tokenizer is None:
+            raise InputError(
+                "has token ids and pictures in messages; token ids alone do not tell pictures "
+                "apart: give the model's folder, with its image processor, by --tokenizer"
+            )
+        return tokenizer.place(tokens, messages, folder)
+    placeholder = None if tokenizer is None else tokenizer.placeholder
+    if placeholder is not None and (tokens == placeholder).any():
+        raise InputError(
+            f"has placeholders of pictures (id {placeholder}) and no messages with the pictures, "
+            "which token ids alone do not tell apart"
+        )
+    return tokens, messages
 
 
 def _token_ids(row: dict[str, Any], name: str) -> np.ndarray:

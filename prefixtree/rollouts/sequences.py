@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
+from prefixtree.rollouts.pictures import Picture
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Rollouts:
 
     Attributes:
         source: the file's name, for messages.
-        sequences: int64 [n] token ids, one array per sequence.
+        sequences: int64 [n] token ids, one array per sequence. Those of picture k are 2**30 + k,
+            so that two prefixes are equal only if their pictures are.
         loss_masks: bool [n], one array per sequence; all true for a rollout without a mask where
             other rollouts have one. None where no rollout has one.
         groups: one group per sequence, None for a rollout without one. None where no rollout has
@@ -36,6 +38,9 @@ class Rollouts:
         sampled: per sequence, bool [n], true for the tokens that the policy sampled, where the loss
             mask leaves out earlier turns that it sampled as well; otherwise None.
         problems: one message per line that was left out, with the reason.
+        pictures: the distinct pictures of the file, by number.
+        placeholder: the token id that stands for a picture in the model's input; None where no
+            tokenizer was given, or it has none.
     """
 
     source: str
@@ -50,6 +55,8 @@ class Rollouts:
     turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
     sampled: list[np.ndarray | None]
     problems: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    placeholder: int | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)

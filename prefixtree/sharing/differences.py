@@ -177,7 +177,7 @@ def message_text(message: dict[str, Any]) -> str:
     """A chat message's content and tool calls as text; ids of calls, rarely templated, left out."""
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(str(part.get("text", part)) for part in content)
+        content = "".join(str(part.get("text", part.get("image", part))) for part in content)
     parts = [str(message.get("reasoning_content") or ""), str(content or "")]
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)

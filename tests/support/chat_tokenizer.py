@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +20,17 @@ CHATML = (
 )
 
 
-def save_tokenizer(folder: Path, template: str | None) -> Path:
+# parts of a message as Qwen's templates write them
+PICTURE_CHATML = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if 'image' in part or 'image_url' in part %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
+)
+PICTURE_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+def save_tokenizer(folder: Path, template: str | None, more: Sequence[str] = ()) -> Path:
     """Saves it: 256 bytes, no merges, <|im_start|> and <|im_end|>, which ends a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -27,8 +39,21 @@ def save_tokenizer(folder: Path, template: str | None) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *more],
         chat_template=template,
     )
     fast.save_pretrained(folder)
+    return folder
+
+
+def save_picture_tokenizer(folder: Path, template: str = PICTURE_CHATML) -> Path:
+    """The same with an image processor: a token is 8 x 8 pixels, 4 patches of 4 x 4."""
+    save_tokenizer(folder, template, PICTURE_TOKENS)
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 4096},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
