@@ -197,7 +197,7 @@ def test_token_ids_beside_pictures(write, screens, tokenizer):
             read_rollouts(write(row), strict=True, tokenizer=tokenizer)
     with pytest.raises(InputError, match="token ids alone do not tell pictures apart"):
         read_rollouts(write({"token_ids": recorded, "messages": talk}), strict=True)
-    with pytest.raises(InputError, match="has placeholders of pictures .* and no messages"):
+    with pytest.raises(InputError, match=r"has placeholders of pictures .* and no messages"):
         read_rollouts(write({"token_ids": recorded}), strict=True, tokenizer=tokenizer)
     with pytest.raises(InputError, match=r"ids from 2\^30 on stand for pictures"):
         read_rollouts(write({"token_ids": [2**30]}), strict=True, tokenizer=tokenizer)
