@@ -15,7 +15,7 @@ from prefixtree.errors import InputError
 from prefixtree.hub import explain, first_line
 from prefixtree.rollouts.pictures import (
     FIRST_PICTURE,
-    Picture,
+    RolloutPicture,
     PictureReader,
     expand,
     has_pictures,
@@ -79,7 +79,7 @@ class ChatTokenizer:
         self._reader = PictureReader(path)
 
     @property
-    def pictures(self) -> tuple[Picture, ...]:
+    def pictures(self) -> tuple[RolloutPicture, ...]:
         return tuple(self._reader.pictures)
 
     @property
@@ -212,7 +212,7 @@ class ChatTokenizer:
 
     def _numbered(
         self, messages: list[dict[str, Any]], folder: Path | None
-    ) -> tuple[list[dict[str, Any]], list[list[Picture]]]:
+    ) -> tuple[list[dict[str, Any]], list[list[RolloutPicture]]]:
         if not has_pictures(messages):
             return messages, [[] for _ in messages]
         return self._reader.number(messages, folder or Path())
@@ -235,7 +235,7 @@ class ChatTokenizer:
                 f"the chat template refuses the messages: {first_line(problem)}"
             ) from None
 
-    def _encode(self, text: str, pictures: list[Picture]) -> tuple[np.ndarray, dict[int, int]]:
+    def _encode(self, text: str, pictures: list[RolloutPicture]) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -31,7 +31,7 @@ _SHOWN = 60
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class RolloutPicture:
     """One distinct picture of a file of rollouts.
 
     Attributes:
@@ -87,16 +87,16 @@ class PictureReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.pictures: list[Picture] = []
+        self.pictures: list[RolloutPicture] = []
         self._path = path
         self._loaded: Any = None
-        self._by_source: dict[tuple[str, str], Picture] = {}
-        self._by_file: dict[bytes, Picture] = {}
-        self._by_pixels: dict[bytes, Picture] = {}
+        self._by_source: dict[tuple[str, str], RolloutPicture] = {}
+        self._by_file: dict[bytes, RolloutPicture] = {}
+        self._by_pixels: dict[bytes, RolloutPicture] = {}
 
     def number(
         self, messages: list[dict[str, Any]], folder: Path
-    ) -> tuple[list[dict[str, Any]], list[list[Picture]]]:
+    ) -> tuple[list[dict[str, Any]], list[list[RolloutPicture]]]:
         """Finds the pictures of some messages.
 
         Args:
@@ -112,7 +112,7 @@ class PictureReader:
         """
         named, pictures = [], []
         for i, message in enumerate(messages):
-            found: list[Picture] = []
+            found: list[RolloutPicture] = []
             content = message.get("content")
             if isinstance(content, list):
                 parts = []
@@ -129,7 +129,7 @@ class PictureReader:
             pictures.append(found)
         return named, pictures
 
-    def _picture(self, reference: str, where: str, folder: Path) -> Picture:
+    def _picture(self, reference: str, where: str, folder: Path) -> RolloutPicture:
         # of a data URL, which is long, only the file's digest is kept
         is_data = reference.startswith("data:")
         source = (str(folder), reference)
@@ -145,7 +145,7 @@ class PictureReader:
             self._by_source[source] = picture
         return picture
 
-    def _of_file(self, data: bytes, name: str, where: str, read: Callable[[], bytes]) -> Picture:
+    def _of_file(self, data: bytes, name: str, where: str, read: Callable[[], bytes]) -> RolloutPicture:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if digest not in self._by_file:
             # the same picture may be saved twice, as screenshots with another date in the file
@@ -158,7 +158,7 @@ class PictureReader:
             self._by_file[digest] = self._by_pixels[key]
         return self._by_file[digest]
 
-    def _new(self, image: Image, name: str, read: Callable[[], bytes]) -> Picture:
+    def _new(self, image: Image, name: str, read: Callable[[], bytes]) -> RolloutPicture:
         processor = self._processor()
         try:
             patches = int(processor.get_number_of_image_patches(image.height, image.width, {}))
@@ -169,7 +169,7 @@ class PictureReader:
             made = processor(images=[_decoded(read(), name)], return_tensors="pt")
             return made["pixel_values"], made["image_grid_thw"][0]
 
-        picture = Picture(
+        picture = RolloutPicture(
             number=len(self.pictures),
             name=name,
             height=image.height,
@@ -208,7 +208,7 @@ class PictureReader:
 
 
 def expand(
-    token_ids: np.ndarray, placeholder: int, pictures: list[Picture]
+    token_ids: np.ndarray, placeholder: int, pictures: list[RolloutPicture]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Puts each picture's tokens in the place of its one placeholder.
 
@@ -241,7 +241,7 @@ def expand(
     return np.repeat(ids, sizes), np.cumsum(sizes)
 
 
-def place(token_ids: np.ndarray, placeholder: int, pictures: list[Picture]) -> np.ndarray:
+def place(token_ids: np.ndarray, placeholder: int, pictures: list[RolloutPicture]) -> np.ndarray:
     """Puts each picture's number on the placeholders that stand for it.
 
     Args:

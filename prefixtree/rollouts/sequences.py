@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts.pictures import Picture
+from prefixtree.rollouts.pictures import RolloutPicture
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rollouts:
     turns: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None]
     sampled: list[np.ndarray | None]
     problems: tuple[str, ...] = ()
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[RolloutPicture, ...] = ()
     placeholder: int | None = None
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from prefixtree.forest import PrefixForest
-from prefixtree.rollouts.pictures import FIRST_PICTURE, Picture
+from prefixtree.rollouts.pictures import FIRST_PICTURE, RolloutPicture
 from prefixtree.rollouts.sequences import Rollouts
 
 
@@ -44,7 +44,7 @@ def measure_pictures(forest: PrefixForest, rollouts: Rollouts) -> dict[str, Any]
     }
 
 
-def _counts(tokens: np.ndarray, pictures: tuple[Picture, ...]) -> np.ndarray:
+def _counts(tokens: np.ndarray, pictures: tuple[RolloutPicture, ...]) -> np.ndarray:
     """How often each picture stands in some tokens: int64 [pictures]."""
     there = tokens[tokens >= FIRST_PICTURE] - FIRST_PICTURE
     # by tokens and not by runs: in packed order two of a kind may lie side by side
