@@ -261,7 +261,7 @@ def _report(
     if facts["near_misses"] is not None:
         report.show_near_misses(facts["near_misses"], console)
     if facts["estimate"] is not None:
-        report.show_estimate(facts["estimate"], console)
+        report.show_estimate(facts["estimate"], console, facts.get("pictures"))
     if facts["ranks"] is not None:
         from prefixtree.cli.report_ranks import show_ranks
 

@@ -148,8 +148,10 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
         console.print(f"    [dim]after{unit}[/]  {_quoted(miss['after'])}", soft_wrap=True)
 
 
-def show_estimate(facts: dict[str, Any], console: Console) -> None:
-    """Prints what `estimate` found."""
+def show_estimate(
+    facts: dict[str, Any], console: Console, pictures: dict[str, Any] | None = None
+) -> None:
+    """Prints what `estimate` found; `pictures` is what `measure_pictures` found."""
     short = "with" if facts["gradient_checkpointing"] else "without"
     table = Table(
         "one update, estimated",
@@ -184,6 +186,11 @@ def show_estimate(facts: dict[str, Any], console: Console) -> None:
         f"estimated speed-up [bold]{facts['speedup']:.2f}x[/]; weights and gradients take "
         f"{facts['fixed_bytes'] / _GIB:,.2f} GiB on both sides"
     )
+    if pictures is not None:
+        console.print(
+            "the estimate leaves out the vision encoder, whose patches get "
+            f"{pictures['ratio']:.2f}x fewer"
+        )
     for fit in facts["fits"]:
         console.print(
             f"distinct tokens of a micro-batch that fit beside them into {fit['gpu']}: "

@@ -30,6 +30,9 @@ def show(facts: dict[str, Any], console: Console) -> None:
     table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "saved")
     sides = facts["replicated"], facts["packed"]
     rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
+    if (pictures := facts.get("pictures")) is not None:
+        patches = pictures["patches"]
+        rows.append(("patches encoded", [patches["replicated"], patches["distinct"]], "{:,}"))
     rows.append(("seconds", [side["seconds"] for side in sides], "{:.2f}"))
     if None not in (peaks := [side["peak_bytes"] for side in sides]):
         rows.append(("peak memory, GiB", [peak / _GIB for peak in peaks], "{:.2f}"))

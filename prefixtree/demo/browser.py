@@ -117,16 +117,14 @@ class Browser:
 
 # ---- drawing -------------------------------------------------------------------------------------
 
-# letters of 3 x 5 pixels, a row an octal digit
-_LETTERS = dict(
-    zip(
-        "abcdefghijklmnopqrstuvwxyz0123456789./",
-        "25755 65656 34443 65556 74647 74644 34553 55755 72227 11152 55655 44447 57755 65555 25552 "
-        "65644 25563 65655 34216 72222 55557 55552 55775 55255 55222 71247 75557 26227 61247 61216 "
-        "55711 74616 34757 71222 75757 75716 00002 11244".split(),
-        strict=True,
-    )
-)
+# 3 x 5 pixels a letter: an octal digit is a row
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789./"
+_GLYPHS = """
+25755 65656 34443 65556 74647 74644 34553 55755 72227 11152 55655 44447 57755 65555 25552 65644
+25563 65655 34216 72222 55557 55552 55775 55255 55222 71247 75557 26227 61247 61216 55711 74616
+34757 71222 75757 75716 00002 11244
+"""
+_LETTERS = dict(zip(_ALPHABET, _GLYPHS.split(), strict=True))
 
 
 def _write(screen: np.ndarray, top: int, left: int, text: str, colour: tuple[int, ...]) -> None:

@@ -109,12 +109,12 @@ def _play(
 ) -> list[tuple[list[dict[str, Any]], Browser]]:
     """All rollouts of a task: their messages, and where the browser ended."""
     start = Browser()
-    first = [
+    first: list[dict[str, Any]] = [
         {"role": "system", "content": _SYSTEM},
         {"role": "user", "content": _seen(f"please {task}", start, files)},
     ]
     # by pairs: the messages so far, which end before a turn, and the browser
-    open_, done = [(first, start)], []
+    open_, done = [(first, start)], list[tuple[list[dict[str, Any]], Browser]]()
     for turn, continuations in enumerate(BRANCHING):
         following = []
         for talk, browser in open_:
@@ -138,7 +138,7 @@ def _choose(browser: Browser, wanted: list[str], rng: np.random.Generator) -> tu
     missing = [item for item in wanted if item not in browser.basket]
     links = browser.links
     if rng.random() < _SKILL:
-        for link in (["add to basket"] if browser.page in missing else missing):
+        for link in ["add to basket"] if browser.page in missing else missing:
             if link in links:
                 return "click", link
         if missing:

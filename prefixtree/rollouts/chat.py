@@ -15,8 +15,8 @@ from prefixtree.errors import InputError
 from prefixtree.hub import explain, first_line
 from prefixtree.rollouts.pictures import (
     FIRST_PICTURE,
-    RolloutPicture,
     PictureReader,
+    RolloutPicture,
     expand,
     has_pictures,
     place,
@@ -235,7 +235,9 @@ class ChatTokenizer:
                 f"the chat template refuses the messages: {first_line(problem)}"
             ) from None
 
-    def _encode(self, text: str, pictures: list[RolloutPicture]) -> tuple[np.ndarray, dict[int, int]]:
+    def _encode(
+        self, text: str, pictures: list[RolloutPicture]
+    ) -> tuple[np.ndarray, dict[int, int]]:
         """Token ids, and {character index where a token ends: number of tokens up to there}."""
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -72,6 +72,63 @@ class RolloutPicture:
         return pixels, grid
 
 
+@dataclass(frozen=True)
+class PictureBatch:
+    """Sequences and their pictures as a processor gives them to a model.
+
+        batch = rollouts.picture_batch()
+        pictures = Pictures.from_batch(
+            batch.sequences, batch.pixel_values, batch.image_grid_thw, model.config
+        )
+
+    Attributes:
+        sequences: int64 [n] token ids, one array per sequence, with the model's placeholders.
+        pixel_values: float32 [patches, values of a patch], one per picture of a sequence, in their
+            order; a picture that stands several times is one tensor.
+        image_grid_thw: int64 [images, 3], one row per entry of `pixel_values`.
+        counts: the number of pictures, one per sequence.
+        placeholder: the token id that stands for a picture.
+    """
+
+    sequences: list[np.ndarray]
+    pixel_values: list[torch.Tensor]
+    image_grid_thw: torch.Tensor
+    counts: list[int]
+    placeholder: int
+
+    def take(self, index: int) -> PictureBatch:
+        """The batch of one sequence."""
+        first, count = sum(self.counts[:index]), self.counts[index]
+        held = slice(first, first + count)
+        return PictureBatch(
+            [self.sequences[index]],
+            self.pixel_values[held],
+            self.image_grid_thw[held],
+            [count],
+            self.placeholder,
+        )
+
+    def model_inputs(self, index: int) -> dict[str, torch.Tensor]:
+        """What a model gets for one sequence alone, as processors give it.
+
+        Args:
+            index: of the sequence.
+
+        Returns:
+            int64 `input_ids` and int32 `mm_token_type_ids` [1, n], and for a sequence with pictures
+            their `pixel_values` and `image_grid_thw`.
+        """
+        import torch
+
+        alone = self.take(index)
+        ids = torch.from_numpy(alone.sequences[0])[None]
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == self.placeholder).int()}
+        if alone.pixel_values:
+            inputs["pixel_values"] = torch.cat(alone.pixel_values)
+            inputs["image_grid_thw"] = alone.image_grid_thw
+        return inputs
+
+
 class PictureReader:
     """Numbers the pictures of chat messages.
 
@@ -145,7 +202,9 @@ class PictureReader:
             self._by_source[source] = picture
         return picture
 
-    def _of_file(self, data: bytes, name: str, where: str, read: Callable[[], bytes]) -> RolloutPicture:
+    def _of_file(
+        self, data: bytes, name: str, where: str, read: Callable[[], bytes]
+    ) -> RolloutPicture:
         digest = hashlib.blake2b(data, digest_size=16).digest()
         if digest not in self._by_file:
             # the same picture may be saved twice, as screenshots with another date in the file

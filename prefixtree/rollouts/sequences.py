@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts.pictures import RolloutPicture
+from prefixtree.rollouts.pictures import (
+    FIRST_PICTURE,
+    PictureBatch,
+    RolloutPicture,
+    picture_numbers,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,36 @@ class Rollouts:
             The first `count` sequences, or all where there are fewer.
         """
         return self.take(range(min(count, len(self))))
+
+    def picture_batch(self) -> PictureBatch | None:
+        """Processes the pictures of the sequences, each distinct one once.
+
+        Returns:
+            Sequences and pictures as a model gets them; None where no sequence has a picture.
+
+        Raises:
+            InputError: a picture whose file is gone, or is another one by now.
+        """
+        import torch
+
+        numbers = [picture_numbers(sequence) for sequence in self.sequences]
+        if not any(numbers):
+            return None
+        assert self.placeholder is not None
+        made = {
+            n: self.pictures[n].processed() for n in sorted({n for row in numbers for n in row})
+        }
+        processed = [made[n] for row in numbers for n in row]
+        return PictureBatch(
+            sequences=[
+                np.where(sequence >= FIRST_PICTURE, self.placeholder, sequence)
+                for sequence in self.sequences
+            ],
+            pixel_values=[pixels for pixels, _ in processed],
+            image_grid_thw=torch.stack([grid for _, grid in processed]),
+            counts=[len(row) for row in numbers],
+            placeholder=self.placeholder,
+        )
 
     def first_groups(self, count: int) -> Rollouts:
         """Selects the sequences of the first groups, in order of appearance.

@@ -11,8 +11,11 @@ import torch
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
 from prefixtree.rollouts import Rollouts
+from prefixtree.rollouts.pictures import FIRST_PICTURE
+from prefixtree.testing.reference import EAGER_BY_ROWS
 
 _HALF = ("bfloat16", "float16")
+_OF_VISION = {"prefixtree": "sdpa", EAGER_BY_ROWS: "eager"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Setting:
         device: a torch device, or "auto": cuda where there is one.
         seed: of random weights and of the loss's weights.
         gradient_checkpointing: in all runs.
+        pictures: whether the rollouts hold pictures, for which the model has a vision encoder.
     """
 
     model: str
@@ -33,6 +37,7 @@ class Setting:
     device: str = "auto"
     seed: int = 0
     gradient_checkpointing: bool = False
+    pictures: bool = False
 
     def resolved(self) -> Setting:
         """The same with the device chosen."""
@@ -88,12 +93,19 @@ def build_as_trained(setting: Setting) -> Any:
 
 
 def _build(setting: Setting, attention: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
 
-    options = {"dtype": getattr(torch, setting.dtype), "attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": getattr(torch, setting.dtype)}
+    options["attn_implementation"] = attention
+    auto_class = AutoModelForCausalLM
+    if setting.pictures:
+        auto_class = AutoModelForImageTextToText
+        # our own implementations are for the text part
+        of_vision = _OF_VISION.get(attention, attention)
+        options["attn_implementation"] = {"": attention, "vision_config": of_vision}
     # also where weights are loaded: those a folder does not have are made up
     torch.manual_seed(setting.seed)
     logging.disable_progress_bar()
@@ -105,9 +117,9 @@ def _build(setting: Setting, attention: str) -> Any:
         for name in ("initializer_range", "init_std"):
             if (spread := getattr(text, name, None)) is not None:
                 setattr(text, name, max(spread, text.hidden_size**-0.5))
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = auto_class.from_config(config, **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(setting.model, **options)
+        model = auto_class.from_pretrained(setting.model, **options)
     model.to(setting.device).eval()
     if setting.gradient_checkpointing:
         # transformers checkpoints in training mode alone
@@ -124,11 +136,22 @@ def check_vocabulary(rollouts: Rollouts, config: Any, model: str) -> None:
     """Refuses token ids that the model's embedding does not have.
 
     Raises:
-        InputError: the first line with such a token id, by its number.
+        InputError: the first line with such a token id, by its number, or pictures with another
+            placeholder than the model's.
     """
     size = config.get_text_config().vocab_size
+    if any(sequence.max() >= FIRST_PICTURE for sequence in rollouts.sequences):
+        known = getattr(config, "image_token_id", None)
+        if known != rollouts.placeholder:
+            raise InputError(
+                f"{rollouts.source}: holds pictures, for which the tokenizer writes the "
+                f"placeholder {rollouts.placeholder}; {model} "
+                + ("knows no pictures" if known is None else f"knows the placeholder {known}")
+                + "; is it the model of this tokenizer?"
+            )
+        rollouts = replace(rollouts, sequences=[s[s < FIRST_PICTURE] for s in rollouts.sequences])
     for sequence, line in zip(rollouts.sequences, rollouts.lines, strict=True):
-        if sequence.max() >= size:
+        if sequence.max(initial=0) >= size:
             raise InputError(
                 f"{rollouts.source}:{line}: has the token id {sequence.max()}, but the vocabulary "
                 f"of {model} ends at {size - 1}; is it the model these rollouts were tokenized for?"

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefixtree.errors import InputError
+from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.recompute.layers import Mode
 from prefixtree.integrations.recompute.trace import ModelMemory
 from prefixtree.packing.layout import pack
+from prefixtree.pictures import Pictures
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.rollouts import Rollouts
+from prefixtree.rollouts.pictures import PictureBatch
 from prefixtree.sharing.estimate import read_cost, read_memory
+from prefixtree.sharing.pictures import measure_pictures
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -87,16 +90,18 @@ def verify(
     setting = setting.resolved()
     config = load_config(setting.model)
     check_vocabulary(rollouts, config, setting.model)
+    sides = _Sides.of(rollouts, config)
+    setting = replace(setting, pictures=sides.pictures is not None)
     objective = random_objective(rollouts.sequences, rollouts.loss_masks, setting.seed)
     if not any(scored.any() for scored in objective.scored):
         raise InputError(f"{rollouts.source}: loss_mask scores no token; nothing to compare")
-    forest = PrefixForest.from_sequences(rollouts.sequences)
+    forest = PrefixForest.from_sequences(sides.packed)
     memory = _memory(forest, objective, setting)
     if announce is not None:
         announce(_announcement(forest, setting, config.model_type, memory))
     try:
         with FaithfulSums():
-            runs = _run_all(forest, rollouts, objective, setting, watch, status)
+            runs = _run_all(forest, sides, objective, setting, watch, status)
     except torch.OutOfMemoryError as problem:
         raise InputError(
             f"out of memory on {setting.device}; try a smaller --limit, or "
@@ -108,6 +113,7 @@ def verify(
     epsilon = torch.finfo(getattr(torch, setting.dtype)).eps
     checks = compare(packed, replicated, exact, epsilon, float32_limit)
     passed = all(check.passed for check in checks)
+    seen = measure_pictures(PrefixForest.from_sequences(rollouts.sequences), rollouts)
     return {
         "passed": passed,
         "model": str(setting.model),
@@ -122,6 +128,7 @@ def verify(
             "ratio": forest.replication_ratio,
             "scored": sum(int(scored.sum()) for scored in objective.scored),
         },
+        **({} if seen is None else {"pictures": seen}),
         "checks": {
             check.name: {
                 "difference": _finite(check.value),
@@ -141,6 +148,47 @@ def verify(
         # a speed-up of a wrong result is none
         "speedup": trained.seconds / packed.seconds if passed else None,
     }
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The sequences as both sides take them; the two differ where there are pictures.
+
+    Attributes:
+        replicated: token ids that the model knows.
+        packed: token ids that are equal only where pictures are.
+        loss_masks: of both; None where every token is scored.
+        batch, pictures: the pictures of the two sides; None where there are none.
+    """
+
+    replicated: list[np.ndarray]
+    packed: list[np.ndarray]
+    loss_masks: list[np.ndarray] | None
+    batch: PictureBatch | None = None
+    pictures: Pictures | None = None
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, config: Any) -> _Sides:
+        batch = rollouts.picture_batch()
+        if batch is None:
+            return cls(rollouts.sequences, rollouts.sequences, rollouts.loss_masks)
+        try:
+            pictures = Pictures.from_batch(
+                batch.sequences, batch.pixel_values, batch.image_grid_thw, config
+            )
+        except (ForestError, ValueError) as problem:
+            raise InputError(f"{rollouts.source}: {problem}") from None
+        return cls(batch.sequences, pictures.sequences, rollouts.loss_masks, batch, pictures)
+
+    def take(self, index: int) -> _Sides:
+        """Those of one sequence."""
+        return _Sides(
+            [self.replicated[index]],
+            [self.packed[index]],
+            None if self.loss_masks is None else [self.loss_masks[index]],
+            None if self.batch is None else self.batch.take(index),
+            self.pictures,
+        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +212,7 @@ class _Runs:
 
 def _run_all(
     forest: PrefixForest,
-    rollouts: Rollouts,
+    sides: _Sides,
     objective: Objective,
     setting: Setting,
     watch: Watch,
@@ -172,16 +220,16 @@ def _run_all(
 ) -> _Runs:
     def alone(model: Any, name: str, warm: bool = False) -> Run:
         if warm:
-            _warm_up(model, False, rollouts, objective)
+            _warm_up(model, False, sides, objective)
         return run_replicated(
-            model, rollouts.sequences, objective, lambda s: watch(s, name, len(s))
+            model, sides.replicated, objective, lambda s: watch(s, name, len(s)), sides.batch
         )
 
     # packed comes first: what it cannot serve it says before the long replicated runs
     with status("packed"):
         model = build(setting, "prefixtree")
-        _warm_up(model, True, rollouts, objective)
-        packed = run_packed(model, pack(forest), objective, rollouts.loss_masks)
+        _warm_up(model, True, sides, objective)
+        packed = run_packed(model, pack(forest), objective, sides.loss_masks, sides.pictures)
         del model
     model = build_as_trained(setting)
     attention = model.config._attn_implementation
@@ -203,11 +251,12 @@ def _announcement(
         runs[2] += f" in {setting.dtype}"
         runs.append("the same in float32")
     need = "an unknown amount of" if memory is None else f"about {memory / _GIB:.2g} GiB of"
+    beside = " beside what the vision encoder takes" if setting.pictures else ""
     return (
         f"verify: {model_type} in {setting.dtype} on {setting.device}, {forest.num_sequences:,} "
         f"sequences of {forest.num_replicated_tokens:,} tokens, {forest.num_tokens:,} distinct, "
         f"at most {int(forest.sequence_lengths.max()):,} in one; {len(runs)} runs, forward and "
-        f"backward ({', '.join(runs)}); takes {need} memory. --limit takes fewer sequences"
+        f"backward ({', '.join(runs)}); takes {need} memory{beside}. --limit takes fewer sequences"
     )
 
 
@@ -284,19 +333,19 @@ def compare(
     return checks
 
 
-def _warm_up(model: Any, packed: bool, rollouts: Rollouts, objective: Objective) -> None:
+def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> None:
     """The shortest scored sequence once: what is compiled or loaded once is not timed."""
     lengths = [
         len(s) if o.any() else math.inf
-        for s, o in zip(rollouts.sequences, objective.scored, strict=True)
+        for s, o in zip(sides.replicated, objective.scored, strict=True)
     ]
     i = int(np.argmin(lengths))
-    sequences, masks = [rollouts.sequences[i]], rollouts.loss_masks
+    shortest, of_it = sides.take(i), objective.take(i)
     if packed:
-        forest = pack(PrefixForest.from_sequences(sequences))
-        run_packed(model, forest, objective.take(i), None if masks is None else [masks[i]])
+        forest = pack(PrefixForest.from_sequences(shortest.packed))
+        run_packed(model, forest, of_it, shortest.loss_masks, shortest.pictures)
     else:
-        run_replicated(model, sequences, objective.take(i))
+        run_replicated(model, shortest.replicated, of_it, batch=shortest.batch)
 
 
 def _cost(run: Run) -> dict[str, Any]:
