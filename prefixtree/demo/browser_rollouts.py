@@ -90,14 +90,15 @@ def write_rollouts(folder: Path, seed: int = 7) -> Path:
     """
     (folder / "screens").mkdir(parents=True, exist_ok=True)
     rng, files = np.random.default_rng(seed), _Files(folder)
-    rows = [
-        {"id": f"{task} {n}", "group": task, "reward": _reward(browser, wanted), "messages": talk}
-        for task, wanted in TASKS.items()
-        for n, (talk, browser) in enumerate(_play(task, wanted, files, rng))
-    ]
+    rows, talks = [], []
+    for task, wanted in TASKS.items():
+        for n, (talk, browser) in enumerate(_play(task, wanted, files, rng)):
+            reward = _reward(browser, wanted)
+            talks.append(talk)
+            rows.append({"id": f"{task} {n}", "group": task, "reward": reward, "messages": talk})
     path = folder / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _write_model(folder / "model", [row["messages"] for row in rows])
+    _write_model(folder / "model", talks)
     return path
 
 

@@ -105,18 +105,22 @@ def _build(setting: Setting, attention: str) -> Any:
         auto_class = AutoModelForImageTextToText
         # our own implementations are for the text part
         of_vision = _OF_VISION.get(attention, attention)
-        options["attn_implementation"] = {"": attention, "vision_config": of_vision}
+        of_parts = {"": attention, "text_config": attention, "vision_config": of_vision}
+        options["attn_implementation"] = of_parts
     # also where weights are loaded: those a folder does not have are made up
     torch.manual_seed(setting.seed)
     logging.disable_progress_bar()
     if Path(setting.model).is_file():
         config = load_config(setting.model)
-        text = config.get_text_config()
         # the usual 0.02 leaves a small random model's attention uniform and its gradients
-        # next to nothing, where a wrong mask would hardly show
-        for name in ("initializer_range", "init_std"):
-            if (spread := getattr(text, name, None)) is not None:
-                setattr(text, name, max(spread, text.hidden_size**-0.5))
+        # next to nothing, where a wrong mask or a wrong picture would hardly show
+        parts = [config.get_text_config()]
+        if setting.pictures:
+            parts.append(config.vision_config)
+        for part in parts:
+            for name in ("initializer_range", "init_std"):
+                if (spread := getattr(part, name, None)) is not None:
+                    setattr(part, name, max(spread, part.hidden_size**-0.5))
         model = auto_class.from_config(config, **options)
     else:
         model = auto_class.from_pretrained(setting.model, **options)
