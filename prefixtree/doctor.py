@@ -125,6 +125,13 @@ WANTED = (
         "pip install 'prefixtree-attention[parquet]'",
         "parquet files",
     ),
+    Wanted(
+        "pillow",
+        "PIL.Image",
+        ">=10",
+        "pip install 'prefixtree-attention[pictures]'",
+        "pictures in rollouts",
+    ),
 )
 
 # (query heads, kv heads, head dim): Llama 3 and Qwen3; Qwen2.5 0.5B; gpt-oss; Phi-3; Qwen3.5

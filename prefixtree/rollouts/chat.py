@@ -103,7 +103,7 @@ class ChatTokenizer:
         Raises:
             InputError: token ids outside the tokenizer's vocabulary.
         """
-        if max(token_ids, default=0) >= FIRST_PICTURE:
+        if self.pictures and max(token_ids, default=0) >= FIRST_PICTURE:
             runs = [(n, list(ids)) for n, ids in groupby(token_ids, _picture_number)]
             return "".join(
                 self.decode(ids) if n is None else str(self.pictures[n]) for n, ids in runs

@@ -281,7 +281,8 @@ def _with_pictures(
     tokens: np.ndarray, messages: Any, tokenizer: ChatTokenizer | None, folder: Path
 ) -> tuple[np.ndarray, Any]:
     """Token ids with the pictures of the messages beside them, and these messages."""
-    if tokenizer is not None and tokens.max(initial=0) >= FIRST_PICTURE:
+    placeholder = None if tokenizer is None else tokenizer.placeholder
+    if placeholder is not None and tokens.max(initial=0) >= FIRST_PICTURE:
         raise InputError(f"has the token id {tokens.max()}; ids from 2^30 on stand for pictures")
     if has_pictures(messages):
         if tokenizer is None:
@@ -290,7 +291,6 @@ def _with_pictures(
                 "apart: give the model's folder, with its image processor, by --tokenizer"
             )
         return tokenizer.place(tokens, messages, folder)
-    placeholder = None if tokenizer is None else tokenizer.placeholder
     if placeholder is not None and (tokens == placeholder).any():
         raise InputError(
             f"has placeholders of pictures (id {placeholder}) and no messages with the pictures, "

@@ -1,0 +1,109 @@
+"""Rollouts with pictures in `report` and `verify`: counts, equality, and what is refused."""
+
+import json
+import re
+
+import pytest
+
+from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.testing import models
+from tests.support.cli_runs import one_thread, run, run_json
+from tests.support.cli_runs import write_rollouts as write_token_ids
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser")
+    write_rollouts(folder)
+    return folder
+
+
+@pytest.fixture
+def command(folder):
+    """The arguments that both commands take."""
+    return [folder / "rollouts.jsonl", "--tokenizer", folder / "model"]
+
+
+@pytest.fixture
+def config(folder):
+    return folder / "model" / "config.json"
+
+
+def test_report_counts_pictures(command, config, tmp_path):
+    facts = run_json("report", *command)
+    tokens, pictures = facts["tokens"], facts["pictures"]
+    assert pictures["pictures"] == {"replicated": 240, "packed": 120, "distinct": 30}
+    assert pictures["patches"] == {"replicated": 57600, "packed": 28800, "distinct": 7200}
+    assert pictures["tokens"] == {"replicated": 14400, "packed": 7200}
+    # without pictures told apart more would be shared, and wrongly
+    assert tokens["ratio"] == pytest.approx(2.84, abs=0.01)
+    result = run("report", *command, "--model", config)
+    assert result.exit_code == 0
+    words = " ".join(result.stdout.replace("│", " ").split())
+    assert "pictures 240 57,600 patches to encode without sharing" in words
+    assert "distinct pictures 30 7,200 patches; they stand in 120 places of the forest" in words
+    assert "picture ratio 8.00x patches, without sharing / distinct" in words
+    assert "the estimate leaves out the vision encoder, whose patches get 8.00x fewer" in words
+    # what is quoted names pictures by number, and shows no placeholders and no ids
+    assert "[picture " in words and "image_pad" not in words
+    plain = write_token_ids(tmp_path / "rollouts.jsonl")
+    assert "pictures" not in run_json("report", plain)
+    assert "patches" not in run("report", plain).stdout
+
+
+def test_verify_with_pictures_is_green(command, config, monkeypatch):
+    ran = []
+    build = models._build
+
+    def watched(setting, attention):
+        model = build(setting, attention)
+        of_text, of_vision = model.config.text_config, model.config.vision_config
+        ran.append((of_text._attn_implementation, of_vision._attn_implementation))
+        return model
+
+    monkeypatch.setattr(models, "_build", watched)
+    facts = run_json("verify", *command, "--model", config, "--limit", 3)
+    assert ran == [("prefixtree", "sdpa"), ("sdpa", "sdpa"), ("eager_by_rows", "eager")]
+    assert facts["passed"] is True
+    assert facts["pictures"]["pictures"] == {"replicated": 15, "packed": 9, "distinct": 6}
+    assert facts["checks"]["gradients"]["difference"] < 2e-5
+
+
+def test_verify_turns_red_where_pictures_are_taken_for_one(command, config, monkeypatch):
+    monkeypatch.setattr("prefixtree._picture_inputs.picture_key", lambda *_: b"all one")
+    facts = run_json("verify", *command, "--model", config, "--limit", 3, exit_code=1)
+    assert not facts["checks"]["logprobs"]["passed"]
+    assert not facts["checks"]["gradients"]["passed"]
+
+
+def test_verify_prints_patches(command, config):
+    result = run("verify", *command, "--model", config, "--limit", 2, "--per-turn")
+    assert result.exit_code == 0
+    assert "patches encoded" in result.stdout and "vision encoder takes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"image_token_id": 3}, "writes the placeholder 4; .* knows the placeholder 3; is it the"),
+        ({"model_type": "qwen3", "text_config": None, "image_token_id": None}, "writes the placeholder 4; .* knows no pictures; is it the"),
+        ({"text_config": {"vocab_size": 99}}, "the vocabulary of .* ends at 98"),
+        ({"vision_config": {"spatial_merge_size": 4}}, "60 placeholders of one image with 15"),
+        ({"model_type": "glm4v", "vocab_size": 500}, "pictures are not verified in model type"),
+    ],
+)
+def test_models_that_the_rollouts_do_not_fit(command, config, tmp_path, changes, message):
+    whole = json.loads(config.read_text())
+    for name, value in changes.items():
+        whole[name] = {**whole[name], **value} if isinstance(value, dict) else value
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(whole))
+    result = run("verify", *command, "--model", path, "--limit", 1)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
