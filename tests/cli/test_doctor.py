@@ -97,7 +97,7 @@ def test_fla_core_of_the_wrong_version_is_named(versions):
 
 
 def test_what_is_missing_comes_with_the_command_that_adds_it(versions):
-    versions |= dict.fromkeys(("triton", "matplotlib", "pyarrow", "liger-kernel"))
+    versions |= dict.fromkeys(("triton", "matplotlib", "pyarrow", "pillow", "liger-kernel"))
     result = run("doctor")
     assert result.exit_code == 0
     lines = lines_of(result)
@@ -108,6 +108,7 @@ def test_what_is_missing_comes_with_the_command_that_adds_it(versions):
         "verl": "verl",
         "matplotlib": "plot",
         "pyarrow": "parquet",
+        "pillow": "pictures",
     }.items():
         assert lines[name].startswith("not installed (for ")
         assert lines[name].endswith(f": pip install 'prefixtree-attention[{extra}]'")
@@ -234,6 +235,7 @@ def test_the_versions_are_pyprojects():
         ("verl", "verl"),
         ("matplotlib", "plot"),
         ("pyarrow", "parquet"),
+        ("pillow", "pictures"),
         ("liger-kernel", "test"),
     ):
         (given,) = [r for r in map(Requirement, lists[given_by]) if r.name == name]

@@ -92,7 +92,10 @@ def test_verify_prints_patches(command, config):
     "changes, message",
     [
         ({"image_token_id": 3}, "writes the placeholder 4; .* knows the placeholder 3; is it the"),
-        ({"model_type": "qwen3", "text_config": None, "image_token_id": None}, "writes the placeholder 4; .* knows no pictures; is it the"),
+        (
+            {"model_type": "qwen3", "text_config": None, "image_token_id": None},
+            "writes the placeholder 4; .* knows no pictures; is it the",
+        ),
         ({"text_config": {"vocab_size": 99}}, "the vocabulary of .* ends at 98"),
         ({"vision_config": {"spatial_merge_size": 4}}, "60 placeholders of one image with 15"),
         ({"model_type": "glm4v", "vocab_size": 500}, "pictures are not verified in model type"),

@@ -1,0 +1,72 @@
+"""The browser example: both updates agree, and what is printed is what was run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from prefixtree.demo.browser_rollouts import write_rollouts
+from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
+
+_PATH = Path(__file__).parents[2] / "examples" / "browser_pictures.py"
+_SPEC = importlib.util.spec_from_file_location("browser_pictures", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+example = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(example)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("browser")
+    write_rollouts(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollouts(folder):
+    tokenizer = ChatTokenizer(folder / "model")
+    return read_rollouts(folder / "rollouts.jsonl", strict=True, tokenizer=tokenizer)
+
+
+def compare(folder, rollouts):
+    lines = (folder / "rollouts.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    return example.compare(rollouts, rewards, AutoConfig.from_pretrained(folder / "model"))
+
+
+def test_both_ways_agree(folder, rollouts, capsys):
+    # two tasks; rollouts of one reward alone would have no gradient
+    some = rollouts.take([0, 1, 6, 12, 13, 20])
+    facts = compare(folder, some)
+    assert facts["sequences"] == 6 and facts["tokens"][0] == sum(map(len, some.sequences))
+    assert facts["pictures encoded"][0] == 30 > 2 * facts["pictures encoded"][1]
+    assert 0 < facts["differences"]["log-probabilities"] < 2e-5
+    assert 0 < facts["differences"]["gradients"] < 2e-5
+    assert example.show(facts, "rollout")
+    assert "6 sequences, one per rollout" in capsys.readouterr().out
+    # a turn at a time: the same forest, more copies of it
+    per_turn = compare(folder, expand_turns(some.take([0, 2])))
+    assert per_turn["pictures encoded"][0] == 2 * (1 + 2 + 3 + 4 + 5)
+    assert per_turn["differences"]["gradients"] < 2e-5
+
+
+def test_a_wrong_packed_run_is_red(folder, rollouts, monkeypatch, capsys):
+    """A step on one side alone of the features that the tower gives."""
+    packed = example.packed
+
+    def damaged(model, *arguments):
+        with torch.no_grad():
+            model.model.visual.patch_embed.proj.weight.mul_(1.1)
+        return packed(model, *arguments)
+
+    monkeypatch.setattr(example, "packed", damaged)
+    facts = compare(folder, rollouts.take([0, 6]))
+    assert not example.show(facts, "rollout")
+    words = capsys.readouterr().out
+    # no speed-up of a wrong result
+    assert "FAIL: the limit is 1e-04" in words and "x\n" not in words
