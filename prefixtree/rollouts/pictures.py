@@ -249,6 +249,11 @@ class PictureReader:
                 self._loaded = AutoImageProcessor.from_pretrained(
                     str(self._path), local_files_only=True
                 )
+            except ImportError as problem:
+                raise InputError(
+                    f"{first_line(problem)}; pip install torchvision, or take transformers 5.23 or "
+                    "newer, which reads pictures with Pillow alone"
+                ) from None
             except Exception as problem:
                 why = explain("--tokenizer", self._path, problem)
                 raise InputError(

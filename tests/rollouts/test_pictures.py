@@ -245,6 +245,12 @@ def test_what_is_refused(write, screens, tokenizer, talk, message):
         read(write, tokenizer, talk)
 
 
+class _NeedsTorchvision:
+    @staticmethod
+    def from_pretrained(*_, **__):
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+
 def test_folders_and_templates_that_do_not_fit(write, screens, tmp_path, monkeypatch):
     talk = [seen("a.png"), said("x")]
     plain = ChatTokenizer(save_tokenizer(tmp_path / "plain", PICTURE_CHATML, PICTURE_TOKENS))
@@ -265,6 +271,11 @@ def test_folders_and_templates_that_do_not_fit(write, screens, tmp_path, monkeyp
     )
     with pytest.raises(InputError, match="gives no image_grid_thw; pictures are read for"):
         read(write, ChatTokenizer(siglip), talk)
+    with monkeypatch.context() as patch:
+        # as older versions of transformers without torchvision
+        patch.setattr("transformers.AutoImageProcessor", _NeedsTorchvision)
+        with pytest.raises(InputError, match="pip install torchvision, or take transformers 5.23"):
+            read(write, ChatTokenizer(tmp_path / "vl"), talk)
     fresh = ChatTokenizer(tmp_path / "vl")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(InputError, match=r"pip install 'prefixtree-attention\[pictures\]'"):
