@@ -96,18 +96,6 @@ class PictureBatch:
     counts: list[int]
     placeholder: int
 
-    def take(self, index: int) -> PictureBatch:
-        """The batch of one sequence."""
-        first, count = sum(self.counts[:index]), self.counts[index]
-        held = slice(first, first + count)
-        return PictureBatch(
-            [self.sequences[index]],
-            self.pixel_values[held],
-            self.image_grid_thw[held],
-            [count],
-            self.placeholder,
-        )
-
     def model_inputs(self, index: int) -> dict[str, torch.Tensor]:
         """What a model gets for one sequence alone, as processors give it.
 
@@ -120,12 +108,13 @@ class PictureBatch:
         """
         import torch
 
-        alone = self.take(index)
-        ids = torch.from_numpy(alone.sequences[0])[None]
+        first, count = sum(self.counts[:index]), self.counts[index]
+        held = slice(first, first + count)
+        ids = torch.from_numpy(self.sequences[index])[None]
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == self.placeholder).int()}
-        if alone.pixel_values:
-            inputs["pixel_values"] = torch.cat(alone.pixel_values)
-            inputs["image_grid_thw"] = alone.image_grid_thw
+        if count:
+            inputs["pixel_values"] = torch.cat(self.pixel_values[held])
+            inputs["image_grid_thw"] = self.image_grid_thw[held]
         return inputs
 
 

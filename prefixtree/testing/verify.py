@@ -20,7 +20,6 @@ from prefixtree.packing.layout import pack
 from prefixtree.pictures import Pictures
 from prefixtree.progress import Status, Watch, unannounced, unwatched
 from prefixtree.rollouts import Rollouts
-from prefixtree.rollouts.pictures import PictureBatch
 from prefixtree.sharing.estimate import read_cost, read_memory
 from prefixtree.sharing.pictures import measure_pictures
 from prefixtree.testing.compare import (
@@ -155,16 +154,16 @@ class _Sides:
     """The sequences as both sides take them; the two differ where there are pictures.
 
     Attributes:
-        replicated: token ids that the model knows.
-        packed: token ids that are equal only where pictures are.
-        loss_masks: of both; None where every token is scored.
-        batch, pictures: the pictures of the two sides; None where there are none.
+        replicated, packed: token ids. loss_masks: of both; None where every token is scored.
+        copies: the pictures of the replicated side, every copy for itself, so that a picture that
+            is taken for another shows in the comparison. None where there are none.
+        pictures: those of the packed side.
     """
 
     replicated: list[np.ndarray]
     packed: list[np.ndarray]
     loss_masks: list[np.ndarray] | None
-    batch: PictureBatch | None = None
+    copies: Pictures | None = None
     pictures: Pictures | None = None
 
     @classmethod
@@ -172,23 +171,13 @@ class _Sides:
         batch = rollouts.picture_batch()
         if batch is None:
             return cls(rollouts.sequences, rollouts.sequences, rollouts.loss_masks)
+        given = batch.sequences, batch.pixel_values, batch.image_grid_thw, config
         try:
-            pictures = Pictures.from_batch(
-                batch.sequences, batch.pixel_values, batch.image_grid_thw, config
-            )
+            pictures = Pictures.from_batch(*given)
         except (ForestError, ValueError) as problem:
             raise InputError(f"{rollouts.source}: {problem}") from None
-        return cls(batch.sequences, pictures.sequences, rollouts.loss_masks, batch, pictures)
-
-    def take(self, index: int) -> _Sides:
-        """Those of one sequence."""
-        return _Sides(
-            [self.replicated[index]],
-            [self.packed[index]],
-            None if self.loss_masks is None else [self.loss_masks[index]],
-            None if self.batch is None else self.batch.take(index),
-            self.pictures,
-        )
+        copies = Pictures.from_batch(*given, image_keys=range(len(batch.pixel_values)))
+        return cls(copies.sequences, pictures.sequences, rollouts.loss_masks, copies, pictures)
 
 
 @dataclass(frozen=True)
@@ -222,7 +211,7 @@ def _run_all(
         if warm:
             _warm_up(model, False, sides, objective)
         return run_replicated(
-            model, sides.replicated, objective, lambda s: watch(s, name, len(s)), sides.batch
+            model, sides.replicated, objective, lambda s: watch(s, name, len(s)), sides.copies
         )
 
     # packed comes first: what it cannot serve it says before the long replicated runs
@@ -340,12 +329,15 @@ def _warm_up(model: Any, packed: bool, sides: _Sides, objective: Objective) -> N
         for s, o in zip(sides.replicated, objective.scored, strict=True)
     ]
     i = int(np.argmin(lengths))
-    shortest, of_it = sides.take(i), objective.take(i)
     if packed:
-        forest = pack(PrefixForest.from_sequences(shortest.packed))
-        run_packed(model, forest, of_it, shortest.loss_masks, shortest.pictures)
+        masks = None if sides.loss_masks is None else [sides.loss_masks[i]]
+        forest = pack(PrefixForest.from_sequences([sides.packed[i]]))
+        run_packed(model, forest, objective.take(i), masks, sides.pictures)
     else:
-        run_replicated(model, shortest.replicated, of_it, batch=shortest.batch)
+        # sequences of which nothing is scored do not run
+        scored = [s if j == i else torch.zeros_like(s) for j, s in enumerate(objective.scored)]
+        alone = replace(objective, scored=scored)
+        run_replicated(model, sides.replicated, alone, pictures=sides.copies)
 
 
 def _cost(run: Run) -> dict[str, Any]:

@@ -274,7 +274,7 @@ def test_folders_and_templates_that_do_not_fit(write, screens, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         # as older versions of transformers without torchvision
         patch.setattr("transformers.AutoImageProcessor", _NeedsTorchvision)
-        with pytest.raises(InputError, match="pip install torchvision, or take transformers 5.23"):
+        with pytest.raises(InputError, match=r"pip install torchvision, or take transformers 5.23"):
             read(write, ChatTokenizer(tmp_path / "vl"), talk)
     fresh = ChatTokenizer(tmp_path / "vl")
     monkeypatch.setitem(sys.modules, "PIL", None)
