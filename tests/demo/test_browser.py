@@ -1,6 +1,8 @@
 """The fake browser and its rollouts: pages, screenshots, branches, and the files they make."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from prefixtree.forest import PrefixForest
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 from prefixtree.rollouts.pictures import picture_numbers
 from prefixtree.sharing.pictures import measure_pictures
+
+ROOT = Path(__file__).parents[2]
 
 
 def clicked(browser, *links):
@@ -85,7 +89,7 @@ def test_the_files(folder, tmp_path):
 
 
 def test_what_they_share(folder):
-    """The figures of docs/browser.md."""
+    page = " ".join((ROOT / "docs" / "browser.md").read_text().split())
     tokenizer = ChatTokenizer(folder / "model")
     rollouts = read_rollouts(folder / "rollouts.jsonl", strict=True, tokenizer=tokenizer)
     # a screenshot is 6 x 10 tokens, none is resized
@@ -93,6 +97,36 @@ def test_what_they_share(folder):
     assert all(len(picture_numbers(sequence)) == 5 for sequence in rollouts.sequences)
     expected = {48: (240, 120, 30), 240: (720, 120, 30)}
     for unit in (rollouts, expand_turns(rollouts)):
-        facts = measure_pictures(PrefixForest.from_sequences(unit.sequences), unit)
+        forest = PrefixForest.from_sequences(unit.sequences)
+        facts = measure_pictures(forest, unit)
         assert tuple(facts["pictures"].values()) == expected[len(unit)]
         assert facts["ratio"] == expected[len(unit)][0] / 30
+        tokens, of_pictures = facts["tokens"].values()
+        for said in (
+            f"tokens | {forest.num_replicated_tokens:,} | {forest.num_tokens:,} | "
+            f"{forest.replication_ratio:.2f}x",
+            f"tokens of pictures | {tokens:,} | {of_pictures:,} | {tokens / of_pictures:.2f}x",
+            f"pictures encoded | {expected[len(unit)][0]} | 30 | {facts['ratio']:.2f}x",
+        ):
+            assert said in page
+    task = rollouts.first_groups(1)
+    facts = measure_pictures(PrefixForest.from_sequences(task.sequences), task)
+    held, placed, distinct = facts["pictures"].values()
+    assert f"hold {held} screenshots. In the forest they stand in {placed} places" in page
+    assert f"places, and {distinct} of them are distinct" in page
+
+
+def test_the_picture_of_the_page(tmp_path):
+    script = ROOT / "docs" / "make_images.py"
+    spec = importlib.util.spec_from_file_location("make_images", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.draw_browser(tmp_path / "drawn.png")
+    drawn, kept = (
+        np.asarray(Image.open(file).convert("RGB"), np.int16)
+        for file in (tmp_path / "drawn.png", ROOT / "docs" / "images" / "browser-forest.png")
+    )
+    # letters may differ by the version of matplotlib, and the size by some of theirs
+    assert np.abs(np.subtract(drawn.shape, kept.shape)).max() < 20
+    assert (tmp_path / "drawn.png").stat().st_size < 100_000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+import prefixtree as pt
 from prefixtree.demo.browser_rollouts import write_rollouts
 from prefixtree.rollouts import ChatTokenizer, expand_turns, read_rollouts
 
@@ -70,3 +72,25 @@ def test_a_wrong_packed_run_is_red(folder, rollouts, monkeypatch, capsys):
     words = capsys.readouterr().out
     # no speed-up of a wrong result
     assert "FAIL: the limit is 1e-04" in words and "x\n" not in words
+
+
+def test_the_loop_of_the_page(folder, monkeypatch):
+    """docs/browser.md's lines for one's own loop run as they stand, on fewer rollouts."""
+    page = (_PATH.parents[1] / "docs" / "browser.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    few = "browser/rollouts.jsonl"
+    (folder / "browser").mkdir()
+    lines = (folder / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (folder / few).write_text("".join(lines[:2]))
+    for name in ("model", "screens"):
+        (folder / "browser" / name).symlink_to(folder / name)
+    monkeypatch.chdir(folder)
+    parts = {"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}
+    config = AutoConfig.from_pretrained(folder / "model")
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=parts)
+    names = {"pt": pt, "model": model.eval()}
+    exec(code, names)
+    assert [len(s) for s in names["scores"].logprobs] == [
+        len(s) - 1 for s in names["rollouts"].sequences
+    ]
+    assert names["pictures"].num_given == 10
