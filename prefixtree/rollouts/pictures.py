@@ -245,10 +245,11 @@ class PictureReader:
                 ) from None
             except Exception as problem:
                 why = explain("--tokenizer", self._path, problem)
+                if isinstance(problem, OSError) and Path(self._path).exists():
+                    why = f"--tokenizer {self._path}: has no preprocessor_config.json"
                 raise InputError(
-                    f"{why}; the messages hold pictures, and how many tokens a picture is the "
-                    "model's image processor tells: expected its preprocessor_config.json in the "
-                    "folder of the tokenizer"
+                    f"{why}; the messages hold pictures, and the model's image processor, beside "
+                    "its tokenizer, tells how many tokens a picture is"
                 ) from None
             names = getattr(self._loaded, "model_input_names", ())
             if "image_grid_thw" not in names or not hasattr(self._loaded, "merge_size"):

@@ -254,7 +254,7 @@ class _NeedsTorchvision:
 def test_folders_and_templates_that_do_not_fit(write, screens, tmp_path, monkeypatch):
     talk = [seen("a.png"), said("x")]
     plain = ChatTokenizer(save_tokenizer(tmp_path / "plain", PICTURE_CHATML, PICTURE_TOKENS))
-    with pytest.raises(InputError, match=r"expected its preprocessor_config\.json in the folder"):
+    with pytest.raises(InputError, match=r"plain: has no preprocessor_config\.json; the messages"):
         read(write, plain, talk)
     no_token = save_tokenizer(tmp_path / "no-token", PICTURE_CHATML)
     config = (save_picture_tokenizer(tmp_path / "vl") / "preprocessor_config.json").read_text()
