@@ -43,6 +43,8 @@ TABLES = {
     "compiled": ("compiled.tables", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
+    "parallel": ("parallel.tables", "h200/parallel_2gpu.json"),
+    "decode": ("decode.tables", "h200/decode.json"),
     "head_shapes": ("attention.head_shapes", "h200/shapes_*.json"),
     "pack_gqa": ("pack_gqa.tables", "h200/pack_gqa.json"),
 }
