@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -200,7 +201,7 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
 
     The model's default counts packed tokens, which would make RoPE wrong without an error. This
     costs one comparison per forward. It is skipped where values cannot be read: while a CUDA graph
-    is captured, and for fake tensors.
+    is captured, and for tensors of a trace.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -210,7 +211,7 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
         )
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if isinstance(position_ids, FakeTensor):
+    if isinstance(position_ids, (FakeTensor, FunctionalTensor)):
         return
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:

@@ -37,7 +37,8 @@ def plan_recomputation(
     As few FLOPs as possible are computed again: as many of the last layers as fit recompute
     nothing, as many of the others as fit keep the outputs of attention and of recurrences, and the
     rest recompute all. The memory that this takes is traced on the model's configuration, without
-    computing anything. Compiled layers and Liger Kernel's take less than is predicted.
+    computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
+    Kernel's layers take less than is predicted.
 
     Args:
         model: as `sequence_logprobs` takes it.
@@ -156,8 +157,8 @@ def recomputed_forward(
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
-    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, and
-    with PEFT's adapters."""
+    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
+    PEFT's adapters, and with layers as they are compiled."""
     layer = layers_of(causal_lm)[0]
     # FSDP1 takes a layer's parameters away
     dtype = next(causal_lm.parameters()).dtype
@@ -166,9 +167,9 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     autocast = None
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
-    return trace_memory(
-        causal_lm.config, dtype, autocast, device, _adapters_of(model, causal_lm, dtype)
-    )
+    adapters = _adapters_of(model, causal_lm, dtype)
+    compiled = layer._compiled_call_impl is not None
+    return trace_memory(causal_lm.config, dtype, autocast, device, adapters, compiled)
 
 
 def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapters | None:

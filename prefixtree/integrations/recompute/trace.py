@@ -2,7 +2,8 @@
 
 A decoder of the model's configuration runs forward and backward on fake tensors, once per mode and
 for two numbers of tokens. Every storage counts from the operator that makes it until nothing holds
-it any more. So a family needs no formula of its own: what its operators keep is what is counted.
+it any more. So a family needs no formula of its own: what its operators keep is what is counted, or
+what is kept where torch cuts a compiled layer's graph (`partitioned`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,6 +35,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.recompute.layers import MODES, Mode, decoder_of, layers_of, recomputing
+from prefixtree.integrations.recompute.partitioned import partitioned
 from prefixtree.integrations.router_loss import router_keywords
 from prefixtree.packing.layout import pack
 
@@ -109,6 +111,7 @@ def trace_memory(
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     adapters: Adapters | None = None,
+    compiled: bool = False,
 ) -> ModelMemory:
     """Traces the model of a config; a trace of the same arguments is kept.
 
@@ -117,13 +120,14 @@ def trace_memory(
         dtype: of the weights. autocast: the dtype of autocast, None where it is off.
         device: where the model trains; recurrent layers keep other things on a GPU.
         adapters: of PEFT, on the model. Default: None.
+        compiled: whether the layers are compiled (`compile_layers`). Default: False.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
     try:
-        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type)
+        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "
@@ -177,7 +181,9 @@ class _Key:
 
 
 @lru_cache(maxsize=8)
-def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str) -> ModelMemory:
+def _trace(
+    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+) -> ModelMemory:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
@@ -192,7 +198,7 @@ def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: 
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
         # there counts as more than it is
-        half = _trace(key, torch.bfloat16, None, device)
+        half = _trace(key, torch.bfloat16, None, device, compiled)
         return half.scaled((autocast or dtype).itemsize / 2)
     model.train()
     prepare_states(model)
@@ -204,11 +210,13 @@ def _trace(key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: 
     signatures = [_signature(layer) for layer in layers]
     # what the first two hold is not all their own
     needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
+    kinds = signatures[:needed] if compiled else None
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
     for mode in MODES:
         runs = [
-            _run(model, layers, needed, mode, fake, tokens, autocast, device) for tokens in _TOKENS
+            _run(model, layers, needed, mode, fake, tokens, autocast, device, kinds)
+            for tokens in _TOKENS
         ]
         of_kind = {
             # the last of a kind
@@ -286,8 +294,13 @@ def _run(
     tokens: int,
     autocast: torch.dtype | None,
     device: str,
+    kinds: Sequence[Hashable] | None,
 ) -> dict[str, list[float]]:
-    """Runs the first layers forward and backward -> held and working bytes of each of them."""
+    """Runs the first layers forward and backward -> held and working bytes of each of them.
+
+    Args:
+        kinds: of the layers that run, if they are to run as compiled ones.
+    """
     known = (x for parameter in model.parameters() for x in (parameter, parameter.grad))
     live = LiveBytes(x for x in known if x is not None)
     after: list[float] = []
@@ -322,7 +335,12 @@ def _run(
             open_until_end.callback(layer.register_forward_pre_hook(stop).remove)
         enter(fake)
         enter(live)
-        enter(recomputing(model, [mode] * len(layers)))
+        if kinds is None:
+            enter(recomputing(model, [mode] * len(layers)))
+        else:
+            # the graph of a compiled layer knows what it recomputes
+            enter(recomputing(model, ["nothing"] * len(layers)))
+            enter(partitioned(layers[:needed], kinds, mode, fake))
         with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
             decoder_of(model)(**inputs)
         (hidden,) = last

@@ -3,8 +3,10 @@ plan that recomputes least of those that fit."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ import prefixtree as pt
 from prefixtree.cost import LayerCost, ModelCost
 from prefixtree.integrations import scoring
 from prefixtree.integrations.families import forward_inputs
+from prefixtree.integrations.model_checks import find_causal_lm
 from prefixtree.integrations.recompute import forward
 from prefixtree.integrations.recompute.forward import plan_recomputation
 from prefixtree.integrations.recompute.layers import MODES, layers_of, recomputing
@@ -192,6 +195,48 @@ def test_held_memory_is_what_was_traced(model_type, mode):
     predicted = sum(x.held[0] * packed.num_tokens + x.held[1] for x in traced[1:])
     assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
     del output
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("model_type", cases(["llama", "gemma2", "phi3", "olmo2", "qwen3_5"]))
+def test_compiled_layers_keep_what_was_traced(model_type):
+    """Counted as autograd saves it, with all layers and with half; the cut of the graph is
+    inductor's."""
+    model = build(model_type)
+    pt.compile_layers(model, backend="aot_eager_decomp_partition")
+    causal_lm = find_causal_lm(model)
+    memory = forward.memory_of(model, causal_lm, torch.device("cpu"))
+    assert memory is trace_memory(causal_lm.config, torch.float32, compiled=True)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(3, 90, 300)
+    packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 60)]) for _ in range(5)])
+    decoder, inputs = causal_lm.get_decoder(), forward_inputs(packed, causal_lm.config)
+    decoder(**inputs)
+    saved = []
+    half = len(layers_of(causal_lm)) // 2
+    for layers in (len(layers_of(causal_lm)), half):
+        decoder.config.num_hidden_layers = layers
+        saved.append(saved_bytes(model, lambda: decoder(**inputs)))
+    held = [x.held for x in memory.layers["nothing"][half:]]
+    predicted = sum(line * packed.num_tokens + fixed for line, fixed in held)
+    assert saved[0] - saved[1] == pytest.approx(predicted, rel=0.05)
+
+
+def saved_bytes(model: Any, run: Callable[[], object]) -> int:
+    """The bytes that autograd saves while a forward runs, each storage once, weights left out."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known and storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = run()
+    del output
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
