@@ -1,4 +1,4 @@
-"""Layers as AOTAutograd cuts them, on shapes: what compiled layers keep and what their backward needs.
+"""Layers as AOTAutograd cuts them, on shapes: what compiled layers keep, and what they work with.
 
 A compiled layer keeps less than its operators do: its graph of forward and backward is cut where
 the fewest bytes cross, and elementwise operations become parts of the kernels around them. Here the

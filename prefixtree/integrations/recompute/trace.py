@@ -120,7 +120,8 @@ def trace_memory(
         dtype: of the weights. autocast: the dtype of autocast, None where it is off.
         device: where the model trains; recurrent layers keep other things on a GPU.
         adapters: of PEFT, on the model. Default: None.
-        compiled: whether the layers are compiled (`compile_layers`). Default: False.
+        compiled: whether the layers are compiled (`compile_layers`). Default: False. Families whose
+            layers cannot be cut one by one are traced as if they were not.
 
     Raises:
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
@@ -182,6 +183,21 @@ class _Key:
 
 @lru_cache(maxsize=8)
 def _trace(
+    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+) -> ModelMemory:
+    if not compiled:
+        return _traced(key, dtype, autocast, device, False)
+    try:
+        return _traced(key, dtype, autocast, device, True)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except RuntimeError:
+        # a layer that changes what other layers read (Gemma 3n) cannot be cut by itself. What it
+        # keeps without being compiled is more
+        return _trace(key, dtype, autocast, device, False)
+
+
+def _traced(
     key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
 ) -> ModelMemory:
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -3,7 +3,6 @@ plan that recomputes least of those that fit."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from prefixtree.cost import LayerCost, ModelCost
 from prefixtree.integrations import scoring
 from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.model_checks import find_causal_lm
-from prefixtree.integrations.recompute import forward
+from prefixtree.integrations.recompute import forward, trace
 from prefixtree.integrations.recompute.forward import plan_recomputation
 from prefixtree.integrations.recompute.layers import MODES, layers_of, recomputing
 from prefixtree.integrations.recompute.plan import (
@@ -220,6 +219,21 @@ def test_compiled_layers_keep_what_was_traced(model_type):
     held = [x.held for x in memory.layers["nothing"][half:]]
     predicted = sum(line * packed.num_tokens + fixed for line, fixed in held)
     assert saved[0] - saved[1] == pytest.approx(predicted, rel=0.05)
+
+
+def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
+    """Once: a forward that plans does not try again."""
+    tried = []
+
+    def fail(*_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("modified by an inplace operation")
+
+    monkeypatch.setattr(trace, "partitioned", fail)
+    config = build("llama", intermediate_size=40).config
+    for _ in range(2):
+        cut = trace_memory(config, torch.float32, compiled=True)
+    assert cut is trace_memory(config, torch.float32) and len(tried) == 1
 
 
 def saved_bytes(model: Any, run: Callable[[], object]) -> int:
