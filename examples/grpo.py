@@ -1,11 +1,12 @@
 """GRPO in plain torch and transformers on multi-turn rollouts that fork, each distinct token once.
 
 A tiny Qwen3 with random weights learns to fetch parcels (`prefixtree.demo.depot`, the game of
-`prefixtree demo`). Rollouts fork at their turns, so the rollouts of a task form a tree. Old and
-reference log-probabilities and every inner epoch are computed on packed forests.
+`prefixtree demo`). Rollouts fork at their turns, so the rollouts of a task form a tree, which also
+samples as one. Old and reference log-probabilities and every inner epoch are computed on packed
+forests.
 
 `--replicated` scores every rollout in full instead. The training is the same, but slower. (The
-differences by rounding grow with the updates. After some 60 iterations they change a drawn word.)
+differences by rounding grow with the updates. After some 50 iterations they change a drawn word.)
 
     python examples/grpo.py                              # about a minute on a CPU
     python examples/grpo.py --dr-grpo --branches 16,1,1,1,1
@@ -25,13 +26,16 @@ import numpy as np
 import torch
 import typer
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from prefixtree import MicroBatch, plan_micro_batches
+from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
 from prefixtree.demo import depot
+from prefixtree.integrations.sampling import Draws, TreeSampler
 from prefixtree.integrations.transformers import sequence_logprobs
 
 TURN_WORDS = 3
+# the most tokens of all rollouts whose keys are held
+MAX_KEYS = 50_000
 
 
 @dataclass(frozen=True)
@@ -58,67 +62,41 @@ class Settings:
 
 @dataclass
 class Rollout:
-    """An episode so far.
+    """An episode, up to the agent's last word.
 
     Attributes:
-        state: of the depot.
+        state: of the depot at the end.
         tokens: of the whole episode.
-        mask: 1 for each token of the agent, 0 for all others.
-        unread: the number of last tokens, a prompt or a reply, that the model has not read yet.
+        mask: true for each token of the agent.
+        logprobs: of tokens 1 to n - 1, as they were drawn; 0 for those that others said.
     """
 
     state: depot.Depot
-    tokens: list[int]
-    mask: list[int]
-    unread: int
-
-    def play(self, words: list[int]) -> Rollout:
-        """The episode after one more turn and the reply to it."""
-        state, reply = self.state.call(depot.decode(words))
-        # an <end> that the agent left out is not its word
-        heard = [depot.END_TOKEN] * (words[-1] != depot.END_TOKEN) + depot.encode(reply)
-        mask = self.mask + [1] * len(words) + [0] * len(heard)
-        return Rollout(state, self.tokens + words + heard, mask, len(heard))
+    tokens: np.ndarray
+    mask: np.ndarray
+    logprobs: torch.Tensor
 
 
-@torch.no_grad()
-def roll_out(model: Any, branches: Sequence[int]) -> list[Rollout]:
-    """Plays every task to its end, on one growing key-value cache whose rows fork too."""
-    rollouts = []
-    for task in range(depot.TASKS):
-        prompt = depot.encode(depot.Depot(task).prompt)
-        rollouts.append(Rollout(depot.Depot(task), prompt, [0] * len(prompt), len(prompt)))
-    cache = DynamicCache(config=model.config)
-    real = torch.empty(len(rollouts), 0, dtype=torch.long)  # 0 where the cache holds padding
-
-    def feed(new: list[list[int]]) -> torch.Tensor:
-        """Feeds each row its new tokens, perhaps none; the distributions of the next tokens."""
-        nonlocal real
-        longest = max(map(len, new))
-        ids = torch.tensor([[depot.PAD_TOKEN] * (longest - len(row)) + row for row in new])
-        real = torch.cat(
-            [real, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in new])], 1
-        )
-        positions = (real.cumsum(1) - 1).clamp(min=0)[:, -longest:]
-        out = model(ids, attention_mask=real, position_ids=positions, past_key_values=cache)
-        return out.logits[:, -1].float().softmax(-1)
-
-    for count in branches:
-        probs = feed([r.tokens[-r.unread :] for r in rollouts]).repeat_interleave(count, 0)
-        cache.batch_repeat_interleave(count)
-        real = real.repeat_interleave(count, 0)
-        turns: list[list[int]] = [[] for _ in probs]
-        for _ in range(TURN_WORDS):
-            speaks = [not turn or turn[-1] != depot.END_TOKEN for turn in turns]
-            if not any(speaks):
-                break
-            drawn = probs.multinomial(1).tolist()
-            new = [word if go else [] for word, go in zip(drawn, speaks, strict=True)]
-            turns = [turn + word for turn, word in zip(turns, new, strict=True)]
-            probs = feed(new)
-        before = [r for r in rollouts for _ in range(count)]
-        rollouts = [r.play(turn) for r, turn in zip(before, turns, strict=True)]
-    return rollouts
+def roll_out(model: Any, branches: Sequence[int], draws: Draws) -> list[Rollout]:
+    """Plays every task to its end; rollouts that fork share the keys of all that stands before."""
+    states = [depot.Depot(task) for task in range(depot.TASKS)]
+    prompts = PrefixForest.from_sequences([depot.encode(state.prompt) for state in states])
+    rows = TreeSampler(model, max_keys=MAX_KEYS).start(prompts)
+    for turn, count in enumerate(branches):
+        rows.branch(count)
+        rows.generate(TURN_WORDS, draws, stop=[depot.END_TOKEN])
+        said = [rows.new_tokens(row) for row in range(len(rows))]
+        before = [state for state in states for _ in range(count)]
+        calls = [s.call(depot.decode(words)) for s, words in zip(before, said, strict=True)]
+        states = [state for state, _ in calls]
+        if turn + 1 < len(branches):
+            for row, (words, (_, reply)) in enumerate(zip(said, calls, strict=True)):
+                # an <end> that the agent left out is not its word
+                missing = [depot.END_TOKEN] * (words[-1] != depot.END_TOKEN)
+                rows.append({row: missing + depot.encode(reply)})
+    samples = rows.samples()
+    played = states, samples.sequences, samples.loss_masks, samples.logprobs
+    return [Rollout(*each) for each in zip(*played, strict=True)]
 
 
 # ---- the method ----------------------------------------------------------------------------------
@@ -176,9 +154,8 @@ def update(
     settings: Settings,
 ) -> dict[str, Any]:
     """The inner epochs on one batch of rollouts."""
-    # nothing is scored after the last turn
-    sequences = [torch.tensor(r.tokens[: -r.unread]) for r in rollouts]
-    masks = [torch.tensor(r.mask[: -r.unread]) for r in rollouts]
+    sequences = [torch.from_numpy(r.tokens) for r in rollouts]
+    masks = [torch.from_numpy(r.mask).float() for r in rollouts]
     groups = np.array([r.state.task for r in rollouts])
     rewards = np.array([r.state.reward for r in rollouts])
     advantages = group_advantages(rewards, groups, settings.dr_grpo)
@@ -198,6 +175,9 @@ def update(
 
     with torch.no_grad():
         olds, refs = score_all(policy), score_all(reference)
+    for old, mask, rollout in zip(olds, masks, rollouts, strict=True):
+        gap = float(((old - rollout.logprobs) * mask[1:]).abs().max())
+        assert gap < 1e-4, f"the policy is not the one that played: off by {gap:.1e}"
     # the loss needs these besides the new log-probabilities: [5, n - 1] per sequence
     given = [
         torch.stack([old, ref, mask[1:], torch.full_like(old, a), torch.full_like(old, w)])
@@ -255,8 +235,10 @@ def train(policy: Any, settings: Settings) -> Iterator[dict[str, Any]]:
     # a large epsilon: Adam would blow rounding noise in a gradient near zero up to a full step
     optimizer = torch.optim.Adam(policy.parameters(), settings.learning_rate, eps=1e-4)
     for iteration in range(settings.iterations):
-        torch.manual_seed(1000 * settings.seed + iteration)
-        rollouts = roll_out(policy, settings.branches)
+        # rollouts grow on the forest, whichever way they are scored
+        policy.set_attn_implementation("prefixtree")
+        rollouts = roll_out(policy, settings.branches, Draws(seed=1000 * settings.seed + iteration))
+        policy.set_attn_implementation(reference.config._attn_implementation)
         # CPU time of this process: on a shared machine the wall clock measures other processes too
         start = time.process_time()
         facts = update(policy, reference, optimizer, rollouts, settings)

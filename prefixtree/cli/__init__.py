@@ -347,7 +347,7 @@ def _verify(
 
 @app.command("demo")
 def _demo(
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 1,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the first rollouts there, for report and verify."),

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ BRANCHING = (3, 2, 2, 1, 1)
 # rollouts are taken
 BATCHES, ALONE, EPOCHS = 3, 3, 2
 _TURN_WORDS = 6
+# of the rollouts' keys and values
+_MAX_KEYS = 20_000
 _CLIP = 0.2
 _LEARNING_RATE = 1e-2
 _LIMIT = 1e-4
@@ -147,8 +149,7 @@ def train(
         _warm_up(replicated, packed)
     for number in watch(range(BATCHES * EPOCHS), "rollouts and updates", BATCHES * EPOCHS):
         if number % EPOCHS == 0:
-            torch.manual_seed(seed + number)
-            trees, rollout_seconds = _timed(lambda: roll_out(replicated))
+            trees, rollout_seconds = _timed(partial(roll_out, packed, seed + number))
             played.append(trees)
             batch = Batch.of(trees)
             forest = pack(PrefixForest.from_sequences(batch.sequences))
@@ -197,28 +198,37 @@ def train(
 # ---- rollouts ------------------------------------------------------------------------------------
 
 
-def roll_out(model: Any) -> list[list[Turn]]:
+def roll_out(model: Any, seed: int) -> list[list[Turn]]:
     """Plays every task with `BRANCHING` continuations per turn.
 
     Returns the first turns, one list per task.
     """
+    from prefixtree.integrations.sampling import Draws, TreeSampler
+
     states = [depot.Depot(task) for task in range(depot.TASKS)]
     trees: list[list[Turn]] = [[] for _ in states]
     # what is to be continued: the tokens so far, the depot, and where its turns are kept
     open_: list[tuple[list[int], depot.Depot, list[Turn]]] = [
         (depot.encode(state.prompt), state, trees[state.task]) for state in states
     ]
+    rows = TreeSampler(model, _MAX_KEYS).start(
+        PrefixForest.from_sequences([tokens for tokens, _, _ in open_])
+    )
     for continuations in BRANCHING:
-        following = []
-        answers = _generate(model, [tokens for tokens, _, _ in open_], continuations)
-        for (tokens, state, turns), spoken in zip(open_, answers, strict=True):
-            for words in spoken:
-                ended = words[-1] == depot.END_TOKEN
-                after, reply = state.call(depot.decode(words))
-                whole = tokens + words + [depot.END_TOKEN] * (not ended)
-                turn = Turn(whole, len(tokens), len(tokens) + len(words), after)
-                turns.append(turn)
-                following.append((whole + depot.encode(reply), after, turn.children))
+        rows.branch(continuations)
+        rows.generate(_TURN_WORDS, Draws(seed=seed), stop=[depot.END_TOKEN])
+        following, heard = [], {}
+        for row, (tokens, state, turns) in enumerate(
+            o for o in open_ for _ in range(continuations)
+        ):
+            words = rows.new_tokens(row)
+            after, reply = state.call(depot.decode(words))
+            whole = tokens + words + [depot.END_TOKEN] * (words[-1] != depot.END_TOKEN)
+            turn = Turn(whole, len(tokens), len(tokens) + len(words), after)
+            turns.append(turn)
+            following.append((whole + depot.encode(reply), after, turn.children))
+            heard[row] = following[-1][0][turn.end :]
+        rows.append(heard)
         open_ = following
     return trees
 
@@ -252,38 +262,6 @@ def rollout_rows(trees: list[list[Turn]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _generate(model: Any, prompts: list[list[int]], continuations: int) -> list[list[list[int]]]:
-    """Sampled words after each prompt, up to its <end>."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), depot.PAD_TOKEN)
-    # not by the token: a model may well say <pad>
-    mask = torch.zeros_like(ids)
-    for row, seen, prompt in zip(ids, mask, prompts, strict=True):
-        row[longest - len(prompt) :] = torch.tensor(prompt)
-        seen[longest - len(prompt) :] = 1
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            num_return_sequences=continuations,
-            max_new_tokens=_TURN_WORDS,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=depot.END_TOKEN,
-            pad_token_id=depot.PAD_TOKEN,
-        )
-    turns = [_until_end(row) for row in out[:, longest:].tolist()]
-    return [turns[i : i + continuations] for i in range(0, len(turns), continuations)]
-
-
-def _until_end(words: list[int]) -> list[int]:
-    if depot.END_TOKEN in words:
-        return words[: words.index(depot.END_TOKEN) + 1]
-    return words
-
-
 def _walk(turns: list[Turn]) -> list[Turn]:
     return [node for turn in turns for node in (turn, *_walk(turn.children))]
 
@@ -297,8 +275,7 @@ def _go_on(
     """Trains the packed copy alone on `ALONE` batches, of which the last is only played."""
     played: list[list[list[Turn]]] = []
     for number in watch(range(ALONE), "the packed model alone", ALONE):
-        torch.manual_seed(seed + number)
-        trees = roll_out(packed)
+        trees = roll_out(packed, seed + number)
         played.append(trees)
         if number == ALONE - 1:
             break

@@ -39,6 +39,7 @@ from prefixtree.integrations.plain_batches import (
     shown_positions,
     shows_positions,
 )
+from prefixtree.integrations.sampling.forest_cache import ForestCache
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask, check_mask
@@ -68,6 +69,7 @@ def prefixtree_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tree_mask: TreeMask | DividedMask | None = None,
+    forest_cache: ForestCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that is registered with transformers.
@@ -87,6 +89,8 @@ def prefixtree_attention(
         s_aux: as `sinks` of `tree_attention`.
         tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
             of the forest: T is then the number of own tokens.
+        forest_cache: the keys and values of a growing forest (`integrations.sampling`): with a tree
+            mask it keeps those of this call, without one the tokens of the call see its own.
         kwargs: the model's other keywords; those that a packed forest cannot serve are refused.
 
     Returns:
@@ -114,6 +118,14 @@ def prefixtree_attention(
             f"{type(module).__name__} keeps its sliding window from the attention function: set "
             "layer_types to full_attention, or use_sliding_window to False"
         )
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if tree_mask is None and forest_cache is not None:
+        return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
     if tree_mask is None:
         kwargs["dropout"] = dropout
         return plain_attention(
@@ -157,22 +169,23 @@ def prefixtree_attention(
     check_prepared(module)
     if shows_positions(module):
         _check_position_ids(shown_positions(kwargs), mask)
-    if torch.is_autocast_enabled(query.device.type):
-        # RoPE leaves query and key in float32; eager's matrix products would cast all three
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "window": sliding_window,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
+    q, k, v = _token_rows(query, key, value)
+    if forest_cache is not None:
+        forest_cache.keep(q, k, v, sliding_window)
     if isinstance(tree_mask, DividedMask):
         out = tree_mask.attend(module, q, k, v, **options)
     else:
         out = tree_attention(q, k, v, mask, **options)
     return out.unsqueeze(0), None
+
+
+def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """query, key and value of the one row of a batch: [1, H, T, D] -> [T, H, D]."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        # RoPE leaves query and key in float32; eager's matrix products would cast all three
+        dtype = torch.get_autocast_dtype(tensors[0].device.type)
+        tensors = tuple(x.to(dtype) for x in tensors)
+    return tuple(x[0].transpose(0, 1) for x in tensors)
 
 
 # attributes and values by which attention modules tell that they have a sliding window

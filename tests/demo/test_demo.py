@@ -82,8 +82,9 @@ def test_every_word_of_the_depot_is_a_token():
 def test_rollouts_branch_and_are_scored_turn_by_turn():
     from prefixtree.demo import training as demo
 
-    torch.manual_seed(0)
-    trees = demo.roll_out(demo._model(3))
+    model = demo._model(3)
+    model.set_attn_implementation("prefixtree")
+    trees = demo.roll_out(model, seed=0)
     assert len(trees) == depot.TASKS
     leaves = int(np.prod(demo.BRANCHING))
     for task, turns in enumerate(trees):
@@ -119,17 +120,14 @@ def test_rollouts_branch_and_are_scored_turn_by_turn():
     assert forest.replication_ratio > 5
 
 
-def test_a_pad_that_the_model_said_is_read_like_any_other_word():
+def test_a_seed_is_a_set_of_rollouts():
     from prefixtree.demo import training as demo
 
-    class Model:
-        def generate(self, input_ids, attention_mask, **_):
-            self.seen = attention_mask.tolist()
-            return torch.cat([input_ids, torch.full((2, 1), depot.END_TOKEN)], 1)
-
-    model = Model()
-    demo._generate(model, [[5, depot.PAD_TOKEN, 6], [7]], 1)
-    assert model.seen == [[1, 1, 1], [0, 0, 1]]
+    model = demo._model(3)
+    model.set_attn_implementation("prefixtree")
+    one, same, other = (demo.rollout_rows(demo.roll_out(model, seed)) for seed in (0, 0, 1))
+    assert one == same != other
+    assert len({tuple(row["token_ids"]) for row in one}) > 40
 
 
 def test_the_loss_is_grpos_clipped_one():

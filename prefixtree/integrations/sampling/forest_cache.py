@@ -1,0 +1,144 @@
+"""`ForestCache`: the keys and values of a growing forest, and attention over them.
+
+It reaches the attention function as one more keyword, `forest_cache`. A prefill is a forward over
+the packed forest (`tree_mask`), whose keys and values are kept here. In later forwards the new
+tokens of all rows stand in ONE row, as those of packed forests do.
+
+Legend: B new tokens, T packed tokens, C keys of the pool, H query heads (Hk of keys), D and Dv head
+dims.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.decode import cascade_attention
+from prefixtree.packing.decode_work import DecodeWork
+
+
+class ForestCache:
+    """A pool of keys and one of values per attention call of a forward.
+
+    Calls are told apart by their order, which is that of the layers: a module that stands in two
+    layers has two pools. Every later forward must make as many calls as the prefill, so a layer
+    that attends elsewhere shows.
+
+    Args:
+        capacity: C, the keys of every pool.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # by sliding window; None: of a prefill
+        self._works: dict[int | None, DecodeWork] | None = None
+        # (H / Hk, Hk) of the last layer with each window: they only set how the work is cut
+        self._heads: dict[int | None, tuple[int, int]] = {}
+        self._calls = 0
+
+    def begin_prefill(self) -> None:
+        """The next forward is over a packed forest, whose keys and values are kept."""
+        self._works, self._calls = None, 0
+        self._heads.clear()
+
+    def begin(self, runs: np.ndarray, tails: np.ndarray, device: torch.device) -> None:
+        """The next forwards are of these tokens, as `GrowingForest.runs_and_tails` gives them."""
+        self._works = {
+            window: DecodeWork.build(
+                runs,
+                tails,
+                device=device,
+                window=window,
+                group=group,
+                kv_heads=kv_heads,
+                num_keys=self.capacity,
+            )
+            for window, (group, kv_heads) in self._heads.items()
+        }
+        self._calls = 0
+
+    def end(self) -> None:
+        """Ends a forward; the next one brings one token more per row.
+
+        Raises:
+            UnsupportedError: layers of this forward attended elsewhere.
+        """
+        calls, self._calls = self._calls, 0
+        if self._works is None:
+            del self._pools[calls:]
+            return
+        if calls != len(self._pools):
+            raise UnsupportedError(
+                f"{calls} attention calls of a forward read the forest's keys, and "
+                f"{len(self._pools)} layers kept some: the others ran another attention (a "
+                "replaced module or a patched forward)"
+            )
+        for work in self._works.values():
+            work.advance()
+
+    def keep(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
+        """Keeps k [T, Hk, D] and v [T, Hk, Dv] of one attention call of a prefill; q [T, H, D]."""
+        self._heads[window] = q.shape[1] // k.shape[1], k.shape[1]
+        if self._calls == len(self._pools):
+            self._pools.append((k.new_empty(0), v.new_empty(0)))
+        pools = []
+        for pool, new in zip(self._pools[self._calls], (k, v), strict=True):
+            # of the last prefill, if the model is still the same
+            if (pool.dtype, pool.device, pool.shape[1:]) != (new.dtype, new.device, new.shape[1:]):
+                pool = new.new_empty(self.capacity, *new.shape[1:])
+            pool[: len(new)] = new
+            pools.append(pool)
+        self._pools[self._calls] = (pools[0], pools[1])
+        self._calls += 1
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes the new keys and values, and attends to all that each token sees.
+
+        Args:
+            q: [B, H, D]. k: [B, Hk, D]. v: [B, Hk, Dv].
+            scale, window, softcap, sinks: as in `tree_attention`.
+
+        Returns:
+            [B, H, Dv] in q's dtype.
+
+        Raises:
+            UnsupportedError: more attention calls than in the prefill, or another window.
+        """
+        assert self._works is not None
+        if self._calls == len(self._pools) or window not in self._works:
+            raise UnsupportedError(
+                f"attention call {self._calls} of this forward (window {window}) was not made in "
+                "the prefill: the model computes other layers or windows for fewer tokens"
+            )
+        keys, values = self._pools[self._calls]
+        self._calls += 1
+        return cascade_attention(
+            q,
+            k,
+            v,
+            keys,
+            values,
+            self._works[window],
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def move(self, index: np.ndarray) -> None:
+        """Moves keys and values: those at index[i] go to i."""
+        for pools in self._pools:
+            for pool in pools:
+                pool[: len(index)] = pool[torch.from_numpy(index).to(pool.device)]

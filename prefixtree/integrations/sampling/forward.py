@@ -1,0 +1,187 @@
+"""`CachedForward`: forwards of a model over a growing forest, and what no such forward serves.
+
+Legend: B new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.families import family_of, forward_inputs
+from prefixtree.integrations.model_checks import (
+    attention_modules,
+    check_model,
+    every_layer_attends,
+    find_causal_lm,
+)
+from prefixtree.integrations.sampling.forest_cache import ForestCache
+from prefixtree.packing.layout import PackedForest
+
+
+class CachedForward:
+    """Calls a causal language model with one `ForestCache`.
+
+    Args:
+        model: as `sequence_logprobs` takes it. capacity: keys of the cache.
+    """
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self.cache = ForestCache(capacity)
+        self._model = model
+        # adapters are inside of it; wrappers of training (DDP) are not called
+        self._causal_lm = find_causal_lm(model)
+        config = self._causal_lm.config
+        self._vocabulary = config.get_text_config().vocab_size
+        self._position_rows = family_of(config).position_rows
+        self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            # a load-balancing loss is of no use here
+            self._keywords["output_router_logits"] = False
+        self._owner: Any = None
+        self._weights: list[tuple[int, int]] = []
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self._causal_lm.parameters()).device
+
+    def prefill(self, packed: PackedForest, last: np.ndarray) -> torch.Tensor:
+        """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S].
+
+        Raises:
+            UnsupportedError, ValueError: as `sequence_logprobs`.
+        """
+        check_model(self._model, self._causal_lm, packed)
+        self._weights = self._weights_now()
+        self.cache.begin_prefill()
+        inputs = forward_inputs(packed, self._causal_lm.config)
+        with every_layer_attends(self._causal_lm, packed.mask):
+            return self._call(**inputs, logits_to_keep=torch.from_numpy(last).to(self.device))
+
+    def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
+        """The next `step` is of these tokens (`GrowingForest.runs_and_tails`), one per row; the one
+        behind it of the next token of each."""
+        self.cache.begin(runs, tails, self.device)
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]."""
+        position_ids = positions[None]
+        if self._position_rows > 1:
+            position_ids = position_ids.expand(self._position_rows, 1, -1)
+        return self._call(input_ids=ids[None], position_ids=position_ids)
+
+    def read(
+        self, runs: np.ndarray, tails: np.ndarray, tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Reads several tokens per row; the logits [rows, V] of the last of each."""
+        self.begin(runs, tails)
+        ids = torch.tensor([token for row in tokens for token in row], device=self.device)
+        # of the first key of a row's own run, and the keys written behind it
+        position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
+        last = np.cumsum([len(row) for row in tokens]) - 1
+        return self.step(ids, position_ids)[torch.from_numpy(last).to(self.device)]
+
+    @torch.no_grad()
+    def _call(self, **inputs: Any) -> torch.Tensor:
+        # layers that were compiled for updates would be compiled again for every number of rows
+        with torch.compiler.set_stance("force_eager"):
+            logits = self._causal_lm(**{**inputs, **self._keywords}).logits[0]
+        self.cache.end()
+        return logits
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def check_forest(self, forest: PrefixForest) -> None:
+        """Refuses what cannot be sampled from, before anything is computed.
+
+        Raises:
+            TypeError: not a PrefixForest.
+            ForestError: a forest without token ids.
+            UnsupportedError: recorded routes; a model whose layers carry a state, whose parameters
+                are sharded or on several devices, or that runs another attention.
+        """
+        if not isinstance(forest, PrefixForest):
+            raise TypeError(
+                f"start takes a PrefixForest, got {type(forest).__name__}; "
+                "PrefixForest.from_sequences(histories) makes one"
+            )
+        if forest.tokens is None:
+            raise ForestError("this forest has no token ids; give from_parents its tokens=")
+        if forest.routes is not None:
+            raise UnsupportedError(
+                "the forest has recorded routes, and sampled tokens would have none: make it "
+                "without routes="
+            )
+        config = self._causal_lm.config.get_text_config()
+        if family_of(config).rules:
+            raise UnsupportedError(
+                f"{config.model_type} has recurrent layers, whose states are not kept per node of "
+                "a growing forest: sample with model.generate"
+            )
+        attention_modules(self._causal_lm)
+        wrappers = (FSDPModule, FullyShardedDataParallel)
+        sharded = [n for n, m in self._model.named_modules() if isinstance(m, wrappers)]
+        sharded += [
+            name
+            for name, parameter in self._causal_lm.named_parameters()
+            if isinstance(parameter, DTensor) or parameter.numel() == 0
+        ]
+        if sharded:
+            raise UnsupportedError(
+                f"the parameters are sharded over ranks ({sharded[0] or 'the model'}: FSDP, "
+                "ZeRO-3 or tensor parallelism), and each rank would have to take the same steps: "
+                "gather them first, as TRL's unwrap_model_for_generation does, or sample with a "
+                "copy of the model"
+            )
+
+        devices = sorted({str(p.device) for p in self._causal_lm.parameters()})
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"the parameters are on {', '.join(devices)}, and keys are kept on one device: "
+                "load the model on one device, without device_map"
+            )
+
+    def check_vocabulary(self, tokens: np.ndarray) -> None:
+        """Refuses token ids that the model does not have."""
+        if len(tokens) and int(tokens.max()) >= self._vocabulary:
+            raise ValueError(
+                f"token id {int(tokens.max())} is beyond the model's vocabulary of "
+                f"{self._vocabulary}"
+            )
+
+    def own(self, rows: Any) -> None:
+        """From now on the cache holds the keys of these rows."""
+        self._owner = rows
+
+    def check_current(self, rows: Any) -> None:
+        """Refuses rows whose keys are gone, or are of other weights than the model has now.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        if self._owner is not rows:
+            raise RuntimeError(
+                "the keys of these rows are gone: the sampler started anew, or was interrupted "
+                "while it moved keys; rows.samples() still has what was sampled"
+            )
+        if self._weights != self._weights_now():
+            raise RuntimeError(
+                "the model's weights changed since the sampler started, so the keys that it keeps "
+                "are of other weights: call sampler.start again"
+            )
+
+    def _weights_now(self) -> list[tuple[int, int]]:
+        """Where the parameters are, and how often each was written; not seen in inference mode."""
+        return [
+            (p.data_ptr(), 0 if p.is_inference() else p._version)
+            for p in self._causal_lm.parameters()
+        ]

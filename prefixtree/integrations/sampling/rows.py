@@ -1,0 +1,299 @@
+"""`Rows`: the growing ends of a forest, which branch, generate, hear replies and end."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree._tokens import flatten
+from prefixtree.integrations.sampling.draws import Draws, row_keys
+from prefixtree.integrations.sampling.forward import CachedForward
+from prefixtree.integrations.sampling.samples import Piece, Row, Samples, samples_of
+from prefixtree.integrations.sampling.step import DecodeStep
+from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.growth import GrowingForest
+from prefixtree.packing.transfers import lasting
+
+# how often the host looks whether rows stopped: on a GPU it would wait at each look
+_LOOK_EVERY = {"cpu": 1}
+_LOOK_EVERY_ON_GPUS = 16
+# of the rows of a batch: when no more than this share still goes on, the others leave it
+_STILL_FULL = 0.75
+# pending tokens of a forward: a GPU keeps partial results of all of them while a layer attends
+_READ_AT_ONCE = 2048
+
+
+class Rows:
+    """Rows that grow below the sequences of a forest. Made by `TreeSampler.start`.
+
+    Rows are numbered from 0. At the start row i continues sequence i. `branch` and `drop` number
+    the rows anew: those that branched from one row stand side by side in its place. A row's draws
+    do not depend on its number.
+    """
+
+    # what `start` hands over; its types are no part of the interface
+    def __init__(self, forward: Any, growing: Any, rows: list[Any], max_rows: int) -> None:
+        self._forward: CachedForward = forward
+        self._growing: GrowingForest = growing
+        self._max_rows = max_rows
+        self._set(rows)
+        forward.own(self)
+
+    def _set(self, rows: list[Row]) -> None:
+        """Takes rows in the growing forest's order, which is depth first."""
+        self._rows = rows
+        # row i is the one at _order[i] there
+        self._order = sorted(range(len(rows)), key=lambda at: rows[at].path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # ---- what becomes of rows ----------------------------------------------------------------
+
+    @lasting
+    def branch(self, counts: int | Sequence[int] | Mapping[int, int]) -> None:
+        """Makes several rows of one, side by side. Nothing is copied.
+
+        Args:
+            counts: for every row how many rows it becomes: one number for all, one per row, or a
+                mapping from rows (the others stay as they are). 1 leaves a row as it is, 0 drops
+                it.
+
+        Raises:
+            ValueError: a number below 0, or another number of counts than of rows.
+            IndexError: a row that does not exist.
+            MemoryError: no room for tokens that the model has not read yet; nothing was changed.
+        """
+        self._forward.check_current(self)
+        if isinstance(counts, Mapping):
+            changed = dict(zip(self._places(counts), counts.values(), strict=True))
+            wanted = [changed.get(at, 1) for at in range(len(self))]
+        else:
+            given = [counts] * len(self) if isinstance(counts, int) else list(counts)
+            changed = dict(zip(self._order, given, strict=False))
+            wanted = [changed[at] for at in range(len(given))] if len(given) == len(self) else []
+        if len(wanted) != len(self) or any(operator.index(count) < 0 for count in wanted):
+            raise ValueError(
+                f"branch takes one number >= 0 for each of {len(self)} rows (how many rows it "
+                f"becomes), got {counts}"
+            )
+        reading = [at for at, count in enumerate(wanted) if count > 1]
+        try:
+            self._read(reading)
+        finally:
+            self._growing.trim(reading)
+        self._growing.branch(wanted)
+        rows = []
+        for row, count in zip(self._rows, wanted, strict=True):
+            same = [row] * count
+            if count > 1:
+                same = [replace(row, path=(*row.path, number)) for number in range(count)]
+            rows += same
+        self._set(rows)
+
+    def drop(self, rows: Iterable[int]) -> None:
+        """Drops rows: they leave the samples, and their keys make room.
+
+        Args:
+            rows: which ones.
+
+        Raises:
+            IndexError: a row that does not exist.
+        """
+        self.branch(dict.fromkeys(rows, 0))
+
+    def append(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Appends tokens that were not sampled: replies of tools or users.
+
+        The model reads them with the next `branch` or `generate` that goes on from them, once for
+        all rows that share them. A row that had stopped goes on.
+
+        Args:
+            tokens: from rows to token ids, perhaps none.
+
+        Raises:
+            IndexError: a row that does not exist.
+            ForestError: tokens that are negative or not integers.
+            ValueError: a token id beyond the model's vocabulary.
+        """
+        self._forward.check_current(self)
+        places = self._places(tokens)
+        given = [list(reply) for reply in tokens.values()]
+        if filled := [reply for reply in given if reply]:
+            self._forward.check_vocabulary(flatten(filled, "tokens")[0])
+        for at, reply in zip(places, given, strict=True):
+            self._rows[at] = self._rows[at].with_reply([int(t) for t in reply])
+
+    @lasting
+    def generate(
+        self,
+        max_new_tokens: int,
+        draws: Draws | None = None,
+        stop: Iterable[int] = (),
+        rows: Iterable[int] | None = None,
+    ) -> None:
+        """Samples up to `max_new_tokens` tokens for each row that goes on.
+
+        A row ends at its first stop token, which it keeps. If the call is interrupted
+        (KeyboardInterrupt, an error of the model), the rows keep what was sampled.
+
+        Args:
+            max_new_tokens: the most tokens per row, >= 1.
+            draws: how tokens are drawn. Default: `Draws()`.
+            stop: token ids. Default: none, so every row gets `max_new_tokens` tokens.
+            rows: which rows go on. Default: those whose last token is no sampled stop token.
+
+        Raises:
+            IndexError: a row that does not exist.
+            ValueError: max_new_tokens below 1.
+            MemoryError: more rows than `max_rows`, or no room for so many tokens; nothing was
+                sampled.
+            RuntimeError: the model's weights changed since the start, so the kept keys are of other
+                weights; or the sampler started anew.
+        """
+        self._forward.check_current(self)
+        room = at_least_one("max_new_tokens", max_new_tokens)
+        if rows is None:
+            going = [at for at, row in enumerate(self._rows) if not row.stopped]
+        else:
+            going = sorted(set(self._places(rows)))
+        if len(going) > self._max_rows:
+            raise MemoryError(
+                f"{len(going):,} rows are to go on, and the sampler was made for "
+                f"{self._max_rows:,} (max_rows): make it larger, or name some of the rows (rows=)"
+            )
+        if not going:
+            return
+        try:
+            self._read(going, room)
+            for at in going:
+                self._rows[at] = replace(self._rows[at], new=())
+            self._decode(going, room, draws or Draws(), frozenset(map(int, stop)))
+        finally:
+            self._growing.trim(going)
+
+    # ---- what rows hold ----------------------------------------------------------------------
+
+    def stopped(self) -> list[int]:
+        """Lists the rows whose last token is a stop token that they sampled."""
+        return [number for number, at in enumerate(self._order) if self._rows[at].stopped]
+
+    def new_tokens(self, row: int) -> list[int]:
+        """Lists the tokens that a row sampled in the last `generate` that it took part in.
+
+        Args:
+            row: its number.
+
+        Raises:
+            IndexError: a row that does not exist.
+        """
+        return list(self._rows[self._places([row])[0]].new)
+
+    @lasting
+    def samples(self) -> Samples:
+        """Gathers the sequences of all rows, also while they grow."""
+        return samples_of([self._rows[at] for at in self._order])
+
+    # ---- the model ---------------------------------------------------------------------------
+
+    def _read(self, rows: Sequence[int], room: int = 0) -> None:
+        """Lets the model read what is pending in rows, and gives them room for tokens behind it."""
+        for row, length in ((self._rows[at], self._growing.length(at)) for at in rows):
+            if length + len(row.pending) != sum(len(piece.tokens) for piece in row.pieces):
+                raise RuntimeError(
+                    "an interruption left the keys of some rows behind their tokens: call "
+                    "sampler.start again; rows.samples() has what was sampled"
+                )
+        reading = [at for at in rows if self._rows[at].pending]
+        rows = rows if room else reading
+        if rows:
+            self._reserve(rows, [len(self._rows[at].pending) + room for at in rows])
+        while reading:
+            self._read_some(reading)
+            reading = [at for at in reading if self._rows[at].pending]
+
+    def _reserve(self, rows: Sequence[int], rooms: Sequence[int]) -> None:
+        # an interruption while keys move would leave them nowhere
+        self._forward.own(None)
+        try:
+            moved = self._growing.reserve(rows, rooms)
+        except MemoryError:
+            self._forward.own(self)
+            raise
+        if moved is not None:
+            self._forward.cache.move(moved)
+        self._forward.own(self)
+
+    def _read_some(self, rows: Sequence[int]) -> None:
+        """One forward over pending tokens of these rows."""
+        left, which, tokens = _READ_AT_ONCE, [], []
+        for at in rows:
+            if left:
+                which.append(at)
+                tokens.append(self._rows[at].pending[:left])
+                left -= len(tokens[-1])
+        counts = [len(part) for part in tokens]
+        logits = self._forward.read(*self._growing.runs_and_tails(which, counts), tokens)
+        self._growing.extend(which, counts)
+        for at, count, last in zip(which, counts, logits, strict=True):
+            rest = self._rows[at].pending[count:]
+            self._rows[at] = replace(self._rows[at], pending=rest, logits=None if rest else last)
+
+    def _decode(self, rows: list[int], room: int, draws: Draws, stop: frozenset[int]) -> None:
+        """Samples for rows that have logits and room."""
+        device = self._forward.device
+        look_every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ON_GPUS)
+        logits: list[Any] = [self._rows[at].logits for at in rows]
+        last = [self._growing.length(at) - 1 for at in rows]
+        step = DecodeStep(
+            self._forward.step,
+            draws,
+            torch.tensor(sorted(stop), dtype=torch.int64, device=device),
+            row_keys(draws.seed, [self._rows[at].path for at in rows]).to(device),
+            torch.tensor(last, device=device),
+            room,
+        )
+        try:
+            step.draw(torch.stack(logits))
+            del logits
+            if room > 1:
+                self._forward.begin(*self._growing.runs_and_tails(rows))
+            for drawn in range(1, room):
+                if drawn % look_every == 0:
+                    live = step.live.nonzero()[:, 0].tolist()
+                    if not live:
+                        break
+                    if len(live) <= _STILL_FULL * len(rows):
+                        following = step.narrowed(live)
+                        self._collect(step, rows, stop)
+                        rows, step = [rows[number] for number in live], following
+                        self._forward.begin(*self._growing.runs_and_tails(rows))
+                step.run()
+        finally:
+            self._collect(step, rows, stop)
+
+    def _collect(self, step: DecodeStep, rows: list[int], stop: frozenset[int]) -> None:
+        """Hands what a step drew to its rows, each up to its first stop token."""
+        drawn = step.take()
+        ends = np.isin(drawn.tokens, list(stop))
+        for number, at in enumerate(rows):
+            row, end = self._rows[at], ends[number]
+            count = int(end.argmax()) + 1 if end.any() else len(end)
+            tokens, logprobs, kept = (None if p is None else p[number, :count] for p in drawn)
+            assert tokens is not None
+            # the keys of all tokens but the last are written
+            written = len(row.pending) + count - 1 if count else 0
+            self._growing.extend([at], [written])
+            self._rows[at] = row.with_sampled(Piece(tokens, logprobs, kept), stop)
+
+    def _places(self, rows: Iterable[int]) -> list[int]:
+        """Where rows of these numbers stand in the growing forest."""
+        numbers = [operator.index(row) for row in rows]
+        for bad in (row for row in numbers if not 0 <= row < len(self)):
+            raise IndexError(f"row {bad} does not exist; expected 0 to {len(self) - 1}")
+        return [self._order[number] for number in numbers]

@@ -1,0 +1,218 @@
+"""`GrowingForest`: which keys of a pool belong to which node, while rows grow below a forest.
+
+Keys and values of a forest that grows stand in a pool. A node holds one run of it. A row is the end
+of a path: branching makes several rows of one, and a row that gets room grows a node of its own.
+Rows stand depth first, so the rows below any node are neighbours, and whatever happens to rows
+keeps that order. A node below which no row is left gives its run back. New runs stand behind all
+others; where the pool ends, nodes move together.
+
+Legend: B rows of a forward (one per token), N runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixtree.forest import PrefixForest
+
+
+@dataclass(eq=False)
+class _Node:
+    """A run of the pool.
+
+    Attributes:
+        start: the first key. length: keys written. room: keys that it may hold.
+        position: that of its first key in its sequences.
+        users: rows that end here, and child nodes.
+    """
+
+    parent: _Node | None
+    start: int
+    length: int
+    room: int
+    position: int
+    users: int = 0
+
+
+class GrowingForest:
+    """The nodes and rows of a forest whose sequences go on.
+
+    The forest's own tokens stand at 0 .. T - 1 of the pool, in packed order.
+
+    Args:
+        forest: where the rows begin: one row per sequence, depth first.
+        capacity: keys of the pool.
+
+    Attributes:
+        sources: of each row at the beginning, the sequence that it continues.
+
+    Raises:
+        MemoryError: the forest has more tokens than the pool has keys.
+    """
+
+    def __init__(self, forest: PrefixForest, capacity: int) -> None:
+        if forest.num_tokens > capacity:
+            raise MemoryError(
+                f"the forest has {forest.num_tokens:,} distinct tokens, the pool room for "
+                f"{capacity:,} keys (max_keys)"
+            )
+        self.capacity = capacity
+        nodes: list[_Node] = []
+        columns = forest.node_parent, forest.node_start, forest.node_length, forest.node_position
+        for parent, start, length, position in zip(*(c.tolist() for c in columns), strict=True):
+            above = nodes[parent] if parent >= 0 else None
+            nodes.append(_Node(above, start, length, length, position))
+            if above is not None:
+                above.users += 1
+        # nodes are in preorder, so this order is depth first
+        self.sources = np.argsort(forest.sequence_node, kind="stable").tolist()
+        self._rows = [nodes[forest.sequence_node[s]] for s in self.sources]
+        for node in self._rows:
+            node.users += 1
+        # keys that nodes hold, and the first one behind all of them; between stand freed ones
+        self._held = self._used = forest.num_tokens
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return len(self._rows)
+
+    @property
+    def num_free(self) -> int:
+        """Keys of the pool that no node holds."""
+        return self.capacity - self._held
+
+    def length(self, row: int) -> int:
+        """Keys written on the path of a row."""
+        node = self._rows[row]
+        return node.position + node.length
+
+    def branch(self, counts: Sequence[int]) -> None:
+        """Makes counts[i] rows of row i, side by side; 0 drops it."""
+        assert len(counts) == self.num_rows
+        before = self._rows
+        self._rows = [n for n, count in zip(before, counts, strict=True) for _ in range(count)]
+        for node, count in zip(before, counts, strict=True):
+            node.users += count - 1
+            self._let_go(node)
+
+    def reserve(self, rows: Sequence[int], rooms: Sequence[int]) -> np.ndarray | None:
+        """Gives rows room to grow, all of them or none.
+
+        Args:
+            rows: which rows, ascending. rooms: how many keys each is to write, >= 1.
+
+        Returns:
+            None, or int64 [kept keys], where the room is scattered and so all nodes moved together:
+            key i is what stood at the i-th number before.
+
+        Raises:
+            MemoryError: the pool has less room; nothing was changed.
+        """
+        needed, moved = sum(rooms), None
+        if needed > self.num_free:
+            raise MemoryError(
+                f"{len(rows):,} rows need room for {needed:,} keys, and {self.num_free:,} of the "
+                f"pool's {self.capacity:,} are free: drop rows, ask for fewer tokens, or make the "
+                "pool larger (max_keys)"
+            )
+        if self._used + needed > self.capacity:
+            moved = self._move_together()
+        for row, room in zip(rows, rooms, strict=True):
+            # its users: the row, which leaves the node above to its child
+            above = self._rows[row]
+            position = above.position + above.length
+            self._rows[row] = _Node(above, self._used, 0, room, position, users=1)
+            self._used += room
+        self._held += needed
+        return moved
+
+    def extend(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Notes that counts[i] keys more of rows[i] were written."""
+        for row, count in zip(rows, counts, strict=True):
+            node = self._rows[row]
+            node.length += count
+            assert node.length <= node.room, "more keys than room"
+
+    def trim(self, rows: Sequence[int]) -> None:
+        """Takes back the room that rows got and did not fill."""
+        for row in rows:
+            node = self._rows[row]
+            self._held -= node.room - node.length
+            node.room = node.length
+            if node.length == 0 and node.parent is not None:
+                self._rows[row] = node.parent
+
+    def runs_and_tails(
+        self, rows: Sequence[int], counts: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lists which keys the tokens of a forward see.
+
+        Args:
+            rows: which rows, ascending, each with room for its tokens.
+            counts: how many tokens of each. Default: one.
+
+        Returns:
+            Runs, int64 [N, 5]: first key, stop key, first token of the forward that sees them, stop
+            token, position of the first key. And tails, int64 [B, 4], one per token: first key of
+            the row's own run, its room, keys written before this token, position of the first key.
+        """
+        runs: list[tuple[int, int, int, int, int]] = []
+        tails: list[tuple[int, int, int, int]] = []
+        # the nodes above the last row, and the first token below each
+        open_: list[tuple[_Node, int]] = []
+
+        def close(keep: int) -> None:
+            for node, first in reversed(open_[keep:]):
+                if node.length:
+                    stop = node.start + node.length
+                    runs.append((node.start, stop, first, len(tails), node.position))
+            del open_[keep:]
+
+        for row, count in zip(rows, counts or [1] * len(rows), strict=True):
+            own = self._rows[row]
+            path = _path(own.parent)
+            same = 0
+            while same < min(len(path), len(open_)) and path[same] is open_[same][0]:
+                same += 1
+            close(same)
+            open_ += [(node, len(tails)) for node in path[same:]]
+            for token in range(count):
+                tails.append((own.start, own.room, own.length + token, own.position))
+        close(0)
+        return (
+            np.array(runs, np.int64).reshape(-1, 5),
+            np.array(tails, np.int64).reshape(-1, 4),
+        )
+
+    # ---- the pool ----------------------------------------------------------------------------
+
+    def _move_together(self) -> np.ndarray:
+        """Moves all nodes to the beginning of the pool; as `reserve` returns it."""
+        nodes = {id(node): node for row in self._rows for node in _path(row)}
+        parts, self._used = [np.empty(0, np.int64)], 0
+        for node in sorted(nodes.values(), key=lambda node: node.start):
+            parts.append(np.arange(node.start, node.start + node.room))
+            node.start = self._used
+            self._used += node.room
+        return np.concatenate(parts)
+
+    def _let_go(self, node: _Node | None) -> None:
+        """Gives the run of a node back that nobody uses, and so up its path."""
+        while node is not None and node.users == 0:
+            self._held -= node.room
+            node = node.parent
+            if node is not None:
+                node.users -= 1
+
+
+def _path(node: _Node | None) -> list[_Node]:
+    """The nodes from the root down to this one."""
+    path = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
