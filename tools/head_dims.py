@@ -72,7 +72,6 @@ CANDIDATES = {
     64: [
         Candidate("forward 192 x 128", Tiles(384, 128, 128), {"m_block_size": 192}),
         Candidate("forward 128 x 192", Tiles(128, 192, 128), {"n_block_size": 192}),
-        Candidate("backward 64 x 128", Tiles(128, 128, 128), {}, {"m_block_size": 64}),
         Candidate("backward 128 x 64", Tiles(128, 128, 64), {}, {"n_block_size": 64}),
     ],
 }
