@@ -1,4 +1,5 @@
-"""TRL: trainers for GRPO, DPO and SFT in place of TRL's, and `use_tree_attention` for AsyncGRPO.
+"""TRL: trainers for GRPO, DPO and SFT in place of TRL's, `tree_rollouts` to sample for them, and
+`use_tree_attention` for AsyncGRPO.
 
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
@@ -11,6 +12,7 @@ names what they rely on; another TRL is refused where that has changed.
 from prefixtree.integrations.trl.contract import TESTED
 from prefixtree.integrations.trl.dpo import PrefixTreeDPOTrainer
 from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl.rollouts import tree_rollouts
 from prefixtree.integrations.trl.sft import PrefixTreeSFTTrainer
 from prefixtree.integrations.trl.tree_rows import use_tree_attention
 
@@ -19,5 +21,6 @@ __all__ = [
     "PrefixTreeDPOTrainer",
     "PrefixTreeGRPOTrainer",
     "PrefixTreeSFTTrainer",
+    "tree_rollouts",
     "use_tree_attention",
 ]

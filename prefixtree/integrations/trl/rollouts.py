@@ -1,0 +1,138 @@
+"""`tree_rollouts`: TRL's GRPO samples on a prefix forest, with the model that it trains.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.sampling import Draws, TreeSampler
+from prefixtree.integrations.sampling.rows import Rows
+
+#: Of the row's number and its completion so far, the ids of what comes next; None ends the rollout.
+Reply = Callable[[int, list[int]], Sequence[int] | None]
+
+
+def tree_rollouts(
+    prompts: list[Any], trainer: GRPOTrainer, *, reply: Reply | None = None
+) -> dict[str, Any]:
+    """A `rollout_func` for TRL's GRPOTrainer, without vLLM.
+
+        PrefixTreeGRPOTrainer(..., rollout_func=tree_rollouts)
+
+    Every distinct token of the prompts is read once: the samples of a prompt share it, and prompts
+    share what they begin with alike. For several turns give it the environment, by
+    `functools.partial(tree_rollouts, reply=...)`.
+
+    The trainer's `temperature`, `top_k`, `top_p`, `min_p` and `max_completion_length` hold, and its
+    stop tokens. Seeds come from torch's generator, which the trainer seeds and keeps in
+    checkpoints. The model is in evaluation mode meanwhile.
+
+    Args:
+        prompts: as TRL hands them over, one per completion.
+        trainer: whose model has attn_implementation="prefixtree", as that of
+            `PrefixTreeGRPOTrainer`.
+        reply: says what comes behind a completion that ended with a stop token. It gets the row's
+            number among `prompts` and the ids of its completion so far. Replies count towards
+            `max_completion_length`; one that leaves no room for a token behind it ends the rollout.
+            Default: a rollout is one turn.
+
+    Returns:
+        prompt_ids, completion_ids and logprobs, a list per prompt: token ids, and
+        log-probabilities over the full vocabulary at the trainer's temperature, 0 for replies. With
+        `reply` also env_mask: 1 where a token was sampled.
+
+    Raises:
+        UnsupportedError: images, `repetition_penalty`, `generation_kwargs`; what `TreeSampler`
+            refuses (sharded parameters, recurrent layers).
+    """
+    _check(trainer)
+    prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+    if images is not None:
+        raise UnsupportedError("tree_rollouts samples from text: leave it out for images")
+    prompt_ids = [[int(token) for token in ids] for ids in prompt_ids]
+    forest = PrefixForest.from_sequences(prompt_ids)
+    # a row's last token is not read, but its place in the pool is
+    keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
+    model = trainer.model
+    was_training = model.training
+    model.eval()
+    try:
+        rows = TreeSampler(model, keys, max_rows=len(prompt_ids)).start(forest)
+        _play(rows, prompt_ids, _draws(trainer), trainer, reply)
+    finally:
+        model.train(was_training)
+    samples = rows.samples()
+    starts = [len(ids) for ids in prompt_ids]
+    parts = list(zip(starts, samples.sequences, strict=True))
+    out = {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [tokens[at:].tolist() for at, tokens in parts],
+        "logprobs": [p[at - 1 :].tolist() for at, p in zip(starts, samples.logprobs, strict=True)],
+    }
+    if reply is not None:
+        masks = zip(starts, samples.loss_masks, strict=True)
+        out["env_mask"] = [mask[at:].astype(int).tolist() for at, mask in masks]
+    return out
+
+
+def _check(trainer: GRPOTrainer) -> None:
+    """Refuses settings of generation that the sampler does not have."""
+    if trainer.repetition_penalty != 1.0:
+        raise UnsupportedError(
+            f"tree_rollouts has no repetition_penalty ({trainer.repetition_penalty}): set it to "
+            "1.0, or leave rollout_func out"
+        )
+    if trainer.args.generation_kwargs:
+        raise UnsupportedError(
+            f"tree_rollouts reads no generation_kwargs ({trainer.args.generation_kwargs}): leave "
+            "them out, or leave rollout_func out"
+        )
+
+
+def _draws(trainer: GRPOTrainer) -> Draws:
+    accelerator = trainer.accelerator
+    # ranks that were seeded alike must not draw alike
+    seed = int(torch.randint(2**31, ())) * accelerator.num_processes + accelerator.process_index
+    return Draws(
+        temperature=trainer.temperature,
+        seed=seed,
+        # 0 and 1.0 are TRL's for none
+        top_k=trainer.top_k or None,
+        top_p=None if trainer.top_p == 1.0 else trainer.top_p,
+        min_p=trainer.min_p or None,
+    )
+
+
+def _play(
+    rows: Rows, prompts: list[list[int]], draws: Draws, trainer: GRPOTrainer, reply: Reply | None
+) -> None:
+    """Samples until every row has ended, or is as long as it may be."""
+    left = dict.fromkeys(range(len(prompts)), trainer.max_completion_length)
+    said: dict[int, list[int]] = {row: [] for row in left}
+    going = list(left)
+    while going:
+        rows.generate(min(left[row] for row in going), draws, trainer.eos_token_ids, going)
+        stopped = set(rows.stopped())
+        following = []
+        for row in going:
+            new = rows.new_tokens(row)
+            said[row] += new
+            left[row] -= len(new)
+            if row in stopped:
+                answer = None if reply is None else reply(row, list(said[row]))
+                if answer is None or len(answer) >= left[row]:
+                    continue
+                rows.append({row: answer})
+                said[row] += [int(token) for token in answer]
+                left[row] -= len(answer)
+            if left[row]:
+                following.append(row)
+        going = following
