@@ -77,6 +77,7 @@ from benchmarks.lib.tables import (
     times_cell,
     verdict,
 )
+from benchmarks.lib.timing import profiled
 from prefixtree import pack, plan_micro_batches, plan_recomputation
 from prefixtree.cost import model_cost
 from prefixtree.integrations.recompute.forward import memory_of
@@ -278,21 +279,9 @@ def bounds(rows: list[Row]) -> None:
 
 def profile(update: Update, path: Path, title: str) -> None:
     """Appends the kernels that take the time of one micro-batch, old log-probabilities included."""
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds.append(ProfilerActivity.CUDA)
     first = update.steps[0]
     update.learn(first, update.old(first))
-    with profile(activities=kinds) as seen:
-        update.learn(first, update.old(first))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    text = seen.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
-    with path.open("a") as file:
-        file.write(f"== {title}\n{text}\n\n")
+    profiled(lambda: update.learn(first, update.old(first)), path, title)
 
 
 # ---- the run ------------------------------------------------------------------------------------

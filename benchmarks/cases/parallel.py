@@ -37,7 +37,7 @@ from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
 from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
-from benchmarks.lib.timing import median_ms
+from benchmarks.lib.timing import median_ms, profiled
 from benchmarks.lib.workloads import AIRLINE, Tree, forest_of, scaled, single, workload
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
 from prefixtree.packing.split import split_tokens
@@ -205,6 +205,10 @@ def run_side(
         ranks.most(0.0)
         every += ranks.most(median_ms(work, device, 1, 0)[1][0] / 1e3)
     seconds = float(np.median(every))
+    if options.profile is not None:
+        # all ranks run it, and the first one writes
+        path = options.profile if ranks.rank == 0 else Path(os.devnull)
+        profiled(work, path, f"{name}, {side}")
     if side == "whole":
         known[name]["seconds"] = seconds
     peak = None if meter.peak_bytes is None else ranks.most(meter.peak_bytes + held)[0]
@@ -314,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=4)
     add("--layers-by", choices=("transformers", "compile", "liger"), default="transformers")
     add("--max-tokens", type=int, default=32_768, help="of cut and of steps")
+    add("--profile", type=Path, help="top kernels of rank 0, a text file")
     add("--fsdp", action="store_true", help="shard the weights of parts and heads")
     options = parse(what, arguments)
     if options.read is not None:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,3 +109,20 @@ def times_of(
     row["forward_tflops"] = 2.0 * (d + d_v) * heads * pairs / row["forward_ms"] / 1e9
     row["backward_tflops"] = (6.0 * d + 4.0 * d_v) * heads * pairs / row["backward_ms"] / 1e9
     return row
+
+
+def profiled(run: Callable[[], object], path: Path, title: str) -> None:
+    """Appends the kernels that take the time of `run` to a text file; `run` is warm."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as seen:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    text = seen.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
+    with path.open("a") as file:
+        file.write(f"== {title}\n{text}\n\n")
