@@ -121,6 +121,13 @@ class CachedForward:
                 "the forest has recorded routes, and sampled tokens would have none: make it "
                 "without routes="
             )
+        for name in ("image_token_id", "video_token_id", "audio_token_id"):
+            token = getattr(self._causal_lm.config, name, None)
+            if token is not None and (forest.tokens == token).any():
+                raise UnsupportedError(
+                    f"the forest holds {name} {token}, and the sampler reads text alone: sample "
+                    "with model.generate"
+                )
         config = self._causal_lm.config.get_text_config()
         if family_of(config).rules:
             raise UnsupportedError(

@@ -422,7 +422,9 @@ def test_forests_that_are_refused():
         _start(ours, pt.PrefixForest.from_sequences([[3, 9999]]))
     images = build("qwen3_vl").eval()
     token = images.config.image_token_id
-    with pytest.raises(pt.UnsupportedError, match="images are not packed yet"):
+    with pytest.raises(
+        pt.UnsupportedError, match=r"holds image_token_id .*the sampler reads text alone"
+    ):
         _start(images, pt.PrefixForest.from_sequences([[3, token]]))
 
 

@@ -423,10 +423,10 @@ def test_expanded_gradients_are_copied(
     seen: list[tuple[int, ...]] = []
     taken = launch._backward_call
 
-    def spied(heads_first: bool) -> object:
+    def spied(*how: bool) -> object:
         def call(*tensors: torch.Tensor, dlse: torch.Tensor, **kwargs: object) -> object:
             seen.extend(x.stride() for x in (*tensors, dlse))
-            return taken(heads_first)(*tensors, dlse=dlse, **kwargs)
+            return taken(*how)(*tensors, dlse=dlse, **kwargs)
 
         return call
 
