@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import verl_update
-from benchmarks.cases.model import cases_by_side
 from benchmarks.lib.tables import Column, Parts, Table, machine, markdown
+from benchmarks.lib.update_tables import cases_by_side
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "results.md"

@@ -43,7 +43,7 @@ from benchmarks.lib.tables import (
     times_cell,
     verdict,
 )
-from benchmarks.lib.timing import median_ms
+from benchmarks.lib.timing import median_ms, profiled
 from benchmarks.lib.workloads import airline_sequences, forest_of
 from prefixtree import PrefixForest
 from prefixtree.kernels.triton.configs import Config
@@ -129,17 +129,8 @@ def measure_side(
         out["capacity"] = vars(step.work(side, shape, options.device).capacity)
     out |= timed(attends * rounds, options)
     if options.profile:
-        profile(attends[0], f"{shape}, {side}")
+        print(f"{shape}, {side}\n{profiled(attends[0], 6)}")
     return out | {"of_copy": 1e3 * out["bytes"] / out["ms"] / rate}
-
-
-def profile(call: Attend, name: str) -> None:
-    """Prints the kernels of one call."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as found:
-        call()
-        torch.cuda.synchronize()
-    print(f"{name}\n{found.key_averages().table(sort_by='cuda_time_total', row_limit=6)}")
 
 
 def level_0(options: argparse.Namespace) -> Report:

@@ -37,7 +37,7 @@ from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
 from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
-from benchmarks.lib.timing import median_ms, profiled
+from benchmarks.lib.timing import median_ms, note_profile
 from benchmarks.lib.workloads import AIRLINE, Tree, forest_of, scaled, single, workload
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
 from prefixtree.packing.split import split_tokens
@@ -208,7 +208,7 @@ def run_side(
     if options.profile is not None:
         # all ranks run it, and the first one writes
         path = options.profile if ranks.rank == 0 else Path(os.devnull)
-        profiled(work, path, f"{name}, {side}")
+        note_profile(work, path, f"{name}, {side}")
     if side == "whole":
         known[name]["seconds"] = seconds
     peak = None if meter.peak_bytes is None else ranks.most(meter.peak_bytes + held)[0]

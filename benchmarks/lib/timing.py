@@ -111,8 +111,8 @@ def times_of(
     return row
 
 
-def profiled(run: Callable[[], object], path: Path, title: str) -> None:
-    """Appends the kernels that take the time of `run` to a text file; `run` is warm."""
+def profiled(run: Callable[[], object], rows: int = 40) -> str:
+    """The kernels that take the time of `run`, which is warm, as a table."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU]
@@ -123,6 +123,11 @@ def profiled(run: Callable[[], object], path: Path, title: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    text = seen.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=90)
+    return seen.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=90)
+
+
+def note_profile(run: Callable[[], object], path: Path, title: str) -> None:
+    """Appends the kernels of `run` to a text file."""
+    table = profiled(run)
     with path.open("a") as file:
-        file.write(f"== {title}\n{text}\n\n")
+        file.write(f"== {title}\n{table}\n\n")

@@ -369,19 +369,28 @@ def _check_version(config: Any) -> None:
         )
 
 
+def placeholder_in(config: Any, tokens: np.ndarray) -> tuple[str, int] | None:
+    """The first placeholder of images, videos or sound among token ids: its name and id."""
+    for name in ("image_token_id", "video_token_id", "audio_token_id"):
+        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
+            return name, token
+    return None
+
+
 def check_tokens(config: Any, tokens: np.ndarray) -> None:
     """Refuses placeholders of images and videos: equal ids may stand for different pixels."""
-    for name in ("image_token_id", "video_token_id"):
-        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
-            raise UnsupportedError(
-                f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
-                "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
-                "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
-            )
-    if (token := getattr(config, "audio_token_id", None)) is not None and (tokens == token).any():
+    if (found := placeholder_in(config, tokens)) is None:
+        return
+    name, token = found
+    if name == "audio_token_id":
         raise UnsupportedError(
             f"the sequences hold audio_token_id {token}: sound is not verified; drop them"
         )
+    raise UnsupportedError(
+        f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
+        "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
+        "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
+    )
 
 
 def check_modules(model: nn.Module) -> None:

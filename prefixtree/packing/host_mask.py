@@ -24,15 +24,25 @@ from prefixtree.packing.transfers import lasting, move_all
 class HostMask:
     """The host side of a `TreeMask`, shared by its copies on every device: arrays and caches."""
 
-    def __init__(self, subtree_end: np.ndarray, query_runs: np.ndarray | None) -> None:
-        """subtree_end int32 [T]; query_runs int64 [*, 3] (packed start, row in q, length)."""
+    def __init__(
+        self,
+        subtree_end: np.ndarray,
+        query_runs: np.ndarray | None,
+        whole: HostMask | None = None,
+    ) -> None:
+        """subtree_end int32 [T]; query_runs int64 [*, 3] (packed start, row in q, length); whole:
+        the mask of all queries that this one is made of."""
         self.subtree_end = subtree_end
-        self.predictor, self.position, bad = loops.block_tables.walk(self.subtree_end)
-        if bad >= 0:
-            raise ForestError(
-                f"subtree_end[{bad}] is {self.subtree_end[bad]}: expected more than {bad} and no "
-                "more than the subtree end of the tokens it lies below (preorder, nested)"
-            )
+        if whole is None:
+            self.predictor, self.position, bad = loops.block_tables.walk(self.subtree_end)
+            if bad >= 0:
+                raise ForestError(
+                    f"subtree_end[{bad}] is {self.subtree_end[bad]}: expected more than {bad} and "
+                    "no more than the subtree end of the tokens it lies below (preorder, nested)"
+                )
+        else:
+            self.predictor, self.position = whole.predictor, whole.position
+        self._whole = whole
         self.is_subset = query_runs is not None
         if query_runs is None:
             query_runs = np.array([[0, 0, len(self.subtree_end)]], np.int64)
@@ -65,7 +75,9 @@ class HostMask:
     @cached_property
     def whole(self) -> HostMask:
         """The mask of a q that holds every packed token."""
-        return HostMask(self.subtree_end, None) if self.is_subset else self
+        if not self.is_subset:
+            return self
+        return self._whole or HostMask(self.subtree_end, None)
 
     def asked_tiles(self, tile: int) -> np.ndarray:
         """bool [tiles]: of the grid over all packed tokens, the tiles that hold a row of q."""

@@ -168,7 +168,8 @@ class TreeMask:
                 )
             runs.append((start, row, end - start))
             row, last = row + end - start, end
-        host = HostMask(self.host.subtree_end, np.array(runs, np.int64).reshape(-1, 3))
+        runs_of_queries = np.array(runs, np.int64).reshape(-1, 3)
+        host = HostMask(self.host.subtree_end, runs_of_queries, self.host)
         mask = TreeMask.__new__(TreeMask)
         return mask._init(host, self.device, self.backend, self.deterministic)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.families import family_of, forward_inputs
+from prefixtree.integrations.families import family_of, forward_inputs, placeholder_in
 from prefixtree.integrations.model_checks import (
     attention_modules,
     check_model,
@@ -121,13 +121,11 @@ class CachedForward:
                 "the forest has recorded routes, and sampled tokens would have none: make it "
                 "without routes="
             )
-        for name in ("image_token_id", "video_token_id", "audio_token_id"):
-            token = getattr(self._causal_lm.config, name, None)
-            if token is not None and (forest.tokens == token).any():
-                raise UnsupportedError(
-                    f"the forest holds {name} {token}, and the sampler reads text alone: sample "
-                    "with model.generate"
-                )
+        if (found := placeholder_in(self._causal_lm.config, forest.tokens)) is not None:
+            raise UnsupportedError(
+                f"the forest holds {found[0]} {found[1]}, and the sampler reads text alone: sample "
+                "with model.generate"
+            )
         config = self._causal_lm.config.get_text_config()
         if family_of(config).rules:
             raise UnsupportedError(

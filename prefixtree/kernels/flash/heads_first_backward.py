@@ -9,7 +9,6 @@ flash-attn-4's is held by tests/kernels/flash/fa4.
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import cutlass.cute as cute
@@ -17,6 +16,8 @@ from flash_attn.cute import interface
 from flash_attn.cute.cache_utils import JITCache
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+from prefixtree.kernels.flash.copied_call import copied
 
 
 class HeadsFirst(SingleTileScheduler):
@@ -49,14 +50,10 @@ class HeadsFirstBackward(FlashAttentionBackwardSm90):
         return TurnedLaunch(super().kernel(*turned))
 
 
-def _copied(call: Any) -> Any:
-    """`_flash_attn_bwd` as it would be if its module had our class."""
-    names = dict(call.__globals__)
-    made: Any = FunctionType(call.__code__, names, call.__name__, call.__defaults__)
-    # in memory, even where flash-attn-4 caches on disk: its keys there would not contain our text
-    made.compile_cache = JITCache()
-    names |= {call.__name__: made, FlashAttentionBackwardSm90.__name__: HeadsFirstBackward}
-    return made
-
-
-flash_attn_bwd = _copied(interface._flash_attn_bwd)
+# compiled kernels stay in memory, even where flash-attn-4 caches on disk: its keys there would not
+# contain our text
+flash_attn_bwd = copied(
+    interface._flash_attn_bwd,
+    JITCache(),
+    {FlashAttentionBackwardSm90.__name__: HeadsFirstBackward},
+)

@@ -14,11 +14,12 @@ Legend: K key rows, Hk kv heads, D head dim.
 from __future__ import annotations
 
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
 from flash_attn.cute import interface
+
+from prefixtree.kernels.flash.copied_call import copied
 
 _CONVERT = "_bwd_postprocess_convert"
 # of a place in a tile, as two numbers that 8 bits of mantissa hold
@@ -75,12 +76,8 @@ class _Conversion:
 def _copied(call: Any) -> tuple[Any, _Conversion]:
     """`_flash_attn_bwd`, or a copy of it, as it would be with our conversion."""
     conversion = _Conversion(getattr(interface, _CONVERT))
-    names = dict(call.__globals__)
-    made: Any = FunctionType(call.__code__, names, call.__name__, call.__defaults__)
     # the kernels are the same
-    made.compile_cache = call.compile_cache
-    names |= {call.__name__: made, _CONVERT: conversion}
-    return made, conversion
+    return copied(call, call.compile_cache, {_CONVERT: conversion}), conversion
 
 
 def flash_attn_bwd(
