@@ -112,7 +112,7 @@ MOST_USED: dict[str, dict[str, int]] = {
 @pytest.mark.filterwarnings("ignore:recurrent layers run through torch")
 @pytest.mark.parametrize("model_type", cases(MOST_USED))
 def test_the_most_used_families_on_a_gpu(model_type, monkeypatch):
-    """Through inductor: exact in float32, and in bfloat16 by the kernels that "auto" takes there."""
+    """Through inductor: float32 is exact, and bfloat16 runs the kernels that "auto" takes there."""
     model = build(model_type, **MOST_USED[model_type]).to("cuda")
     want = _on_cpu(run_packed(model, ragged_packed().to("cuda"), ragged_objective()))
     compile_layers(model)
@@ -133,7 +133,7 @@ def test_the_most_used_families_on_a_gpu(model_type, monkeypatch):
 
 
 def compiled_as_eager(model_type: str, device: str, **options: Any) -> None:
-    """Ten forests through compiled layers in bfloat16, half of them with recompute="auto": the worst
+    """Ten forests through compiled layers in bfloat16, half with recompute="auto": the worst
     value and gradient of all err by at most three times as much as those of eager layers. One
     forest tells little: in families whose tiny models amplify rounding, its worst value is chance.
     """
