@@ -29,6 +29,7 @@ TABLES = {
     "attention": ("attention.tables", "h200/attention.json", "h200/peers_*.json"),
     "backends": ("attention.backends", "h200/backends.json"),
     "peers": ("peers.tables", "h200/peers.json"),
+    "documents": ("peers.tables", "h200/documents.json"),
     "depth": ("depth.tables", "h200/depth.json"),
     "layer": ("layer.tables", "h200/layer.json"),
     "model": ("model.tables", "h200/model.json", "h200/model_*_layers.json"),
