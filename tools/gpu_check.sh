@@ -32,6 +32,11 @@
 #   model        4     a policy update, of 8 or 4 layers; 9 with MODEL_ARGS="--layers 12 --cases ..."
 #   memory       2-4   the peak of a micro-batch
 #   update_best  ?     a policy update of 12 layers of an 8B model, every side with its defaults and at its best
+#   update_36    ?     the same two settings with 36 layers, packed alone; update_long, a prompt of 8K with 32 responses
+#   experts      ?     a policy update of Qwen3-30B-A3B's shape and where its time goes; experts_peers, through
+#                      flash-attn-4 and FA2; experts_best, packed with compiled layers. EXPERTS_ARGS="--layers 24"
+#   settings     ?     the update with AdamW of Qwen3-0.6B and of 12 layers of Qwen3-8B, with defaults and at its best
+#   settings_2gpu ?    the same under FSDP2, on two
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
@@ -61,8 +66,8 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, UPDATE_BEST_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS, HEAD_ARGS, PACK_GQA_ARGS,
-# SHAPES_ARGS, TILES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
+# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS,
+# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, TILES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -332,10 +337,63 @@ update_best() {
   local run=("${keep[@]}" python3 -m benchmarks model --layers 12 --repeats 1 --cases airline apart
     --sides packed fa4 fa2 --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)"
     "${read_rollouts[@]}" ${UPDATE_BEST_ARGS:-})
-  limited update_best 400 "${run[@]}" --layers-by compile --recompute auto --out "$out/update_best.json"
-  limited update_default 300 "${run[@]}" --recompute all --out "$out/update_default.json"
+  limited update_best 330 "${run[@]}" --layers-by compile --recompute auto --out "$out/update_best.json"
+  limited update_default 250 "${run[@]}" --recompute all --out "$out/update_default.json"
   python3 -m benchmarks show model --table best "$out/update_default.json" "$out/update_best.json"
 }
+
+# both_settings NAME ARGUMENT...: packed alone, at its best and with defaults
+both_settings() {
+  local name=$1
+  shift
+  ours "$name" || return
+  local run=("${keep[@]}" python3 -m benchmarks model --repeats 2 --sides packed --backend "${BACKEND:-auto}"
+    --commit "$(cat "$files/commit" 2>/dev/null)" "${read_rollouts[@]}" "$@" ${UPDATE_BEST_ARGS:-})
+  limited "${name}_best" 280 "${run[@]}" --layers-by compile --recompute auto --out "$out/${name}_best.json"
+  limited "${name}_default" 280 "${run[@]}" --recompute all --out "$out/${name}_default.json"
+  python3 -m benchmarks show model --table best "$out/${name}_default.json" "$out/${name}_best.json"
+}
+
+update_36() { both_settings update_36 --layers 36 --cases airline; }
+
+update_long() { both_settings update_long --layers 12 --cases longreason --micro-batches 32; }
+
+# with_experts NAME SECONDS ARGUMENT...: all 48 layers, or as many of the next numbers as the replicated side has memory for
+with_experts() {
+  local name=$1 limit=$2
+  shift 2
+  ours "$name" || return
+  limited "$name" "$limit" "${keep[@]}" python3 -m benchmarks model --shape qwen3-30b-a3b --layers 48 40 32 24 --cases airline \
+    --repeats 1 --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" "${read_rollouts[@]}" \
+    --profile "$out/$name.txt" --out "$out/$name.json" "$@" ${EXPERTS_ARGS:-}
+}
+
+experts() { with_experts experts 400 --sides packed own; }
+
+experts_peers() { with_experts experts_peers 590 --sides packed fa4 fa2; }
+
+experts_best() { with_experts experts_best 300 --sides packed --layers-by compile --recompute auto; }
+
+# settings_on GPUS: defaults, then compiled layers with as little recomputed as fits, of a small model and of a large one's layers
+settings_on() {
+  local name=settings launch=() shape
+  (($1 == 1)) || { name=settings_2gpu; launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$1"); }
+  ours $name || return
+  local run=("${keep[@]}" python3 "${launch[@]}" -m benchmarks update --backend "${BACKEND:-auto}" "${read_rollouts[@]}"
+    --commit "$(cat "$files/commit" 2>/dev/null)" --sides packed)
+  (($1 == 1)) || run+=(--fsdp)
+  for shape in "qwen3-0.6b --layers 28" "qwen3-8b --layers 12 --checked 4"; do
+    # layers compiled, then as transformers has them
+    limited "${name}_${shape%% *}_best" 150 "${run[@]}" --shape $shape --layers-by compile --recompute auto \
+      --out "$out/${name}_${shape%% *}_best.json" ${SETTINGS_ARGS:-}
+    limited "${name}_${shape%% *}_default" 140 "${run[@]}" --shape $shape \
+      --out "$out/${name}_${shape%% *}_default.json" ${SETTINGS_ARGS:-}
+  done
+}
+
+settings() { settings_on 1; }
+
+settings_2gpu() { settings_on 2; }
 
 memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
@@ -441,7 +499,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|tiles|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|tiles|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

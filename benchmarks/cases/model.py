@@ -23,7 +23,9 @@ row; where the replicated sides are out of memory, the case runs again with the 
 --recompute gives a row each to what layers compute again in the backward. `best` puts a run with
 defaults beside one with compiled layers and --recompute auto, which is the best setting of each
 side (`tools/gpu_check.sh update_best`). --shape names the model; of hybrids (Qwen3.5, Qwen3-Next)
-the sides are own, packed and fla: FA2 with fla's kernels, as transformers runs them.
+the sides are own, packed and fla: FA2 with fla's kernels, as transformers runs them. All sides of a
+model with experts run transformers' grouped products, and FLOPs count the experts that a token
+meets. With --profile rows have milliseconds of one micro-batch by kind of work (`lib/kinds.py`).
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lib.kinds import marked, ms_by_kind
 from benchmarks.lib.layers import (
     CHECKPOINTED,
     FORWARD,
+    HYBRIDS,
     SHAPES,
     UPDATE,
     Batch,
@@ -70,17 +74,23 @@ from benchmarks.lib.tables import (
     verdict,
 )
 from benchmarks.lib.timing import note_profile
-from benchmarks.lib.update_tables import best, case_of, hybrids, layers_by, recomputed, tables
-from prefixtree import pack, plan_micro_batches, plan_recomputation
+from benchmarks.lib.update_tables import (
+    best,
+    case_of,
+    experts,
+    hybrids,
+    layers_by,
+    recomputed,
+    tables,
+)
+from prefixtree import pack, plan_micro_batches
 from prefixtree.cost import model_cost
-from prefixtree.integrations.recompute.forward import memory_of
 from prefixtree.integrations.recompute.layers import MODES
-from prefixtree.integrations.recompute.plan import RecomputePlan, Work, scoring_bytes
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.testing.attention import pieces
 
 # what `show` draws of its files
-__all__ = ["best", "hybrids", "layers_by", "main", "recomputed", "tables"]
+__all__ = ["best", "experts", "hybrids", "layers_by", "main", "recomputed", "tables"]
 
 PROMPT, RESPONSES, BUDGET = 8192, 32, 32768
 # mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random
@@ -171,26 +181,6 @@ def drift(mine: dict[bytes, torch.Tensor], theirs: dict[bytes, torch.Tensor]) ->
     return float(gap[scored].mean())
 
 
-def predicted(update: Update) -> tuple[int, RecomputePlan]:
-    """Weights, gradients, and the most that is predicted for a micro-batch's activations; what the
-    layers recompute in that micro-batch."""
-    model = update.model
-    held = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
-    memory = memory_of(model, model, model.device)
-    plans = []
-    for step in update.steps:
-        work = Work(step.packed.forest, sum(int(m[1:].sum()) for m in step.masks))
-        modes = update.recompute
-        if modes == "auto":
-            modes = plan_recomputation(model, step.packed, scored=work.scored).modes
-        else:
-            modes = (modes,) * len(memory.layers["all"])
-        peak = memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work))
-        plans.append(RecomputePlan(modes, peak))
-    worst = max(plans, key=lambda plan: plan.peak_bytes)
-    return held + worst.peak_bytes, worst
-
-
 def expected_backends(side: str, layers_by: str) -> set[str] | None:
     """Those of our operator while a side runs; None where any will do."""
     if side == "fa4":
@@ -214,7 +204,7 @@ def run_side(
             parameter.grad = torch.zeros_like(parameter)
     update = Update.of_batches(side, model, batches, options)
     update.recompute = recompute
-    predicted_bytes, plan = predicted(update)
+    predicted_bytes, plan = update.predicted()
     with noted_backends() as backends:
         olds = by_sequence(batches, [update.old(step) for step in update.steps])
     row: Row = {"red": [], "backends": sorted(backends)}
@@ -273,11 +263,18 @@ def bounds(rows: list[Row]) -> None:
         packed["of_bound"] = packed["bound_seconds"] / packed["seconds"]
 
 
-def profile(update: Update, path: Path, title: str) -> None:
-    """Appends the kernels that take the time of one micro-batch, old log-probabilities included."""
+def profile(update: Update, path: Path, title: str) -> dict[str, float]:
+    """Appends the kernels that take the time of one micro-batch, old log-probabilities included;
+    -> milliseconds by kind."""
     first = update.steps[0]
-    update.learn(first, update.old(first))
-    note_profile(lambda: update.learn(first, update.old(first)), path, title)
+
+    def run() -> None:
+        update.learn(first, update.old(first))
+
+    run()
+    with marked(update.model):
+        seen = note_profile(run, path, title)
+    return ms_by_kind(seen)
 
 
 # ---- the run ------------------------------------------------------------------------------------
@@ -331,10 +328,14 @@ def run_layers(
             again.append(title)
         if options.profile is not None and model is not None:
             for side in ("packed", "fa2"):
-                if any(row["side"] == side and "seconds" in row for row in rows):
+                timed = [row for row in rows if row["side"] == side and "seconds" in row]
+                if timed:
                     batches = case["packed" if side == "packed" else "replicated"]
                     update = Update.of_batches(side, model, batches, options)
-                    profile(update, options.profile, f"{title}, {layers} layers, {side}")
+                    update.recompute = timed[-1]["recompute"]
+                    about = f"{title}, {layers} layers, {side}, recompute {update.recompute}"
+                    timed[-1]["kinds_ms"] = profile(update, options.profile, about)
+                    report.write()
     del model
     gc.collect()
     if torch.cuda.is_available():
@@ -386,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=["all"],
         help="what layers compute again in the backward, one row each",
     )
-    what.add_argument("--profile", type=Path, help="top kernels, a text file")
+    what.add_argument(
+        "--profile", type=Path, help="top kernels, a text file; times by kind in the rows"
+    )
     options = parse(what, arguments)
     if options.read is not None:
         return finish(Report.read(options))
@@ -394,10 +397,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.cases.remove("airline")
         options.skipped.append("airline")
         print("the airline case was skipped: give --rollouts")
+    if options.layers_by == "liger" and options.shape != SHAPES[0]:
+        what.error(f"--layers-by liger is for {SHAPES[0]}, and --shape is {options.shape}")
     # peers come in the place of our functions; fla's would be seen by compiled code already
-    is_plain = options.shape == SHAPES[0]
-    served = PEERS if is_plain else HYBRID_PEERS
-    if not is_plain and options.layers_by == "compile":
+    is_hybrid = options.shape in HYBRIDS
+    served = HYBRID_PEERS if is_hybrid else PEERS
+    if is_hybrid and options.layers_by == "compile":
         served = ("own",)
     skip_missing(options, {*PEERS, *HYBRID_PEERS} - {*served, "own"})
     if options.profile is not None:

@@ -285,6 +285,12 @@ def run_side(
         return update, logprobs
 
     held = torch.cuda.memory_allocated() if is_gpu else 0
+    first = Update.of_samples(side, model, samples, max_tokens, ranks, options)
+    first.recompute = options.recompute
+    predicted, plan = first.predicted()
+    # AdamW's two, each as large as the weights
+    states = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters()) * 2
+    del first
     with Meter(device) as meter:
         update, mine = whole()
         if is_gpu:
@@ -317,6 +323,8 @@ def run_side(
         "seconds": seconds,
         "all_seconds": every,
         "peak_bytes": peak,
+        "predicted_bytes": ranks.most(predicted + states)[0],
+        "modes": {mode: plan.modes.count(mode) for mode in MODES},
         "micro_batches": int(micro_batches),
         "steps": steps,
         "replicated": int(replicated),
@@ -427,6 +435,46 @@ def tables(*runs: Row) -> Parts:
             Column("log p error", error("log-probabilities")),
             Column("gradient error", error("gradient")),
             Column("loss", lambda line: number(line[1], "loss", ".6f")),
+        ],
+        [(run, row) for run in runs for row in run["rows"]],
+    )
+
+
+def settings(*runs: Row) -> Parts:
+    """A line per run and side: defaults and best settings of a shape, on one GPU and on two."""
+    if not runs:
+        yield "Not measured yet."
+        return
+
+    def setting(run: Row) -> str:
+        return f"{run['layers_by']}, {run['recompute'].replace('_', ' ')}"
+
+    alone = {
+        (run["shape"], run["layers"], run["tasks"], setting(run), row["side"]): row["seconds"]
+        for run in runs
+        for row in run["rows"]
+        if run["ranks"] == 1 and "seconds" in row
+    }
+
+    def of_one(line: Any) -> str:
+        run, row = line
+        key = (run["shape"], run["layers"], run["tasks"], setting(run), row["side"])
+        if run["ranks"] == 1 or "seconds" not in row or key not in alone:
+            return ""
+        return times_cell(alone[key] / row["seconds"])
+
+    yield machine(runs[0]["environment"], "transformers")
+    yield Table(
+        [
+            Column("shape", lambda line: f"{line[0]['shape']}, {line[0]['layers']} layers"),
+            Column("tasks", lambda line: str(line[0]["tasks"])),
+            Column("GPUs", lambda line: f"{line[0]['ranks']}, FSDP2" if line[0]["fsdp"] else "1"),
+            Column("side", lambda line: SIDES[line[1]["side"]]),
+            Column("layers by, recomputed", lambda line: setting(line[0])),
+            Column("s", lambda line: number(line[1], "seconds", ".3f") or verdict(line[1])[:40]),
+            Column("of one GPU", of_one),
+            Column("GiB", lambda line: gib(line[1].get("peak_bytes"))),
+            Column("predicted", lambda line: gib(line[1].get("predicted_bytes"))),
         ],
         [(run, row) for run in runs for row in run["rows"]],
     )

@@ -16,7 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from benchmarks.lib.replicated import WithFla, attending, chains, in_pieces
 from prefixtree import PackedForest, PrefixForest, compile_layers, pack
@@ -38,8 +44,10 @@ RESPONSES = (131, 2048)
 SHARPNESS = 1.5
 
 
-# what `config` makes; of the last two every fourth layer attends, the others are gated delta rules
-SHAPES = ("qwen3-8b", "qwen3.5-9b", "qwen3-next-80b-a3b")
+# of these every fourth layer attends, the others are gated delta rules
+HYBRIDS = ("qwen3.5-9b", "qwen3-next-80b-a3b")
+# what `config` makes
+SHAPES = ("qwen3-8b", "qwen3-30b-a3b", *HYBRIDS)
 
 
 def config(
@@ -64,6 +72,23 @@ def config(
             "max_position_embeddings": 262_144,
         }
         kind: Any = Qwen3Config
+    elif shape == "qwen3-30b-a3b":
+        sizes = {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151_936,
+            "max_position_embeddings": 262_144,
+            # one product per weight for the tokens of all experts
+            "experts_implementation": "grouped_mm",
+        }
+        small |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        kind = Qwen3MoeConfig
     else:
         _import_without_fla()
         # the defaults are the sizes of the model that each is named for
@@ -299,9 +324,9 @@ def check_sides(
     """
     # where layers differ, one of each kind
     name = getattr(options, "shape", SHAPES[0])
-    shape = config(2 if name == SHAPES[0] else 4, options.is_tiny, vocabulary=4096, shape=name)
+    shape = config(4 if name in HYBRIDS else 2, options.is_tiny, vocabulary=4096, shape=name)
     if hasattr(shape, "num_experts"):
-        # the gradients of all 512 would be compared for minutes
+        # the gradients of all of them, up to 512, would be compared for minutes
         shape.num_experts = min(32, shape.num_experts)
     batch = prompt_batch(150, [40, 1, 77, 130, 9], shape.vocab_size)
     objective = random_objective(batch.sequences, batch.masks, 0)
@@ -324,7 +349,7 @@ def check_sides(
             out[side] = {"red": [f"{type(problem).__name__}: {problem}"[:300]]}
             continue
         # exponentials of sums in layers with a state enlarge rounding, in eager runs too
-        eps = 100 if name == SHAPES[0] else 1000
+        eps = 1000 if name in HYBRIDS else 100
         out[side] = over_limit(_errors(run, exact), allowed, options.dtype, eps)
     # nothing of this model in what is measured after: its memory, the code compiled for its shapes
     del model

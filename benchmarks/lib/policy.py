@@ -22,9 +22,18 @@ from benchmarks.lib import layers
 from benchmarks.lib.layers import Batch, attention_in
 from benchmarks.lib.replicated import attending, chains
 from benchmarks.lib.verl import verl_micro_batches
-from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches
+from prefixtree import (
+    PackedForest,
+    PrefixForest,
+    pack,
+    plan_micro_batches,
+    plan_recomputation,
+)
+from prefixtree.integrations.recompute.forward import gathered_bytes, memory_of
+from prefixtree.integrations.recompute.plan import RecomputePlan, Work, scoring_bytes
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.cost_model import CostModel
+from prefixtree.packing.transfers import move
 from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.testing.attention import Attention
 
@@ -244,7 +253,7 @@ class Step:
         each = zip(weights, advantages, masks[: len(weights)], strict=True)
         # [2, sum of n - 1]
         given = [np.stack([w * m[1:], a * m[1:]]) for w, a, m in each] or [np.zeros((2, 0))]
-        weight, advantage = torch.from_numpy(np.concatenate(given, 1)).float().to(device)
+        weight, advantage = move(torch.from_numpy(np.concatenate(given, 1)).float(), device)
         whole = forest if side == "packed" else chains(forest)
         attend, backend = attention_in(
             side, forest, options, getattr(options, "layers_by", "transformers")
@@ -332,6 +341,26 @@ class Update:
             loss = (weights, advantages)
             steps.append(Step.of(side, indices, batch.forest, batch.masks, *loss, options))
         return cls(model, steps)
+
+    def predicted(self) -> tuple[int, RecomputePlan]:
+        """Weights, gradients, and the most that is predicted for a micro-batch's activations, on
+        this rank; what the layers recompute in that micro-batch."""
+        # of a sharded parameter this rank's part
+        weights = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]
+        held = 2 * sum(weight.nbytes for weight in weights) + gathered_bytes(self.model)
+        memory = memory_of(self.model, self.model, weights[0].device)
+        plans = []
+        for step in self.steps:
+            work = Work(step.packed.forest, sum(int(m[1:].sum()) for m in step.masks))
+            modes = self.recompute or "all"
+            if modes == "auto":
+                modes = plan_recomputation(self.model, step.packed, scored=work.scored).modes
+            else:
+                modes = (modes,) * len(memory.layers["all"])
+            peak = memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work))
+            plans.append(RecomputePlan(modes, peak))
+        worst = max(plans, key=lambda plan: plan.peak_bytes)
+        return held + worst.peak_bytes, worst
 
     def _score(self, step: Step) -> list[torch.Tensor]:
         return sequence_logprobs(

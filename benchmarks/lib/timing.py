@@ -111,8 +111,8 @@ def times_of(
     return row
 
 
-def profiled(run: Callable[[], object], rows: int = 40) -> str:
-    """The kernels that take the time of `run`, which is warm, as a table."""
+def profile_of(run: Callable[[], object]) -> Any:
+    """torch's profile of `run`, which is warm, with the kernels of the GPU if there is one."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU]
@@ -122,12 +122,23 @@ def profiled(run: Callable[[], object], rows: int = 40) -> str:
         run()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return seen.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=90)
+    return seen
 
 
-def note_profile(run: Callable[[], object], path: Path, title: str) -> None:
-    """Appends the kernels of `run` to a text file."""
-    table = profiled(run)
+def profiled(run: Callable[[], object], rows: int = 40) -> str:
+    """The kernels that take the time of `run`, which is warm, as a table."""
+    return _table(profile_of(run), rows)
+
+
+def note_profile(run: Callable[[], object], path: Path, title: str) -> Any:
+    """Appends the kernels of `run` to a text file; -> the profile."""
+    seen = profile_of(run)
     with path.open("a") as file:
-        file.write(f"== {title}\n{table}\n\n")
+        file.write(f"== {title}\n{_table(seen, 40)}\n\n")
+    return seen
+
+
+def _table(seen: Any, rows: int) -> str:
+    by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    table = seen.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=90)
+    return str(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.runs import Row
 from benchmarks.lib.tables import (
     Column,
@@ -56,7 +57,7 @@ def tables(*runs: Row) -> Parts:
         Column("recomputed", lambda line: next(iter(line.values()))["recompute"]),
         of_packed("GiB predicted", lambda row: gib(row["predicted_bytes"], ".1f")),
     ]
-    chosen = any(row.get("recompute", "all") != "all" for run in runs for row in run["rows"])
+    chosen = any("predicted_bytes" in row for run in runs for row in run["rows"])
     columns = [
         Column("case", lambda line: next(iter(line.values()))["case"]),
         Column("layers", lambda line: str(next(iter(line.values()))["layers"])),
@@ -146,6 +147,36 @@ def layers_by(data: Row) -> Parts:
     )
 
 
+def experts(*runs: Row) -> Parts:
+    """Updates of a model with experts, and the share of each kind of work in one micro-batch."""
+    if not runs:
+        yield "Not measured yet."
+        return
+    yield from tables(*runs)
+    timed = [(row["side"], row, run) for run in runs for row in run["rows"] if "kinds_ms" in row]
+    if not timed:
+        return
+
+    def share(kind: str) -> Column:
+        def cell(line: Any) -> str:
+            each = line[1]["kinds_ms"]
+            return f"{each[kind] / sum(each.values()):.0%}" if kind in each else ""
+
+        return Column(kind, cell)
+
+    yield "Where the time of one micro-batch goes (old log-probabilities, forward and backward):"
+    yield Table(
+        [
+            Column("side", lambda line: line[0]),
+            Column("layers", lambda line: f"{line[1]['layers']}, {line[2]['layers_by']}"),
+            Column("recomputed", lambda line: line[1]["recompute"].replace("_", " ")),
+            Column("ms", lambda line: f"{sum(line[1]['kinds_ms'].values()):.0f}"),
+            *map(share, KINDS),
+        ],
+        timed,
+    )
+
+
 def recomputed(*runs: Row) -> Parts:
     """The packed update by what is recomputed, and the peak memory that was predicted for it."""
     yield machine(runs[0]["environment"], "transformers")
@@ -196,7 +227,12 @@ def best(*runs: Row) -> Parts:
         return cell
 
     def memory(is_best: bool) -> Callable[[Any], str]:
-        return lambda line: gib(line[2].get(is_best, {}).get("peak_bytes"))
+        def cell(line: Any) -> str:
+            row = line[2].get(is_best, {})
+            found, predicted = row.get("peak_bytes"), row.get("predicted_bytes")
+            return f"{gib(found)} ({gib(predicted)})" if found else gib(predicted)
+
+        return cell
 
     def gain(is_best: bool) -> Callable[[Any], str]:
         def cell(line: Any) -> str:
@@ -218,9 +254,9 @@ def best(*runs: Row) -> Parts:
             Column("layers", lambda line: str(line[0][1])),
             Column("side", lambda line: names[line[1]]),
             Column("default, s", seconds(False)),
-            Column("GiB", memory(False)),
+            Column("GiB (predicted)", memory(False)),
             Column("best, s", seconds(True)),
-            Column("GiB", memory(True)),
+            Column("GiB (predicted)", memory(True)),
             Column("layers recompute", modes),
             Column("packed is, default", gain(False)),
             Column("packed is, best", gain(True)),

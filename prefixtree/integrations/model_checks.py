@@ -217,7 +217,10 @@ def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
     modules = [
         (name, module)
         for name, module in transformer.named_modules(remove_duplicate=False)
-        if getattr(module, "is_causal", False) is True and hasattr(module, "config")
+        # getattr of what most modules do not have would take most of the time
+        if ("is_causal" in vars(module) or hasattr(type(module), "is_causal"))
+        and module.is_causal is True
+        and hasattr(module, "config")
     ]
     others = {n: i for n, m in modules if (i := m.config._attn_implementation) != _NAME}
     if not others:

@@ -212,9 +212,10 @@ def _slides(module: nn.Module) -> bool:
 def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
     """Refuses position_ids other than the tokens' positions in the forest.
 
-    The model's default counts packed tokens, which would make RoPE wrong without an error. This
-    costs one comparison per forward. It is skipped where values cannot be read: while a CUDA graph
-    is captured, and for tensors of a trace.
+    The model's default counts packed tokens, which would make RoPE wrong without an error. Those of
+    `packed.model_inputs()` are known by their memory. Others cost one comparison per forward, for
+    which the host waits. It is skipped where values cannot be read: while a CUDA graph is captured,
+    and for tensors of a trace.
     """
     if position_ids is None:
         raise UnsupportedError(
@@ -229,8 +230,10 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:
         depths = depths[tree_mask.query_tokens]
-    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0].to(depths.dtype)
-    if not torch.equal(first_row, depths):
+    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0]
+    if depths is tree_mask.position_ids and tree_mask.is_given(first_row):
+        return
+    if not torch.equal(first_row.to(depths.dtype), depths):
         raise ValueError(
             "position_ids are not the tokens' positions in the forest: pass "
             "packed.position_ids[None], or call the model with **packed.model_inputs()"

@@ -83,6 +83,7 @@ class PackedForest:
         columns = _columns(buffer)
         self.input_ids = columns.token if forest.tokens is not None else None
         self.position_ids = columns.position
+        mask.note_given(self.position_ids)
         self.subtree_end = columns.subtree_end
         self.predictor = columns.predictor
         self.multiplicity = columns.multiplicity

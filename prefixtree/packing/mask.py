@@ -78,7 +78,33 @@ class TreeMask:
         self.backend = backend
         self.deterministic = deterministic
         self.handle = make_handle(host) if handle is None else handle
+        self._given: tuple[torch.Tensor, int] | None = None
         return self
+
+    def note_given(self, position_ids: torch.Tensor) -> None:
+        """Notes the positions that models are given, int64 [T]: those of this mask's tokens."""
+        if not position_ids.is_inference():
+            self._given = position_ids, position_ids._version
+
+    def is_given(self, position_ids: torch.Tensor) -> bool:
+        """Whether these are the positions that were noted: the same memory, not written to since.
+
+        False says nothing. No value is read, so a GPU is not waited for.
+
+        Args:
+            position_ids: [T].
+        """
+        if self._given is None:
+            return False
+        given, version = self._given
+        return (
+            position_ids.device == given.device
+            and position_ids.dtype == given.dtype
+            and position_ids.shape == given.shape
+            and position_ids.stride() == given.stride()
+            and position_ids.data_ptr() == given.data_ptr()
+            and given._version == version
+        )
 
     @property
     def device(self) -> torch.device:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.cases import (
     depth,
@@ -23,10 +24,14 @@ from benchmarks.cases import (
     planning,
 )
 from benchmarks.lib import (
+    kinds,
     layers,
     policy,
+    timing,
 )
+from benchmarks.lib.kinds import KINDS
 from prefixtree import compile_layers
+from prefixtree.cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
 
@@ -233,6 +238,67 @@ def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [line[1] for line in table.lines] == ["packed", "fa2"]
     gain = f"{fa2['seconds'] / packed['seconds']:.2f}x"
     assert [column.cell(table.lines[1]) for column in table.columns[-2:]] == [gain, gain]
+
+
+# dynamo's own look at .grad of its inputs, and at a cached function of transformers' experts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_model_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, top = tmp_path / "experts.json", tmp_path / "profile.txt"
+    some = ["--shape", "qwen3-30b-a3b", "--cases", "apart", "--layers", "1", "--out", str(out)]
+    assert model.main([*TINY, *some, "--profile", str(top)]) == 0
+    data = result(out)
+    rows = {row["side"]: row for row in data["rows"]}
+    assert set(rows) == set(data["checks"]) == {"packed", "fa2", "own"}
+    assert data["environment"]["skipped"] == ["fa4", "fla"] and rows["packed"]["flop_ratio"] == 1
+    for side in ("packed", "fa2"):
+        # every kind has a share, in eager layers
+        assert set(rows[side]["kinds_ms"]) == set(KINDS) and rows[side]["drift"] < 0.05
+    *_, shares = model.experts(data)
+    assert [line for line, *_ in shares.lines] == ["fa2", "packed"]
+
+    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    best = ["--layers-by", "compile", "--recompute", "auto", "--sides", "packed"]
+    assert model.main([*TINY, *some, *best, "--profile", str(top)]) == 0
+    (row,) = result(out)["rows"]
+    assert row["red"] == [] and row["modes"]["nothing"] == 1
+    # of the modules in compiled layers nothing is known
+    assert "grouped products" in row["kinds_ms"] and "experts, elementwise" not in row["kinds_ms"]
+    with pytest.raises(SystemExit):
+        model.main([*TINY, *some, "--layers-by", "liger"])
+
+
+def test_the_shape_with_experts_is_that_of_the_model() -> None:
+    """Qwen3-30B-A3B: 30.5e9 parameters, of which a token meets 3.0e9 outside embedding and head."""
+    shape = layers.config(48, False, shape="qwen3-30b-a3b")
+    assert shape._experts_implementation == "grouped_mm"
+    cost = model_cost(shape)
+    assert cost.parameters == 30_532_122_624
+    router, experts = 2048 * 128, 8 * 3 * 2048 * 768
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    assert cost.token_weights == 48 * (router + experts + attention)
+
+
+def test_times_by_kind_are_all_of_the_time() -> None:
+    """Also those of a backward that recomputes, whose operators stand in no module's forward."""
+    shape = layers.config(1, True, shape="qwen3-30b-a3b")
+    some = layers.checkpointed(layers.model_of(shape, "cpu", "float32", attention="eager"))
+
+    def run() -> None:
+        some(input_ids=torch.arange(40)[None], use_cache=False).logits.sum().backward()
+
+    run()
+    hooks = sum(len(module._forward_hooks) for module in some.modules())
+    with kinds.marked(some):
+        seen = timing.profile_of(run)
+    assert sum(len(module._forward_hooks) for module in some.modules()) == hooks
+    found = kinds.ms_by_kind(seen)
+    whole = sum(e.self_cpu_time_total for e in seen.events() if e.device_type.name == "CPU")
+    assert sum(found.values()) == pytest.approx(whole / 1e3)
+    nodes = [e for e in seen.events() if e.name.startswith("autograd::engine::evaluate_function")]
+    of_norms = [e for e in nodes if "Rsqrt" in e.name or "MeanBackward" in e.name]
+    known = kinds.scopes_of(seen.events())
+    assert {known.get((e.fwd_thread, e.sequence_nr)) for e in of_norms} == {"norms"}
 
 
 def test_a_side_that_runs_another_sides_attention_is_red(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from fnmatch import fnmatch
 from pathlib import Path
 
+from benchmarks import write_tables
 from tests.benchmarks.support import ROOT, TINY_ATTENTION
 from tests.support.benchmark_runs import gpu_check, result
 
@@ -52,3 +55,16 @@ def test_the_tests_of_the_gpu_exist(tmp_path: Path) -> None:
     files = [word for line in lines for word in line.split() if word.endswith(".py")]
     assert len(files) >= 10 and all((ROOT / file).exists() for file in files)
     assert ["-x" in line.split() for line in lines] == [True, False, True, False]
+
+
+def test_the_steps_of_updates_fit_in_a_call(tmp_path: Path) -> None:
+    """At most 600 s each, defaults beside best settings, results under names that tables read."""
+    steps = ("update_best", "update_36", "update_long", "experts", "experts_peers", "experts_best")
+    for step in (*steps, "settings", "settings_2gpu"):
+        done = gpu_check(tmp_path, step, python='echo "python3 $*"')
+        assert done.returncode == 0, done.stdout + done.stderr
+        limits = re.findall(r"== \w[\w.-]* \(at most (\d+) s\)", done.stdout)
+        assert limits and sum(map(int, limits)) <= 600, step
+        files = re.findall(r"--out \S*/(\S+\.json)", done.stdout)
+        patterns = [p for _, *some in write_tables.TABLES.values() for p in some]
+        assert files and all(any(fnmatch(f"h200/{f}", p) for p in patterns) for f in files), files

@@ -62,6 +62,14 @@ def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
         assert row["speedup"] == pytest.approx(rows["fa2"]["seconds"] / row["seconds"])
         assert row["loss"] == pytest.approx(data["check"]["loss"], rel=1e-5)
         assert 0 < row["errors"]["gradient"] < 1e-5 and row["drift"] < 1e-5
+        # weights, gradients and AdamW's states, in float32, and activations
+        assert row["predicted_bytes"] > 16 * data["parameters"] and row["modes"]["all"] == 2
+    # beside a run on two GPUs
+    two = data | {"ranks": 2, "fsdp": True}
+    _, table = update.settings(data, two)
+    cells = [[column.cell(line) for column in table.columns] for line in table.lines]
+    assert [line[2] for line in cells] == ["1"] * 3 + ["2, FSDP2"] * 3
+    assert [line[6] for line in cells] == [""] * 3 + ["1.00x"] * 3
     assert rows["fa2"]["micro_batches"] == rows["verl"]["micro_batches"]
     assert rows["packed"]["computed"] < rows["verl"]["computed"]
     assert picture.stat().st_size > 10_000
@@ -84,6 +92,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert data["ranks"] == 2 and data["fsdp"]
     for row in rows_of(data).values():
         assert row["red"] == [] and row["ranks"] == 2 and row["seconds"] > 0
+        assert row["predicted_bytes"] > 8 * data["parameters"]
         assert row["loss"] == pytest.approx(data["check"]["loss"], rel=1e-5)
     assert rows_of(data)["packed"]["checked_empty_steps"] >= 1
 

@@ -105,7 +105,7 @@ def _causal_lm(model: nn.Module) -> Any:
 
 
 def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device) -> int:
-    return available_bytes(device) - _missing_gradients(model) - _gathered(causal_lm)
+    return available_bytes(device) - _missing_gradients(model) - gathered_bytes(causal_lm)
 
 
 def recomputed_forward(
@@ -205,7 +205,7 @@ def _missing_gradients(model: nn.Module) -> int:
     )
 
 
-def _gathered(causal_lm: Any) -> int:
+def gathered_bytes(causal_lm: Any) -> int:
     """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
     sizes = [
         sum(p.nbytes for p in layer.parameters())
