@@ -53,7 +53,6 @@
 #   shapes       13    triton and flash with the heads of models: shapes_a, shapes_b and shapes_c in turn
 #   attention    5     the Triton kernels alone
 #   tune         9     which configuration of each Triton kernel is fastest
-#   tiles        ?     which tiles of flash-attn-4 are, and which sharing out of them; TILES_ARGS="--dims 128"
 #   sanitize     3-9   memory and barriers under compute-sanitizer, which needs a GPU that is not sandboxed
 #   peers_a, peers_b   5 each; another project's peers.py on the same workloads, for compare_peers
 #
@@ -67,7 +66,7 @@
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
 # UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS,
-# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, TILES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
+# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -300,13 +299,6 @@ shapes_c() {
 
 shapes() { shapes_a; shapes_b; shapes_c; }
 
-# tiles and their sharing out on flash-attn-4, by head dim; an experiment
-tiles() {
-  ours tiles || return
-  limited tiles "${TILES_SECONDS:-400}" "${keep[@]}" python3 tools/tiles.py \
-    "${read_rollouts[@]}" --out "$out/tiles.json" ${TILES_ARGS:-}
-}
-
 tune() {
   ours tune || return
   limited tune 570 python3 -m benchmarks tune "${read_rollouts[@]}" --out "$out/tune.json" ${TUNE_ARGS:-}
@@ -499,7 +491,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|tiles|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

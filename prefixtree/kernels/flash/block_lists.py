@@ -34,16 +34,11 @@ class Tiles:
     Attributes:
         queries: query tokens of a tile.
         forward_keys, backward_keys: keys of a tile.
-        backward_queries: query tokens of a tile of the backward; default: as many.
     """
 
     queries: int
     forward_keys: int
     backward_keys: int
-    backward_queries: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "backward_queries", self.backward_queries or self.queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +67,7 @@ class ForestLists:
             q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
         positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
         reach: int32 like `spans`, the first position from which a token's window hides it; or None.
-        partial_visits, full_visits: int64 [R], the lengths of `backward`'s lists, on the host.
+        longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
     """
 
     forward: Lists
@@ -80,14 +75,7 @@ class ForestLists:
     spans: torch.Tensor
     positions: torch.Tensor | None
     reach: torch.Tensor | None
-    partial_visits: np.ndarray
-    full_visits: np.ndarray
-
-    @property
-    def longest_list_share(self) -> float:
-        """The longest list's share of all query tiles in `backward`'s lists."""
-        visits = self.partial_visits + self.full_visits
-        return int(visits.max(initial=0)) / max(1, int(visits.sum()))
+    longest_list_share: float
 
 
 # lists live as long as their mask
@@ -111,19 +99,17 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     host = torch.device("cpu")
     whole = mask.whole
     tables = whole.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
-    back = whole.tables(TileShape(tiles.backward_queries, tiles.backward_keys), window, host)
+    back = whole.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
     # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
     # numbers serves all key tiles, each from another place on, and stays linear in T. Not so where
     # a window or a part takes tiles out of the middle, or tiles of q and k differ in length.
-    linear = window == 0 and tiles.backward_queries == tiles.backward_keys and not mask.is_subset
+    linear = window == 0 and tiles.queries == tiles.backward_keys and not mask.is_subset
     asked = mask.asked_tiles(tiles.queries)
-    asked_back = mask.asked_tiles(tiles.backward_queries)
     of_queries, of_keys = _forward_spans(tables), _backward_spans(back, linear)
     keys = len(back.k_tiles)
     if not asked.all():
         of_queries = _of_asked_rows(of_queries, asked, tiles)
-    if not asked_back.all():
-        of_keys = _of_asked_columns(of_keys, asked_back, tiles, keys)
+        of_keys = _of_asked_columns(of_keys, asked, tiles, keys)
     runs = [_runs(len(asked), *spans) for spans in of_queries]
     runs += [_runs(keys, *spans) for spans in of_keys]
     sent = move_all([part for r in runs for part in (r.count, r.place, r.jump)], device)
@@ -135,14 +121,15 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
         arrays += [count.view(1, 1, -1), index]
     on = mask.on(device)
     spans = on["subtree_end"] - torch.arange(mask.num_tokens, dtype=torch.int32, device=device)
-    room = (0, max(tiles.queries, tiles.forward_keys, tiles.backward_keys, tiles.backward_queries))
+    room = (0, max(tiles.queries, tiles.forward_keys, tiles.backward_keys))
     positions = reach = None
     if window:
         positions = F.pad(on["position_ids"], room)
         reach = F.pad(on["position_ids"] + window, room)
-    visits = [r.count.numpy().astype(np.int64) for r in runs[2:]]
+    visits = (runs[2].count + runs[3].count).numpy()
+    longest_list_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
     forward, backward = Lists(*arrays[:4]), Lists(*arrays[4:])
-    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, *visits)
+    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, longest_list_share)
 
 
 # ---- runs of tiles, on the host ------------------------------------------------------------------
@@ -244,7 +231,7 @@ def _of_asked_columns(
         kept.append((row[at], *cut))
         empty[row[at]] = False
     others = np.flatnonzero(empty)
-    return _with(kept[0], others, others * tiles.backward_keys // tiles.backward_queries), kept[1]
+    return _with(kept[0], others, others * tiles.backward_keys // tiles.queries), kept[1]
 
 
 def _with(spans: _Spans, row: np.ndarray, tile: np.ndarray) -> _Spans:

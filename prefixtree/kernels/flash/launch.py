@@ -378,7 +378,7 @@ def _arguments_of(lists: ForestLists, tiles: Tiles) -> tuple[dict[str, Any], dic
     if made is None:
         mask = _mask_arguments(lists)
         forward = _block_sparse(lists.forward, tiles.queries, tiles.forward_keys)
-        backward = _block_sparse(lists.backward, tiles.backward_queries, tiles.backward_keys)
+        backward = _block_sparse(lists.backward, tiles.queries, tiles.backward_keys)
         made = _made[lists] = (
             {"block_sparse_tensors": forward, **mask},
             {"block_sparse_tensors": backward, **mask},

@@ -302,19 +302,3 @@ def test_the_benchmark_takes_either_order(
             compile_both(**PLAIN, forest=forest)
         assert launch.heads_first is rule
         assert [len(cache) for cache in kept] == counts
-
-
-@pytest.mark.parametrize("shared", ["out", "beside", "stored"])
-def test_what_is_shared_out_compiles_without_spilling(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], shared: str
-) -> None:
-    tiles = importlib.import_module("tools.tiles")
-    monkeypatch.setattr(tiles, "move", lambda x, device: faked(x))
-    candidate = next(c for c in tiles.CANDIDATES[128] if c.shared == shared)
-    # without key tiles of several items, whose rows would be brought in place on the device
-    monkeypatch.setattr(tiles.work_items, "LEAST", 10**6)
-    with tiles.using(candidate, tiles.Shape(32, 8, 128), 1061):
-        compile_both(**PLAIN)
-    said = "".join(capfd.readouterr())
-    assert "SharedOut" in said or "Storing" in said
-    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said

@@ -21,7 +21,7 @@ from flash_attn.cute.mask import call_mask_mod
 from flash_attn.cute.utils import AuxData
 
 from prefixtree import PrefixForest
-from prefixtree.kernels.flash import mask_mods, shared_out_backward, work_items
+from prefixtree.kernels.flash import mask_mods
 from prefixtree.kernels.flash.block_lists import Tiles, lists_of
 from tests.support.strategies import mask_of, random_forest
 
@@ -115,82 +115,3 @@ def test_mask_functions_are_the_mask(window: int) -> None:
         assert torch.equal(out[:tokens, :tokens].bool(), mask.dense(window or None))
         # keys behind the last token are seen by none, whatever the query
         assert (out[:, tokens:] == 0).all() and (out >= 0).all()
-
-
-# ---- work items ----------------------------------------------------------------------------------
-
-GROUP = 4
-
-
-@cute.jit
-def an_item(
-    out: cute.Tensor, given: BlockSparseTensors, place: Int32, kv_head: Int32, blocks: Int32
-):
-    """As the kernels read an item: lengths of lists first, then entry by entry."""
-    item = shared_out_backward._Item.read(given, place, kv_head, GROUP, blocks)
-    partial_count, partial, full_count, full = item.lists
-    out[0], out[1], out[2] = item.tile, item.head, item.slot
-    out[3], out[4] = partial_count[0, 0, 0], full_count[0, 0, 0]
-    partial, full = partial[0, 0, 0, None], full[0, 0, 0, None]
-    for i in cutlass.range(out[3]):
-        out[5 + i] = partial[i]
-    for i in cutlass.range(out[4]):
-        out[5 + out[3] + i] = full[i]
-
-
-def test_items_are_read_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every head's query blocks of every key tile, once."""
-    monkeypatch.setattr(work_items, "LEAST", 12)
-    forest = random_forest(np.random.default_rng(3), 12, 20)
-    made = lists_of(mask_of(forest).host, Tiles(8, 8, 8, 4), 0, torch.device("cpu"))
-    items, split = work_items.work_items(made.partial_visits, made.full_visits, GROUP, 2, 132)
-    back = made.backward
-    given = BlockSparseTensorsTorch(
-        back.partial_count, back.partial_index, back.full_count, back.full_index
-    )._replace(cu_total_m_blocks=torch.from_numpy(items).flatten())
-    out = torch.zeros(5 + 12, dtype=torch.int32)
-    call = cute.compile(
-        an_item,
-        from_dlpack(out, enable_tvm_ffi=True),
-        to_cute_block_sparse_tensors(given),
-        *[Int32(0)] * 3,
-        options="--enable-tvm-ffi",
-    )
-    blocks = 1000
-    want, found = [], []
-    for name in ("partial", "full"):
-        counts = getattr(back, f"{name}_count")[0, 0].tolist()
-        for tile, n in enumerate(counts):
-            listed = getattr(back, f"{name}_index")[0, 0, tile, :n].tolist()
-            want += [(name, tile, h * blocks + m) for h in range(GROUP) for m in listed]
-    for place, item in enumerate(items):
-        call(out, (*given[:6], *given[7:9]), place, 1, blocks)
-        tile, head, slot, partial, full = out[:5].tolist()
-        assert head == GROUP and tile == item[0]
-        assert slot == (split.tolist().index(tile) if tile in split else -1)
-        entries = out[5 : 5 + partial + full].tolist()
-        found += [("partial", tile, m) for m in entries[:partial]]
-        found += [("full", tile, m) for m in entries[partial:]]
-    assert len(split) and (items[:, 2] > 1).any()
-    assert sorted(found) == sorted(want)
-
-
-@cute.jit
-def first_rows(out: cute.Tensor, tokens: Int32, heads: Int32):
-    """The row and head at which each query block of the second group begins."""
-    x = cute.make_identity_tensor((tokens, 16, heads, 1))
-    blocks = cute.ceil_div(tokens, 8)
-    x = shared_out_backward.of_group(x, 8, blocks, GROUP)[None, None, GROUP, 0]
-    tiles = cute.group_modes(cute.local_tile(x, (8, 16), (None, 0)), 0, 2)
-    for block in cutlass.range(GROUP * blocks):
-        place = tiles[None, block][0]
-        out[block, 0], out[block, 1] = place[0], place[2]
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 37])
-def test_query_blocks_of_a_group_follow_one_another(tokens: int) -> None:
-    blocks = -(-tokens // 8)
-    out = torch.zeros(GROUP * blocks, 2, dtype=torch.int32)
-    first_rows(from_dlpack(out), tokens, 8)
-    want = [[8 * m, GROUP + h] for h in range(GROUP) for m in range(blocks)]
-    assert out.tolist() == want
