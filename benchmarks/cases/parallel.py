@@ -1,18 +1,26 @@
 """How does a forest run on several GPUs, and a tree larger than one forward?
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --rollouts FILE
-    python -m benchmarks parallel --sides whole cut steps --max-tokens 32768 --out steps.json
+    python -m benchmarks parallel --sides whole cut steps steps-kept --max-tokens 32768
     torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --device cpu --scale 0.01
+    python -m benchmarks parallel --read 8.json --beside 2.json 4.json --plot efficiency.png
 
 Forward and backward of a model of a few layers with random weights, every layer recomputed in the
 backward, over one forest: the loss is a weighted sum of its log-probabilities. The vocabulary is
 small, so that layers take the time.
 
 Sides: whole, the forest in one forward on one GPU; parts and heads, the ranks of a group compute it
-together (`sequence_logprobs(group=, group_mode=)`); cut, micro-batches of at most --max-tokens
-tokens on one GPU, which repeat the path above a cut; steps, `sequence_logprobs(max_tokens=)` on one
-GPU. With --fsdp the weights are sharded by FSDP2 for parts and heads, and their gradients reduced.
-The time is that of the slowest rank. Efficiency: seconds of whole over ranks x seconds.
+together (`sequence_logprobs(group=, group_mode=)`); gather, the same with an all-gather of all keys
+and values in every layer, as torch's context parallelism has it, over two chunks per rank (zigzag);
+cut, micro-batches of at most --max-tokens tokens on one GPU, which repeat the path above a cut;
+steps, `sequence_logprobs(max_tokens=)` on one GPU; steps-kept, the same where layers recompute
+nothing, as steps run their forward twice anyway. With --fsdp the weights are sharded by FSDP2
+where ranks work together, and their gradients reduced. The time is that of the slowest rank.
+Efficiency: seconds of whole over ranks x seconds.
+
+Ranks that work together are timed once more with exchanges that move nothing: `alone_seconds` is
+the slowest rank's then, `imbalance` that over the mean of the ranks, and `exposed_seconds` what the
+exchange takes, waiting included.
 
 Before a side is timed, it computes a small forest in float32, log-probabilities and all gradients,
 against whole; and its log-probabilities of the timed forest are held against those of whole. Red
@@ -23,8 +31,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,23 +43,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.lib import plots
+from benchmarks.lib.groups import gathering, wire
 from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
 from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
-from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
+from benchmarks.lib.tables import Column, Parts, Table, gib, machine, verdict
 from benchmarks.lib.timing import median_ms, note_profile
 from benchmarks.lib.workloads import AIRLINE, Tree, forest_of, scaled, single, workload
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
-from prefixtree.packing.split import split_tokens
+from prefixtree.cost import model_cost
+from prefixtree.integrations.scoring_steps import memory_of, step_cost_of
+from prefixtree.packing.borrow_cost import borrow_cost_of
+from prefixtree.packing.cost_model import cost_model_of
+from prefixtree.packing.split import split_stats, split_tokens
+from prefixtree.packing.steps import plan_any_steps
 from prefixtree.testing.compare import Meter
 
 WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "prompt 32K x 48 x 2K": lambda: forest_of(single(32_768, 48, 2048)),
     "chain 128K": lambda: forest_of([(131_072, [])]),
+    "chain 1M": lambda: forest_of([(1_048_576, [])]),
     "prompt 24K x 128 x 8K": lambda: forest_of(single(24_576, 128, 8192)),
     "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
-GROUPED, ALONE = ("parts", "heads"), ("whole", "cut", "steps")
+GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept")
+STEPPED = ("steps", "steps-kept")
+SHAPES = ("qwen3-8b", "qwen3-32b")
 VOCABULARY = 512
 # of log-probabilities and of gradients in float32, relative; of log-probabilities in bf16, nats
 FLOAT32, DRIFT = 1e-3, 0.05
@@ -75,12 +95,12 @@ def with_tokens(forest: PrefixForest) -> PrefixForest:
     )
 
 
-def forest_named(name: str, options: argparse.Namespace) -> PrefixForest:
+def forest_named(case: str, options: argparse.Namespace) -> PrefixForest:
     """A workload, scaled."""
-    if name == AIRLINE:
-        found = workload(name, options.rollouts, tasks=options.tasks)
+    if case == AIRLINE:
+        found = workload(case, options.rollouts, tasks=options.tasks)
     else:
-        found = WORKLOADS[name]()
+        found = WORKLOADS[case]()
     return with_tokens(scaled(found, options.scale, "input"))
 
 
@@ -115,16 +135,22 @@ class Work:
             ]
         else:
             self.batches = [(moved(pack(forest)), list(range(forest.num_sequences)))]
+        self.divided: Callable[[], AbstractContextManager[None]] = nullcontext
         if side in GROUPED:
-            self.options = {"group": dist.group.WORLD, "group_mode": side}
-        if side == "steps":
-            self.options = {"max_tokens": max_tokens}
+            mode = "heads" if side == "heads" else "parts"
+            self.options = {"group": dist.group.WORLD, "group_mode": mode}
+        if side == "gather":
+            self.divided = gathering
+        if side in STEPPED:
+            recompute = "nothing" if side == "steps-kept" else "all"
+            self.options = {"max_tokens": max_tokens, "recompute": recompute}
 
     def __call__(self) -> list[torch.Tensor]:
         """Log-probabilities by sequence; gradients are in the parameters."""
         found: dict[int, torch.Tensor] = {}
         for packed, indices in self.batches:
-            scores = sequence_logprobs(self.model, packed, **self.options)
+            with self.divided():
+                scores = sequence_logprobs(self.model, packed, **self.options)
             # another weight per sequence, whichever batch it is in
             terms = zip(indices, scores.logprobs, strict=True)
             sum(float(np.cos(i)) * x.sum() for i, x in terms).backward()
@@ -176,7 +202,7 @@ def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
 
 def run_side(
     side: str,
-    name: str,
+    case: str,
     model: Any,
     known: dict[str, Any],
     options: argparse.Namespace,
@@ -186,15 +212,15 @@ def run_side(
     row = check(side, options, ranks) if side != "whole" else {"red": []}
     if row["red"]:
         return row
-    forest = forest_named(name, options)
+    forest = forest_named(case, options)
     work = Work(side, model, forest, options.max_tokens, options)
     device = torch.device(options.device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    with Meter(device) as meter:
+    with Meter(device) as meter, wire() as arrived:
         logprobs = torch.cat(work())
         if device.type == "cuda":
             torch.cuda.synchronize()
-    whole = known.setdefault(name, {"logprobs": logprobs}) if side == "whole" else known.get(name)
+    whole = known.setdefault(case, {"logprobs": logprobs}) if side == "whole" else known.get(case)
     if whole is not None:
         row["drift"] = ranks.most(float((logprobs - whole["logprobs"]).abs().mean()))[0]
         if not row["drift"] <= DRIFT:
@@ -208,9 +234,9 @@ def run_side(
     if options.profile is not None:
         # all ranks run it, and the first one writes
         path = options.profile if ranks.rank == 0 else Path(os.devnull)
-        note_profile(work, path, f"{name}, {side}")
+        note_profile(work, path, f"{case}, {side}")
     if side == "whole":
-        known[name]["seconds"] = seconds
+        known[case]["seconds"] = seconds
     peak = None if meter.peak_bytes is None else ranks.most(meter.peak_bytes + held)[0]
     row |= {
         "tokens": forest.num_tokens,
@@ -223,8 +249,20 @@ def run_side(
         row["of_whole"] = whole["seconds"] / seconds
         if side in GROUPED:
             row["efficiency"] = row["of_whole"] / ranks.count
+    if side in GROUPED:
+        row |= exposed(work, seconds, options, ranks)
+        row["received_bytes"] = ranks.most(sum(arrived))[0]
+    if side in STEPPED:
+        row["predicted_peak_bytes"] = predicted_peak(model, work)
     if side == "parts":
-        stats = split_tokens(work.batches[0][0], ranks.count).stats
+        # divided as `sequence_logprobs` does it, and predicted with the layers recomputed
+        cost, packed = model_cost(model.config), work.batches[0][0]
+        borrow_cost = borrow_cost_of(cost)
+        split = split_tokens(
+            packed, ranks.count, cost_model_of(cost), packed.edges(), borrow_cost=borrow_cost
+        )
+        recomputed = cost_model_of(cost, gradient_checkpointing=True)
+        stats = split_stats(split, recomputed, borrow_cost=borrow_cost)
         row |= {
             "work_balance": stats.work_balance,
             "received_share": stats.received_share,
@@ -232,6 +270,36 @@ def run_side(
             "predicted_efficiency": stats.efficiency,
         }
     return row
+
+
+def predicted_peak(model: Any, work: Work) -> int:
+    """Bytes of the largest step's activations, and of what it borrows and lends, beside weights and
+    their gradients."""
+    (packed, _), limit, recompute = work.batches[0], *work.options.values()
+    device = torch.device("cpu")
+    cost = step_cost_of(model, model, device, recompute)
+    stats = plan_any_steps(packed, limit, borrow_cost=cost).stats
+    modes = (recompute,) * model.config.num_hidden_layers
+    own = memory_of(model, model, device).peak(max(stats.own_tokens), modes)
+    return own + stats.held_bytes(cost)
+
+
+def exposed(work: Work, seconds: float, options: argparse.Namespace, ranks: Ranks) -> Row:
+    """What exchanges take: the ranks' seconds without them."""
+    times = []
+    with wire(cut=True):
+        for _ in range(options.repeats):
+            ranks.most(0.0)
+            times.append(median_ms(work, torch.device(options.device), 1, 0)[1][0] / 1e3)
+    # what should have arrived was anything
+    work.model.zero_grad(set_to_none=True)
+    mine = float(np.median(times))
+    longest, total = ranks.most(mine)[0], ranks.total(mine)[0]
+    return {
+        "alone_seconds": longest,
+        "imbalance": longest * ranks.count / total,
+        "exposed_seconds": seconds - longest,
+    }
 
 
 def run(options: argparse.Namespace, ranks: Ranks) -> int:
@@ -257,19 +325,24 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
         chosen = [side for side in options.sides if side in sides]
         if chosen and sides is GROUPED and options.fsdp:
             model = sharded(model, options, ranks)
-        for name in options.workloads:
+        for case in options.workloads:
             for side in chosen:
                 model.zero_grad(set_to_none=True)
-                one = partial(run_side, side, name, model, known, options, ranks)
-                row = report.attempt({"workload": name, "side": side, "ranks": ranks.count}, one)
+                one = partial(run_side, side, case, model, known, options, ranks)
+                row = report.attempt({"workload": case, "side": side, "ranks": ranks.count}, one)
                 got = verdict(row) or f"{row['seconds']:.3f} s"
                 if ranks.rank == 0 or "failed" in row:
-                    print(f"{name}, {side}, rank {ranks.rank}: {got}", flush=True)
+                    print(f"{case}, {side}, rank {ranks.rank}: {got}", flush=True)
                 if side in GROUPED and ("failed" in row or "out_of_memory" in row):
                     # the others wait in a collective: torchrun ends them
                     os._exit(1)
                 gc.collect()
     return report.finish(tables) if ranks.rank == 0 else 0
+
+
+def percent(row: Row, key: str) -> str:
+    """Of the row's seconds."""
+    return f"{row[key] / row['seconds']:.1%}" if key in row else ""
 
 
 def tables(*runs: Row) -> Parts:
@@ -281,10 +354,16 @@ def tables(*runs: Row) -> Parts:
     def share(name: str) -> Callable[[Row], str]:
         return lambda row: f"{row[name]:.3f}" if name in row else ""
 
+    def gigabytes(row: Row) -> str:
+        return f"{row['received_bytes'] / 1e9:.2f}" if "received_bytes" in row else ""
+
+    if not runs:
+        yield "Not measured yet."
     for data in runs:
         sharding = ", FSDP2" if data["fsdp"] else ""
+        gpus = f"{data['ranks']} GPU{'s' * (data['ranks'] > 1)}"
         yield (
-            f"{machine(data['environment'], 'triton')}; {data['ranks']} GPUs{sharding}, "
+            f"{machine(data['environment'], 'triton', 'flash-attn-4')}; {gpus}{sharding}, "
             f"{data['shape']} shape, {data['layers']} layers by {data['layers_by']}"
         )
         yield Table(
@@ -294,14 +373,43 @@ def tables(*runs: Row) -> Parts:
                 of_row("tokens", lambda row: f"{row['tokens']:,}"),
                 of_row("computed", lambda row: f"{row['computed']:,}"),
                 Column("s", lambda line: verdict(line[1])[:60] or f"{line[1]['seconds']:.3f}"),
+                of_row("over whole", share("of_whole")),
                 of_row("efficiency", share("efficiency")),
                 of_row("predicted", share("predicted_efficiency")),
-                of_row("work, of the mean", share("work_balance")),
-                of_row("rows borrowed", lambda row: number(row, "most_received_rows", ",.0f")),
+                of_row("exposed", lambda row: percent(row, "exposed_seconds")),
+                of_row("slowest rank", share("imbalance")),
+                of_row("GB received", gigabytes),
                 of_row("GiB", lambda row: gib(row["peak_bytes"]) if row["peak_bytes"] else ""),
+                of_row("GiB predicted", lambda row: gib(row.get("predicted_peak_bytes"))),
             ],
             [(data, row) for row in data["rows"]],
         )
+
+
+def plot(runs: Sequence[Row], path: Path) -> None:
+    """Efficiency by the number of GPUs, a panel per shape and workload, a line per side; dashed
+    what is predicted of parts. A run of one model counts as one GPU's."""
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for data in runs:
+        for row in data["rows"]:
+            if "efficiency" not in row:
+                continue
+            sides = found.setdefault((data["shape"], row["workload"]), {})
+            side = f"{row['side']}, FSDP2" if data["fsdp"] else row["side"]
+            sides.setdefault(side, {1: 1.0})[data["ranks"]] = row["efficiency"]
+            if "predicted_efficiency" in row:
+                predicted = sides.setdefault("bound", {1: 1.0})
+                predicted[data["ranks"]] = row["predicted_efficiency"]
+    fig, axes = plots.figure(max(1, len(found)), "One forest on several GPUs")
+    for axis, ((shape, workload_name), sides) in zip(axes, found.items(), strict=False):
+        counts = sorted({count for values in sides.values() for count in values})
+        for side, values in sides.items():
+            more = {"label": "predicted, parts"} if side == "bound" else {}
+            plots.line(axis, side, sorted(values), [values[n] for n in sorted(values)], **more)
+        axis.set_xscale("log", base=2)
+        plots.ticks(axis, counts)
+        plots.name(axis, "GPUs", "efficiency", f"{workload_name}, {shape}")
+    plots.save(fig, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -314,23 +422,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tasks", type=int, default=8, help=f"of {AIRLINE!r}")
     add("--workloads", nargs="+", choices=names, default=names[:3])
     add("--sides", nargs="+", choices=[*ALONE, *GROUPED], help="default: whole, parts and heads")
-    add("--shape", choices=("qwen3-8b",), default="qwen3-8b")
+    add("--shape", choices=SHAPES, default=SHAPES[0])
     add("--layers", type=int, default=4)
     add("--layers-by", choices=("transformers", "compile", "liger"), default="transformers")
     add("--max-tokens", type=int, default=32_768, help="of cut and of steps")
     add("--profile", type=Path, help="top kernels of rank 0, a text file")
-    add("--fsdp", action="store_true", help="shard the weights of parts and heads")
+    add("--fsdp", action="store_true", help="shard the weights where ranks work together")
+    add("--beside", type=Path, nargs="+", default=[], help="with --read and --plot: JSON of others")
     options = parse(what, arguments)
     if options.read is not None:
-        return Report.read(options).finish(tables)
-    if options.plot is not None:
-        what.error("this benchmark draws nothing: leave out --plot")
+        report = Report.read(options)
+        others = [json.loads(path.read_text()) for path in options.beside]
+        if options.plot is not None:
+            plot([*others, report.result()], options.plot)
+        return report.finish(tables)
+    if options.plot is not None or options.beside:
+        what.error("--plot and --beside draw what was measured: give them with --read")
     if options.rollouts is None and AIRLINE in options.workloads:
         options.skipped.append(AIRLINE)
         options.workloads = [name for name in options.workloads if name != AIRLINE]
     is_spread = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
     if options.sides is None:
-        options.sides = ["whole", *(GROUPED if is_spread else ("cut", "steps"))]
+        options.sides = ["whole", *(GROUPED if is_spread else ("cut", *STEPPED))]
     if not is_spread and (wrong := [side for side in options.sides if side in GROUPED]):
         what.error(f"{', '.join(wrong)}: run it by torchrun, with two processes or more")
     if options.is_tiny:

@@ -47,7 +47,7 @@ SHARPNESS = 1.5
 # of these every fourth layer attends, the others are gated delta rules
 HYBRIDS = ("qwen3.5-9b", "qwen3-next-80b-a3b")
 # what `config` makes
-SHAPES = ("qwen3-8b", "qwen3-30b-a3b", *HYBRIDS)
+SHAPES = ("qwen3-8b", "qwen3-32b", "qwen3-30b-a3b", *HYBRIDS)
 
 
 def config(
@@ -61,15 +61,18 @@ def config(
     }
     small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
-    if shape == "qwen3-8b":
+    if shape in ("qwen3-8b", "qwen3-32b"):
+        hidden, intermediate, heads = (
+            (4096, 12288, 32) if shape == "qwen3-8b" else (5120, 25600, 64)
+        )
         sizes: dict[str, Any] = {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_attention_heads": 32,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_attention_heads": heads,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "vocab_size": 151_936,
-            "max_position_embeddings": 262_144,
+            "max_position_embeddings": 1_048_576,
         }
         kind: Any = Qwen3Config
     elif shape == "qwen3-30b-a3b":

@@ -109,20 +109,24 @@ def find_units(
     predictor = packed.mask.host.predictor
     unit_of_copy = np.full(offsets[-1], -1, np.int32)
     tokens, unit_temperature, count = [], [], 0
-    for value in np.unique(temperatures):
+    values = np.unique(temperatures)
+    for value in values:
         sequences = np.flatnonzero(temperatures == value)
         index, _ = packed.copy_index(sequences, selected)
         scored = np.zeros(packed.num_tokens, bool)
         scored[index] = True
         token = np.flatnonzero(scored & (predictor >= 0))
         unit_of_token = np.full(packed.num_tokens, -1, np.int32)
-        unit_of_token[token] = count + np.arange(len(token))
+        unit_of_token[token] = np.arange(count, count + len(token), dtype=np.int32)
         # where the group's tokens stand among all replicated ones
-        each = lengths[sequences]
-        place = np.repeat(offsets[sequences] - (np.cumsum(each) - each), each)
-        place += np.arange(len(place))
-        if loss_mask is not None:
-            place = place[selected[place] != 0]
+        if len(values) == 1:
+            place = slice(None) if loss_mask is None else np.flatnonzero(selected)
+        else:
+            each = lengths[sequences]
+            place = np.repeat(offsets[sequences] - (np.cumsum(each) - each), each)
+            place += np.arange(len(place))
+            if loss_mask is not None:
+                place = place[selected[place] != 0]
         unit_of_copy[place] = unit_of_token[index]
         tokens.append(token)
         unit_temperature.append(np.full(len(token), value, np.float32))

@@ -87,6 +87,10 @@ class HostMask:
                 asked[start // tile : (start + length - 1) // tile + 1] = True
         return asked
 
+    def rows_on_grid(self, tile: int) -> bool:
+        """Whether q holds some tokens alone, and every tile of its rows neighbouring ones."""
+        return self.is_subset and not (self.query_runs[:, 1] % tile).any()
+
     @cached_property
     def paths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks of queries along one path, and the key runs above each: see the loop `paths`."""

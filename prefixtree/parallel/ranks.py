@@ -7,6 +7,7 @@ part, n ranks, Hk kv heads, D and Dv head dims.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prefixtree.packing.parts import Parts
+from prefixtree.packing.parts import Part, Parts
+from prefixtree.packing.row_runs import RowRuns
 from prefixtree.parallel.attention import PartMask
 
 if TYPE_CHECKING:
@@ -46,52 +48,104 @@ class RankExchange:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._is_needed:
             return own_key, own_value
-        key, value = own_key.shape[1:], own_value.shape[1:]
-        own = torch.cat([own_key.flatten(1), own_value.flatten(1)], 1)
-        lent = own.index_select(0, self._rows.sent)
-        rows = own.new_empty(self.part.num_rows, own.shape[1])
-        rows[self._rows.own] = own
-        rows[self._rows.received] = all_to_all(lent, self._sent, self._received, self._group)
-        # views: the kernels take any strides
-        keys, values = rows.split([key.numel(), value.numel()], 1)
-        return keys.unflatten(1, key), values.unflatten(1, value)
+        own = own_key, own_value
+        lent = self._buffer(own, self._sent, own_key.dtype)
+        for rows, pieces in zip(self._rows.sent, _pieces(lent, own, self._sent), strict=True):
+            for x, piece in zip(own, pieces, strict=True):
+                rows.take(x, piece)
+        got, on_its_way = self._exchanged(lent, own, self._sent, self._received)
+        key, value = (x.new_empty(self.part.num_rows, *x.shape[1:]) for x in own)
+        for out, x in zip((key, value), own, strict=True):
+            self._rows.own.put(out, x)
+        on_its_way.wait()
+        for rows, pieces in zip(
+            self._rows.received, _pieces(got, own, self._received), strict=True
+        ):
+            for out, piece in zip((key, value), pieces, strict=True):
+                rows.put(out, piece)
+        return key, value
 
     def give_back(
         self, dkey: torch.Tensor, dvalue: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._is_needed:
             return dkey, dvalue
-        key, value = dkey.shape[1:], dvalue.shape[1:]
-
-        def taken(rows: torch.Tensor) -> torch.Tensor:
-            both = [x.index_select(0, rows).flatten(1) for x in (dkey, dvalue)]
-            return torch.cat(both, 1)
-
-        own, borrowed = taken(self._rows.own), taken(self._rows.received)
+        both = dkey, dvalue
         # whoever lends or borrows has them in float32 already
-        borrowed = borrowed.to(torch.promote_types(borrowed.dtype, torch.float32))
-        returned = all_to_all(borrowed, self._received, self._sent, self._group)
-        pieces = (x.split(self._sent) for x in (self._rows.sent, returned))
-        for rows, gradient in zip(*pieces, strict=True):
-            if len(rows):
-                # no row stands twice in what one borrower returns
-                own.index_add_(0, rows, gradient)
-        keys, values = own.split([key.numel(), value.numel()], 1)
-        return keys.unflatten(1, key), values.unflatten(1, value)
+        wide = torch.promote_types(dkey.dtype, torch.float32)
+        borrowed = self._buffer(both, self._received, wide)
+        of_ranks = _pieces(borrowed, both, self._received)
+        for rows, pieces in zip(self._rows.received, of_ranks, strict=True):
+            for x, piece in zip(both, pieces, strict=True):
+                rows.take(x, piece)
+        returned, on_its_way = self._exchanged(borrowed, both, self._received, self._sent)
+        key, value = (
+            self._rows.own.take(x, x.new_empty(self.part.num_tokens, *x.shape[1:])) for x in both
+        )
+        on_its_way.wait()
+        # rank by rank, so that sums are the same in every run
+        for rows, pieces in zip(self._rows.sent, _pieces(returned, both, self._sent), strict=True):
+            for x, piece in zip((key, value), pieces, strict=True):
+                rows.add(x, piece)
+        return key, value
+
+    def _buffer(
+        self, both: tuple[torch.Tensor, ...], counts: list[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Numbers [*] of so many rows for each rank, or of each."""
+        return both[0].new_empty(sum(counts) * _row_size(both), dtype=dtype)
+
+    def _exchanged(
+        self,
+        numbers: torch.Tensor,
+        both: tuple[torch.Tensor, ...],
+        sent: list[int],
+        received: list[int],
+    ) -> tuple[torch.Tensor, Any]:
+        """What arrives, and what to wait for before it is read; own rows are copied meanwhile."""
+        each = _row_size(both)
+        to_ranks, of_ranks = [each * n for n in sent], [each * n for n in received]
+        return start_all_to_all(numbers, to_ranks, of_ranks, self._group)
 
     @cached_property
     def _rows(self) -> _Rows:
-        return _Rows(self.part.mask.device, self.part)
+        return _Rows(self.part)
+
+
+def _row_size(both: tuple[torch.Tensor, ...]) -> int:
+    """Numbers of a key and its value."""
+    return sum(math.prod(x.shape[1:]) for x in both)
+
+
+def _pieces(
+    numbers: torch.Tensor, both: tuple[torch.Tensor, ...], counts: list[int]
+) -> list[list[torch.Tensor]]:
+    """Keys and values of each rank in a buffer; a rank's keys stand before its values, so that
+    either is contiguous."""
+    of_ranks = numbers.split([count * _row_size(both) for count in counts])
+    sizes = [math.prod(x.shape[1:]) for x in both]
+    return [
+        [
+            piece.view(count, *x.shape[1:])
+            for x, piece in zip(both, rank.split([count * size for size in sizes]), strict=True)
+        ]
+        for rank, count in zip(of_ranks, counts, strict=True)
+    ]
 
 
 class _Rows:
-    """Row numbers of a part, int64 on a device: an indexed write takes nothing narrower."""
+    """Rows of a part: its own, and by rank the own ones that it sends and those it receives."""
 
-    def __init__(self, device: torch.device, part: Any) -> None:
-        tables = part.tables(device)
-        self.own = tables.own_rows.long()
-        self.sent = tables.send_rows.long()
-        self.received = tables.receive_rows.long()
+    def __init__(self, part: Part) -> None:
+        exchange, device = part.exchange, part.mask.device
+
+        def by_rank(runs: np.ndarray) -> list[RowRuns]:
+            of_ranks = (runs[runs[:, 0] == r] for r in range(len(exchange.send_counts)))
+            return [RowRuns(some[:, 1], some[:, 2], device) for some in of_ranks]
+
+        self.own = RowRuns(part.own_runs[:, 1], part.own_runs[:, 2], device)
+        self.sent = by_rank(exchange.send_runs)
+        self.received = by_rank(exchange.receive_runs)
 
 
 def rank_mask(parts: Parts, index: int, group: ProcessGroup) -> PartMask:
@@ -145,19 +199,38 @@ def all_to_all(
     """Sends rows to all ranks of a group, and receives rows of each.
 
     Args:
-        rows: [sum(sent), C], rank by rank.
+        rows: [sum(sent), ...], rank by rank.
         sent: the rows for each rank.
         received: the rows of each rank.
         group: the process group.
 
     Returns:
-        [sum(received), C], rank by rank.
+        [sum(received), ...], rank by rank.
+    """
+    out, on_its_way = start_all_to_all(rows, sent, received, group)
+    on_its_way.wait()
+    return out
+
+
+def start_all_to_all(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
+) -> tuple[torch.Tensor, Any]:
+    """`all_to_all` that goes on beside what follows.
+
+    Args:
+        rows, sent, received, group: as in `all_to_all`.
+
+    Returns:
+        What `all_to_all` returns, and what holds the rows sent; wait() on it before the result is
+        read. On a GPU the stream waits, not the host.
     """
     import torch.distributed as dist
 
-    out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    work: Any = dist.all_to_all_single(
+        out, rows.contiguous(), received, sent, group=group, async_op=True
+    )
+    return out, work
 
 
 def arrival(owner: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[int]]:

@@ -87,18 +87,19 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
     assert parallel.main([*TINY, *some, "--backend", "sdpa", "--out", str(out)]) == 0
-    whole, cut, steps = result(out)["rows"]
+    whole, cut, steps, kept = result(out)["rows"]
     assert [row["side"] for row in (whole, cut, steps)] == ["whole", "cut", "steps"]
     assert whole["computed"] == steps["computed"] == whole["tokens"] == 49 + 128 * 16
+    assert 0 < steps["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
     # cut trees repeat the prompt, and steps borrow it
     assert cut["computed"] > whole["tokens"]
-    for row in (cut, steps):
+    for row in (cut, steps, kept):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         assert row["of_whole"] == pytest.approx(whole["seconds"] / row["seconds"])
     with pytest.raises(SystemExit):
         parallel.main([*TINY, *some, "--sides", "parts"])
     assert parallel.main(["--read", str(out)]) == 0
-    assert "3 green, 0 out of memory, 0 red" in capsys.readouterr().out
+    assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
 
 def test_parallel_on_two_ranks(tmp_path: Path) -> None:
@@ -124,12 +125,23 @@ def test_parallel_on_two_ranks(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    whole, parts, heads = result(out)["rows"]
+    whole, parts, heads, gather = result(out)["rows"]
     assert parts["ranks"] == 2 and parts["most_received_rows"] > 0
-    for row in (parts, heads):
+    for row in (parts, heads, gather):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         expected = whole["seconds"] / 2 / row["seconds"]
         assert row["efficiency"] == pytest.approx(expected)
+        assert row["imbalance"] >= 1
+        assert row["exposed_seconds"] == row["seconds"] - row["alone_seconds"]
+    # two layers of 2 heads of 16 numbers, of keys and of values: twice forward, once backward
+    of_layer = 3 * 2 * 2 * 2 * 16 * 4
+    tokens, scores = whole["tokens"], 2 * 4 * whole["tokens"]
+    assert 0 < gather["received_bytes"] - tokens / 2 * of_layer < tokens / 16 * of_layer + scores
+    most = parts["most_received_rows"] * of_layer
+    assert most / 3 < parts["received_bytes"] <= most + scores
+    picture = tmp_path / "efficiency.png"
+    read = ["--read", str(out), "--beside", str(out), "--plot", str(picture)]
+    assert parallel.main(read) == 0 and picture.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("script", ["peers", "depth", "layer", "model", "memory"])

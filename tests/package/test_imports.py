@@ -67,7 +67,15 @@ def imports(file: Path, types: bool = False) -> Iterator[tuple[str, bool]]:
 
 # what `packing` knows of a mask, each of them built on those before it alone; nothing of it knows
 # sequences, so this is all that kernels may know of `packing`
-MASK_ROOMS = ("transfers", "block_tables", "state_schedule", "segments", "host_mask", "mask")
+MASK_ROOMS = (
+    "transfers",
+    "row_runs",
+    "block_tables",
+    "state_schedule",
+    "segments",
+    "host_mask",
+    "mask",
+)
 # what the kernels of decoding know of `packing`, and they alone; no mask is among it
 DECODE_ROOM = "decode_work"
 LOOPS = "prefixtree.loops"

@@ -72,6 +72,23 @@ def visible_in_window(
     return visible(q, k, spans) & (positions[q][:, None] < reach[k][None])
 
 
+def visible_to_rows(
+    q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    return visible(tokens[q], k, spans)
+
+
+def visible_in_window_to_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    spans: torch.Tensor,
+    positions: torch.Tensor,
+    reach: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    return visible(tokens[q], k, spans) & (positions[q][:, None] < reach[k][None])
+
+
 def softcap(cap: float) -> tuple[Any, Any]:
     return (
         lambda score: cap * torch.tanh(score / cap),
@@ -146,7 +163,7 @@ def _forward_of_lists(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    asked, tokens, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))
@@ -167,11 +184,11 @@ def _forward_of_lists(
         )
     assert set(visited.unique().tolist()) <= {0, 1, 1000}, "a tile is listed twice"
     last["forward"] = Counts(int((visited == 1).sum()), int((visited == 1000).sum()))
-    total = scores[:, :tokens].logsumexp(-1)
+    total = scores[:, :asked].logsumexp(-1)
     if learnable_sink is not None:
         assert learnable_sink.dtype == torch.float32
         total = torch.logaddexp(total, learnable_sink.double()[:, None])
-    p = torch.exp(scores[:, :tokens] - total[..., None])
+    p = torch.exp(scores[:, :asked] - total[..., None])
     out.copy_((p @ value).transpose(0, 1)[None])
     lse.copy_(total[None])
 
@@ -217,13 +234,13 @@ def _backward_of_lists(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    asked, tokens, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     tile_q, tile_k = block_sparse_tensors.block_size
     query, key, value = _padded(q, tile_q), _padded(k, tile_k), _padded(v, tile_k)
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))
     grad = _padded(dout, tile_q)
     delta = (dout[0].double() * out[0].double()).sum(-1).t() - (0 if dlse is None else dlse[0])
-    room = (0, query.shape[1] - tokens)
+    room = (0, query.shape[1] - asked)
     total, delta_padded = F.pad(lse[0].double(), room), F.pad(delta, room)
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     rows, columns = key.shape[1] // tile_k, query.shape[1] // tile_q
@@ -233,7 +250,7 @@ def _backward_of_lists(
         at_k = torch.arange(j * tile_k, (j + 1) * tile_k)
         raw = _scores(query[:, at_q], key[:, at_k], softmax_scale, None)
         # its rows of q and dout behind the end are zeros and add nothing; a partial tile masks them
-        seen = (at_k < tokens)[None] & (at_q < tokens)[:, None]
+        seen = (at_k < tokens)[None] & (at_q < asked)[:, None]
         if partial:
             seen = seen & mask_mod(at_q, at_k, *aux_scalars)
         partial_tiles, full_tiles = partial_tiles + partial, full_tiles + (not partial)
@@ -247,7 +264,7 @@ def _backward_of_lists(
         grads[1][:, at_k] += softmax_scale * ds.transpose(1, 2) @ query[:, at_q]
         grads[2][:, at_k] += p.transpose(1, 2) @ grad[:, at_q]
     last["backward"] = Counts(partial_tiles, full_tiles)
-    dq.copy_(grads[0][:, :tokens].transpose(0, 1)[None])
+    dq.copy_(grads[0][:, :asked].transpose(0, 1)[None])
     for got, want in ((dk, grads[1]), (dv, grads[2])):
         got.copy_(want[:, :tokens].unflatten(0, (-1, group)).sum(1).transpose(0, 1)[None])
     if learnable_sink is None:
@@ -385,6 +402,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         address=lambda array: array,
         visible=visible,
         visible_in_window=visible_in_window,
+        visible_to_rows=visible_to_rows,
+        visible_in_window_to_rows=visible_in_window_to_rows,
         softcap=softcap,
     )
     heads_first_backward = module(

@@ -273,7 +273,8 @@ def _check_wrapped(case: Case, model: nn.Module) -> None:
 def _gradients_kept(self: Any, *gradients: torch.Tensor) -> Sequence[torch.Tensor]:
     """Takes part in the exchange, and adds nothing."""
     _GIVE_BACK(self, *gradients)
-    return [x.index_select(0, self._rows.own) for x in gradients]
+    rows = self._rows.own
+    return [rows.take(x, x.new_empty(rows.count, *x.shape[1:])) for x in gradients]
 
 
 def _own_rows_alone(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:

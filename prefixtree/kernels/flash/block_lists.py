@@ -66,8 +66,11 @@ class ForestLists:
         spans: int32 [T + a tile]: subtree_end[k] - k, then zeros. Query q sees key k exactly when
             q - k, as an unsigned number, is less; the zeros are the lanes behind the last key.
         positions: int32 like `spans`, each token's on its path, then zeros; None without a window.
+            With `query_tokens`, those of the rows of q.
         reach: int32 like `spans`, the first position from which a token's window hides it; or None.
         longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
+        query_tokens: int32 [rows of q + a tile], where query tiles are of the rows of q: the packed
+            token of each, then T, which sees no key. None where they are of all packed tokens.
     """
 
     forward: Lists
@@ -76,6 +79,7 @@ class ForestLists:
     positions: torch.Tensor | None
     reach: torch.Tensor | None
     longest_list_share: float
+    query_tokens: torch.Tensor | None = None
 
 
 # lists live as long as their mask
@@ -97,16 +101,23 @@ def lists_of(mask: HostMask, tiles: Tiles, window: int, device: torch.device) ->
 @lasting
 def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> ForestLists:
     host = torch.device("cpu")
-    whole = mask.whole
-    tables = whole.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
-    back = whole.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
+    on_grid = mask.rows_on_grid(tiles.queries)
+    source = mask if on_grid else mask.whole
+    tables = source.tables(TileShape(tiles.queries, tiles.forward_keys), window, host)
+    back = source.tables(TileShape(tiles.queries, tiles.backward_keys), window, host)
     # Behind its diagonal key tile j has the query tiles j + 1, j + 2, .. in full: one row of
     # numbers serves all key tiles, each from another place on, and stays linear in T. Not so where
     # a window or a part takes tiles out of the middle, or tiles of q and k differ in length.
     linear = window == 0 and tiles.queries == tiles.backward_keys and not mask.is_subset
-    asked = mask.asked_tiles(tiles.queries)
     of_queries, of_keys = _forward_spans(tables), _backward_spans(back, linear)
     keys = len(back.k_tiles)
+    if on_grid:
+        asked = np.ones(len(tables.q_tiles), bool)
+        unseen = np.setdiff1d(np.arange(keys), np.concatenate([row for row, *_ in of_keys]))
+        # of a key tile that no query sees, the first query tile, in which the mask hides all of it
+        of_keys = _with(of_keys[0], unseen, np.zeros_like(unseen)), of_keys[1]
+    else:
+        asked = mask.asked_tiles(tiles.queries)
     if not asked.all():
         of_queries = _of_asked_rows(of_queries, asked, tiles)
         of_keys = _of_asked_columns(of_keys, asked, tiles, keys)
@@ -122,14 +133,27 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
     on = mask.on(device)
     spans = on["subtree_end"] - torch.arange(mask.num_tokens, dtype=torch.int32, device=device)
     room = (0, max(tiles.queries, tiles.forward_keys, tiles.backward_keys))
-    positions = reach = None
+    positions = reach = query_tokens = None
+    if on_grid:
+        query_tokens = F.pad(on["query_tokens"], room, value=mask.num_tokens)
     if window:
-        positions = F.pad(on["position_ids"], room)
+        at = on["position_ids"]
+        if on_grid:
+            at = at.index_select(0, on["query_tokens"])
+        positions = F.pad(at, room)
         reach = F.pad(on["position_ids"] + window, room)
     visits = (runs[2].count + runs[3].count).numpy()
     longest_list_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
     forward, backward = Lists(*arrays[:4]), Lists(*arrays[4:])
-    return ForestLists(forward, backward, F.pad(spans, room), positions, reach, longest_list_share)
+    return ForestLists(
+        forward,
+        backward,
+        F.pad(spans, room),
+        positions,
+        reach,
+        longest_list_share,
+        query_tokens,
+    )
 
 
 # ---- runs of tiles, on the host ------------------------------------------------------------------
@@ -199,7 +223,7 @@ def _backward_spans(tables: BlockTables, linear: bool) -> tuple[_Spans, _Spans]:
     return partial, (row, runs[:, 1], runs[:, 2])
 
 
-# ---- parts: query tiles without a row of q -------------------------------------------------------
+# ---- parts whose rows of q are in no grid: query tiles without a row of q ------------------------
 # No list may be empty: flash-attn-4 was checked with tiles that have at least one other.
 
 

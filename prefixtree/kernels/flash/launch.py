@@ -19,6 +19,8 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels.flash.block_lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.flash.chains import chains_of
 from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.packing.host_mask import HostMask
+from prefixtree.packing.row_runs import RowRuns
 
 # `_flash_attn_fwd` and `_flash_attn_bwd` are not public: the public function is an autograd node,
 # which a registered operator cannot take apart. So one version; tests/kernels/flash/fa4
@@ -148,15 +150,17 @@ def packs_heads(group: int, d: int) -> bool:
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [T, H, Dv] in q's dtype, lse [H, T] float32 over the keys, natural log."""
     v = call.v
-    queries = Queries(call)
-    q, k = queries.spread(call.q), call.k
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     if call.q.shape[0] == 0:
-        return queries.own(out), queries.own(lse, 1)
+        heads = call.q.shape[1]
+        lse = call.q.new_empty(heads, 0, dtype=torch.float32)
+        return call.q.new_empty(0, heads, v.shape[2]), lse
     from flash_attn.cute import interface
 
     given = _given(call)
+    queries = Queries(call, given.lists)
+    q, k = queries.spread(call.q), call.k
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     inside, around = _sinks_where(call.sinks, call.lse_used)
     with _TURN, device_info.current(q.device):
         interface._flash_attn_fwd(
@@ -169,7 +173,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             **dict(zip(("out", "lse"), given.rows(out, lse), strict=True)),
             **given.forward,
         )
-    out, lse = queries.own(out), queries.own(lse, 1)
+    out, lse = queries.own(out), queries.own_columns(lse)
     if around is not None:
         out *= keys_share(lse, around)
     return out, lse if inside is None else keys_lse(lse, inside)
@@ -195,9 +199,9 @@ def backward(
     if around is not None:
         share = keys_share(lse, around)
         given_dout = torch.mul(dout, share, out=dout.new_empty(dout.shape))
-    queries = Queries(call)
+    queries = Queries(call, given.lists)
     spread_q, *rows = (queries.spread(x) for x in (q, out, given_dout))
-    spread_dlse = None if dlse is None else queries.spread(dlse, 1)
+    spread_dlse = None if dlse is None else queries.spread_columns(dlse)
     dq = spread_q.new_empty(spread_q.shape)
     score, score_gradient = _score_functions(call.softcap)
     with _TURN, device_info.current(q.device):
@@ -207,7 +211,7 @@ def backward(
             call.wide,
         )
         results = run(
-            *given.rows(spread_q, k, v, *rows, queries.spread(total, 1)),
+            *given.rows(spread_q, k, v, *rows, queries.spread_columns(total)),
             softmax_scale=call.scale,
             score_mod=score,
             score_mod_bwd=score_gradient,
@@ -231,30 +235,51 @@ def _zeros_like(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Queries:
-    """Rows of q among all packed tokens, as flash-attn-4's square lists want them.
+    """Rows of q as the lists want them.
 
-    Of a mask `for_queries(...)`, tokens without a row get zeros. Their scores are 0, and so are
-    their dout and what it is multiplied by: they add nothing to dk and dv. Tiles of such tokens
-    alone are hardly visited (`block_lists`).
+    Of a mask `for_queries(...)` whose tiles of rows are of neighbouring tokens, the lists are of
+    these rows. Otherwise they are square, and tokens without a row get zeros. Their scores are 0,
+    and so are their dout and what it is multiplied by: they add nothing to dk and dv. Tiles of such
+    tokens alone are hardly visited (`block_lists`).
     """
 
-    def __init__(self, call: AttentionCall) -> None:
-        self._tokens = None
-        if call.mask.is_subset:
-            self._tokens = call.mask.on(call.q.device)["query_tokens"].long()
-        self._count = call.mask.num_tokens
+    def __init__(self, call: AttentionCall, lists: ForestLists | None) -> None:
+        mask, device = call.mask, call.q.device
+        self._count = mask.num_tokens
+        self._rows = None
+        if mask.is_subset and (lists is None or lists.query_tokens is None):
+            of_devices = _query_rows.setdefault(mask, {})
+            if device not in of_devices:
+                start, _, length = mask.query_runs.T
+                of_devices[device] = RowRuns(start, length, device)
+            self._rows = of_devices[device]
 
-    def spread(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """x with a row per packed token along `dim`."""
-        if self._tokens is None:
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows of q, ...] with a row per packed token."""
+        return x if self._rows is None else self._rows.spread(x, self._count)
+
+    def spread_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """x [H, rows of q] with a column per packed token."""
+        if self._rows is None:
             return x
-        shape = [*x.shape]
-        shape[dim] = self._count
-        return x.new_zeros(shape).index_copy_(dim, self._tokens, x)
+        out = x.new_zeros(x.shape[0], self._count)
+        return out.index_copy_(1, self._rows.index, x)
 
-    def own(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def own(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of q."""
-        return x if self._tokens is None else x.index_select(dim, self._tokens)
+        if self._rows is None:
+            return x
+        return self._rows.take(x, x.new_empty(self._rows.count, *x.shape[1:]))
+
+    def own_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The columns of q's rows."""
+        return x if self._rows is None else x.index_select(1, self._rows.index)
+
+
+# rows live as long as their mask
+_query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 # ---- order of tiles in the backward --------------------------------------------------------------
@@ -401,10 +426,15 @@ def _block_sparse(lists: Lists, queries: int, keys: int) -> Any:
 def _mask_arguments(lists: ForestLists) -> dict[str, Any]:
     from prefixtree.kernels.flash import mask_mods
 
+    to_rows = lists.query_tokens is not None
     if lists.positions is None or lists.reach is None:
-        arrays, function = [lists.spans], mask_mods.visible
+        arrays = [lists.spans]
+        function = mask_mods.visible_to_rows if to_rows else mask_mods.visible
     else:
-        arrays, function = [lists.spans, lists.positions, lists.reach], mask_mods.visible_in_window
+        arrays = [lists.spans, lists.positions, lists.reach]
+        function = mask_mods.visible_in_window_to_rows if to_rows else mask_mods.visible_in_window
+    if lists.query_tokens is not None:
+        arrays.append(lists.query_tokens)
     return {"mask_mod": function, "aux_scalars": tuple(mask_mods.address(x) for x in arrays)}
 
 

@@ -59,6 +59,42 @@ def visible_in_window(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
     return utils.scalar_to_ssa(seen, cutlass.Boolean)
 
 
+@cute.jit
+def visible_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
+    """`visible`, where q is a row and stands for a token. aux_scalars: spans, tokens."""
+    layout = cute.make_layout((1 << 30,))
+    spans = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    tokens = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[1], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    seen = Uint32(tokens[q[0]] - k[0]) < Uint32(spans[k[0]])
+    return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+
+@cute.jit
+def visible_in_window_to_rows(batch, head, q, k, seqlen_info, aux_tensors, aux_scalars):
+    """`visible_in_window`, where q is a row and stands for a token. aux_scalars: spans, positions
+    of the rows, reach, tokens."""
+    layout = cute.make_layout((1 << 30,))
+    spans = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[0], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    positions = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[1], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    reach = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[2], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    tokens = cute.make_tensor(
+        cute.make_ptr(Int32, aux_scalars[3], cute.AddressSpace.gmem, assumed_align=4), layout
+    )
+    seen = Uint32(tokens[q[0]] - k[0]) < Uint32(spans[k[0]])
+    seen = seen & (positions[q[0]] < reach[k[0]])
+    return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+
 @cache
 def softcap(cap: float):
     """The score function c tanh(s / c) and its gradient, of the score before it.

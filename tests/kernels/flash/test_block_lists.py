@@ -57,8 +57,7 @@ def listed(of: Lists) -> dict[str, list[list[int]]]:
 def cells(visible: torch.Tensor, tile_q: int, tile_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """bool [query tiles, key tiles]: some pair visible; every pair visible of a tile whose keys
     are complete."""
-    tokens = len(visible)
-    rows, columns = -(-tokens // tile_q), -(-tokens // tile_k)
+    rows, columns = -(-visible.shape[0] // tile_q), -(-visible.shape[1] // tile_k)
     some, every = torch.zeros(2, rows, columns, dtype=torch.bool)
     for i in range(rows):
         for j in range(columns):

@@ -102,11 +102,17 @@ def test_numerics_of_features(dtype: torch.dtype, options: dict, extras: dict) -
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids=str)
-def test_numerics_of_some_queries(dims: tuple[int, int], seed: int) -> None:
+@pytest.mark.parametrize("on_grid", [False, True])
+def test_numerics_of_some_queries(on_grid: bool, dims: tuple[int, int], seed: int) -> None:
     forest = random_forest(np.random.default_rng(seed), 40, [40, 200, 400][seed % 3])
     whole = cuda_mask(forest)
     middle = whole.num_tokens // 2
-    mask = whole.for_queries([(middle // 2, middle), (middle + 1, whole.num_tokens)])
+    first = middle // 2
+    # an odd number of rows, or whole tiles of them, before the second run
+    rows = (middle - first) // 128 * 128 if on_grid else (middle - first) // 2 * 2 - 1
+    ranges = [(first, first + rows), (middle + 1, whole.num_tokens)]
+    mask = whole.for_queries(ranges if rows else ranges[1:])
+    assert mask.host.rows_on_grid(128) == on_grid
     extras = [{}, {"window": 150, "softcap": 9.0}, {"sinks": True, "dlse": True}][seed % 3]
     case = Case.random(mask, (8, 2), dims, torch.bfloat16, seed, **extras).to("cuda")
     assert_numerics(forest, mask, case, ours(mask, backend="flash"))

@@ -5,6 +5,7 @@ row of q, and everything on the host side, through an emulation of flash-attn-4 
 from __future__ import annotations
 
 from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.flash import launch
 from prefixtree.kernels.flash.block_lists import Tiles, lists_of
 from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.packing.host_mask import HostMask
 from tests.kernels.flash.test_block_lists import CPU, cells, listed
 from tests.support.attention_checks import Case, eager, ours, run
 from tests.support.strategies import forests, mask_of, query_ranges, random_forest
@@ -23,6 +25,8 @@ from tests.support.strategies import forests, mask_of, query_ranges, random_fore
 # with tiles of borrowed tokens alone before, between and behind the rows of q
 TREE = PrefixForest.from_parents([-1, 0, 1, 1, 0, -1], [300, 150, 40, 200, 390, 200], order="input")
 RANGES = [(310, 420), (700, 710), (900, 1100)]
+# rows of q in tiles of 128 neighbours
+ON_GRID = [(310, 438), (520, 776), (1000, 1100)]
 
 
 @given(st.data())
@@ -34,7 +38,9 @@ def test_lists_of_asked_tiles_are_exact(data: st.DataObject) -> None:
     part = whole.for_queries(ranges)
     tiles = Tiles(*(data.draw(st.integers(2, 5)) for _ in range(3)))
     window = data.draw(st.sampled_from([0, 0, 3]))
-    made = lists_of(part.host, tiles, window, CPU)
+    with patch.object(HostMask, "rows_on_grid", lambda host, tile: False):
+        made = lists_of(part.host, tiles, window, CPU)
+    assert made.query_tokens is None
     full = lists_of(whole.host, tiles, window, CPU)
     queries = torch.zeros(-(-whole.num_tokens // tiles.queries), dtype=torch.bool)
     queries[part.query_tokens.long() // tiles.queries] = True
@@ -59,10 +65,56 @@ def test_lists_of_asked_tiles_are_exact(data: st.DataObject) -> None:
         )
 
 
+@given(st.data())
+def test_lists_of_rows_are_exact(data: st.DataObject) -> None:
+    """Where tiles of rows are of neighbouring tokens: what a tile needs, from the dense mask."""
+    whole = mask_of(data.draw(forests()))
+    queries = data.draw(st.integers(2, 4))
+    ranges, end = [], 0
+    while end + queries <= whole.num_tokens and data.draw(st.booleans()):
+        start = data.draw(st.integers(end, whole.num_tokens - queries))
+        end = start + queries * data.draw(st.integers(1, (whole.num_tokens - start) // queries))
+        ranges.append((start, end))
+    if end < whole.num_tokens:
+        ranges.append((end, data.draw(st.integers(end + 1, whole.num_tokens))))
+    part = whole.for_queries(ranges)
+    tiles = Tiles(queries, *(data.draw(st.integers(2, 5)) for _ in range(2)))
+    window = data.draw(st.sampled_from([0, 0, 3]))
+    made = lists_of(part.host, tiles, window, CPU)
+    assert made.query_tokens is not None
+    assert made.query_tokens[: part.num_queries].equal(part.query_tokens)
+    assert (made.query_tokens[part.num_queries :] == whole.num_tokens).all()
+    dense = part.dense(window or None)
+    for lists, keys, turned in (
+        (made.forward, tiles.forward_keys, False),
+        (made.backward, tiles.backward_keys, True),
+    ):
+        # of key tiles that end early the backward stores no more rows than there are
+        behind = -dense.shape[1] % keys if turned else 0
+        some, _ = cells(dense, queries, keys)
+        _, stored = cells(torch.nn.functional.pad(dense, (0, behind), value=True), queries, keys)
+        found = listed(lists)
+        for row in range(some.shape[1] if turned else some.shape[0]):
+            partial, full = found["partial"][row], found["full"][row]
+            seen, filled = (x[:, row] if turned else x[row] for x in (some, stored))
+            want = seen.nonzero().flatten().tolist()
+            # with a window a tile may be visited in vain
+            assert set(want) <= set(partial + full) and len({*partial, *full}) == len(
+                partial + full
+            )
+            if not window and (want or (partial, full) != ([0], [])):
+                assert sorted(partial + full) == want
+            assert all(filled[at] for at in full)
+
+
 @pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"sinks": True, "dlse": True}])
 @pytest.mark.parametrize("options", [{}, {"window": 130}, {"softcap": 3.0}])
-def test_emulated_features(emulated: ModuleType, options: dict, extras: dict) -> None:
-    mask = mask_of(TREE).for_queries(RANGES)
+@pytest.mark.parametrize("ranges", [RANGES, ON_GRID], ids=["apart", "on grid"])
+def test_emulated_features(
+    emulated: ModuleType, ranges: list[tuple[int, int]], options: dict, extras: dict
+) -> None:
+    mask = mask_of(TREE).for_queries(ranges)
+    assert mask.host.rows_on_grid(128) == (ranges is ON_GRID)
     case = Case.random(mask, (4, 2), (16, 8), torch.float64, **extras, **options)
     assert_exact(mask, case)
 

@@ -29,6 +29,7 @@ FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])
 # sixty documents, and a branch in one of them
 DOCUMENTS = PrefixForest.from_parents([-1] * 60 + [0, 0], [128] * 62)
 CHAINS = PrefixForest.from_parents([-1] * 3, [700, 300, 1])
+ON_GRID = [(100, 228), (400, 784), (900, 1000)]
 PLAIN: dict[str, Any] = {"heads": (32, 8), "dims": (128, 128)}
 
 
@@ -67,10 +68,12 @@ def compile_both(
     sinks: bool = False,
     dlse: bool = False,
     with_backward: bool = True,
+    queries: list[tuple[int, int]] | None = None,
     **options: Any,
 ) -> None:
-    """Forward and backward, the latter in the order of the rule."""
-    host = mask_of(forest).host
+    """Forward and backward, the latter in the order of the rule; of all queries or of some."""
+    mask = mask_of(forest)
+    host = (mask if queries is None else mask.for_queries(queries)).host
     # kept with the mask, for `no_gpu` to fake
     if chains_of(host, CPU) is None:
         lists_of(host, launch.tiles_for(*dims), options.get("window", 0), CPU)
@@ -79,9 +82,9 @@ def compile_both(
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        tokens = host.num_tokens
-        q, k = empty(tokens, heads[0], dims[0]), empty(tokens, heads[1], dims[0])
-        v = empty(tokens, heads[1], dims[1])
+        keys, tokens = host.num_tokens, host.num_queries
+        q, k = empty(tokens, heads[0], dims[0]), empty(keys, heads[1], dims[0])
+        v = empty(keys, heads[1], dims[1])
         sink = empty(heads[0]) if sinks else None
         call = AttentionCall(q, k, v, sink, host, **({"scale": 0.1} | options))
         assert launch.refused_features(call) is None
@@ -112,6 +115,9 @@ def compile_both(
         {"heads": (8, 2), "dims": (256, 256), "window": 200, "softcap": 20.0, "sinks": True},
         # a single tile
         PLAIN | {"forest": PrefixForest.from_parents([-1, 0, 0], [50, 30, 20])},
+        # rows of q in tiles of neighbours
+        PLAIN | {"queries": ON_GRID},
+        PLAIN | {"queries": ON_GRID, "window": 200, "softcap": 20.0, "sinks": True},
     ],
     ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
 )
@@ -176,9 +182,16 @@ def test_the_forward_does_not_spill(capfd: pytest.CaptureFixture[str], d: int, g
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
 
 
-@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
+@pytest.mark.parametrize(
+    ("heads_first", "queries"),
+    [(False, None), (True, None), (False, ON_GRID)],
+    ids=["tiles first", "heads first", "rows of q"],
+)
 def test_the_plain_kernels_do_not_spill(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], heads_first: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    heads_first: bool,
+    queries: list[tuple[int, int]] | None,
 ) -> None:
     """By ptxas' own words; with flash-attn-4's wrapped indices the backward does."""
     for call in (
@@ -188,7 +201,7 @@ def test_the_plain_kernels_do_not_spill(
     ):
         call.compile_cache.clear()
     in_order(monkeypatch, heads_first)
-    compile_both(**PLAIN)
+    compile_both(**PLAIN, queries=queries)
     said = "".join(capfd.readouterr())
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]

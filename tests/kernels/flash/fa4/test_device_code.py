@@ -115,3 +115,22 @@ def test_mask_functions_are_the_mask(window: int) -> None:
         assert torch.equal(out[:tokens, :tokens].bool(), mask.dense(window or None))
         # keys behind the last token are seen by none, whatever the query
         assert (out[:, tokens:] == 0).all() and (out >= 0).all()
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_mask_functions_of_rows_are_the_mask(window: int) -> None:
+    both = mask_mods.visible_to_rows, mask_mods.visible_in_window_to_rows
+    call = compiled(both[window > 0], 4 if window else 2)
+    for seed in range(8):
+        whole = mask_of(random_forest(np.random.default_rng(seed), 20, 30))
+        end = whole.num_tokens
+        mask = whole.for_queries([(2, 18), (20, 52), (end - 5, end)])
+        made = lists_of(mask.host, Tiles(16, 16, 16), window, torch.device("cpu"))
+        arrays = [made.spans, made.positions, made.reach, made.query_tokens]
+        rows, tokens = mask.num_queries, mask.num_tokens
+        out = torch.full((rows + 16, tokens + 16), -1, dtype=torch.int32)
+        given = tuple(mask_mods.address(x) for x in arrays if x is not None)
+        call(out, AuxData(None, given))
+        assert torch.equal(out[:rows, :tokens].bool(), mask.dense(window or None))
+        # keys behind the last token are seen by none, and rows behind the last see none
+        assert (out[:, tokens:] == 0).all() and (out[rows:] == 0).all()
