@@ -45,7 +45,10 @@
 #   steps        ?     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
 #   decode       ?     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
-#   decode_peers ?     transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
+#   sampling     ?     the sampler's tests: captured steps, memory, families
+#   decode_steps ?     a whole decoding step, over the time of its bytes
+#   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
+#   histories    ?     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -66,7 +69,7 @@
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
 # UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS,
-# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS: added to the command of a step.
+# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -184,7 +187,7 @@ tests() {
   ours tests && cuda tests || return
   tested tests_gpu 420 tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py \
     tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
-    tests/kernels/test_decode_on_gpu.py tests/kernels/triton/test_decode.py
+    tests/kernels/test_decode_on_gpu.py tests/kernels/triton/test_decode.py tests/kernels/triton/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/test_attention.py tests/kernels/test_operator.py \
     tests/kernels/test_decode.py tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
@@ -391,7 +394,26 @@ memory() { benchmark memory 560 ${MEMORY_ARGS:-}; }
 
 decode() { benchmark decode 420 "${read_rollouts[@]}" ${DECODE_ARGS:-}; }
 
+decode_steps() {
+  ours decode_steps || return
+  limited decode_steps 400 python3 -m benchmarks decode --level 1 --commit "$(cat "$files/commit" 2>/dev/null)" \
+    --out "$out/decode_steps.json" ${DECODE_ARGS:-}
+}
+
 decode_peers() { benchmark decode_peers 590 ${DECODE_PEERS_ARGS:-}; }
+
+histories() {
+  ours histories || return
+  limited histories 590 python3 -m benchmarks decode_peers "${read_rollouts[@]}" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/histories.json" ${HISTORIES_ARGS:-}
+}
+
+sampling() {
+  ours sampling && cuda sampling || return
+  # a test measures memory, and graphs of several processes would share the GPU
+  limited sampling 400 env OMP_NUM_THREADS=1 python3 -m pytest -q -p no:benchmark -p no:cacheprovider \
+    tests/integrations/sampling/test_on_gpu.py ${PYTEST_ARGS:-}
+}
 
 head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
@@ -491,7 +513,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_peers|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -13,20 +13,32 @@ the bytes of the keys and values that the side reads (its own reading of "each o
 row") per second, over those that a copy of 1 GiB reads and writes.
 
 A side is green if its results are as far from float64 as rounding allows, on up to 32 rows.
+
+    python -m benchmarks decode --level 1 --out steps.json                   # on a GPU
+
+Level 1 is a whole step of `TreeSampler` with random weights: 12 layers of Qwen3-8B's shape, and
+Qwen3-0.6B's whole, 8 prompts of 2K tokens x 16 rows that hold 512 tokens each. Sides: "tree",
+"tree-eager" and "rows" of `lib/sampling.py`, after its check. "over bound" is the median time of a
+step over that of its bytes at 0.8 of a copy's rate: the weights, and the keys and values that the
+tree has, each once.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.lib import layers, policy, sampling
 from benchmarks.lib.decoding import SIDES, Attend, Inputs, Step, attend, exact
 from benchmarks.lib.replicated import missing
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
@@ -42,13 +54,18 @@ from benchmarks.lib.tables import (
     number,
     times_cell,
     verdict,
+    verdict_column,
 )
 from benchmarks.lib.timing import median_ms, profiled
 from benchmarks.lib.workloads import airline_sequences, forest_of
 from prefixtree import PrefixForest
+from prefixtree.integrations.sampling import Draws
 from prefixtree.kernels.triton.configs import Config
 from prefixtree.packing import decode_work
 
+# of level 1: layers of a model (none: all), its prompts and new tokens, and steps that are timed
+MODELS: dict[str, int | None] = {"qwen3-8b": 12, "qwen3-0.6b": None}
+STEP_PROMPT, STEPS, TIMED = 2048, 64, 40
 PROMPTS, SAMPLES, TAIL = (256, 512, 2048, 8192, 32768), 16, 512
 AIRLINE, AIRLINE_ROWS, AIRLINE_TAIL = "airline", 4, 128
 # rows that are checked; bytes of pools, beyond any L2 cache; most calls in a graph
@@ -161,11 +178,104 @@ def level_0(options: argparse.Namespace) -> Report:
     return report
 
 
+# ---- a whole step -------------------------------------------------------------------------------
+
+
+def model_of(name: str, count: int | None, dtype: str, options: argparse.Namespace) -> Any:
+    """Random weights, of a shape's first layers."""
+    torch.manual_seed(0)
+    if name == "qwen3-8b":
+        settings = layers.config(count or 36, options.is_tiny)
+    else:
+        settings = policy.config(options.is_tiny)
+        settings.num_hidden_layers = count or settings.num_hidden_layers
+        settings.layer_types = settings.layer_types[: settings.num_hidden_layers]
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def bytes_of_step(model: Any, keys: int) -> int:
+    """Weights that a step reads, and so many keys and values of every layer, each once."""
+    embedding = model.get_input_embeddings().weight
+    read = {p for p in model.parameters() if p is not embedding or p is model.lm_head.weight}
+    c = model.config
+    per_key = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    size = embedding.element_size()
+    return sum(p.numel() for p in read) * size + keys * per_key * size
+
+
+def measure_step(
+    name: str, count: int | None, side: str, options: argparse.Namespace, rate: float
+) -> Row:
+    """A side's check and the median time of a step, far behind the first."""
+    if red := sampling.wrong(side, model_of(name, 2, "float32", options)):
+        return {"red": red}
+    model = model_of(name, count, options.dtype, options)
+    prompt, tail = (max(2, round(x * options.scale)) for x in (STEP_PROMPT, options.tail))
+    rng, rows_per = np.random.default_rng(0), 2 if options.is_tiny else SAMPLES
+    prompts = list(rng.integers(0, model.config.vocab_size, (options.trees, prompt)))
+    number = options.trees * rows_per
+    max_keys = options.trees * prompt + number * (tail + STEPS)
+    sampler = sampling.sampler_of(side, model, max_keys, number)
+    rows = sampler.start(PrefixForest.from_sequences(prompts))
+    rows.branch(rows_per)
+    rows.append({r: rng.integers(0, model.config.vocab_size, tail) for r in range(number)})
+    clock = sampling.Clock(options.device)
+    with sampling.sharing(side), sampling.marked_steps(clock):
+        rows.generate(STEPS, Draws(seed=1))
+    ms = clock.ms()[-TIMED:]
+    keys = options.trees * prompt + number * (tail + STEPS - TIMED // 2)
+    moved = bytes_of_step(model, keys)
+    bound = 1e3 * moved / (0.8 * rate)
+    found = {"red": [], "rows": number, "ms": statistics.median(ms), "all_ms": ms, "keys": keys}
+    return found | {"bytes": moved, "bound_ms": bound, "over_bound": found["ms"] / bound}
+
+
+def level_1(options: argparse.Namespace) -> Report:
+    """A whole step."""
+    rate = copy_rate(options.device)
+    report = Report(options, level=1, sides=list(sampling.SIDES), copy_bytes_per_second=rate)
+    for name, count in MODELS.items():
+        for side in sampling.SIDES:
+            row = report.attempt(
+                {"model": name, "layers": count, "side": side},
+                partial(measure_step, name, count, side, options, rate),
+            )
+            said = f"{row['ms']:.2f} ms" if "ms" in row else verdict(row)
+            print(f"{name}, {side}: {said}", flush=True)
+    return report
+
+
+def step_tables(data: Row) -> Parts:
+    """Milliseconds per step, and over the time of its bytes."""
+    columns = [
+        Column("model", lambda row: row["model"]),
+        Column("layers", lambda row: str(row["layers"] or "all")),
+        Column("side", lambda row: row["side"]),
+        Column("rows", lambda row: number(row, "rows", "d")),
+        Column("ms/step", lambda row: number(row, "ms", ".2f")),
+        Column("GiB", lambda row: gib(row.get("bytes"), ".2f")),
+        Column("bound ms", lambda row: number(row, "bound_ms", ".2f")),
+        Column("over bound", lambda row: number(row, "over_bound", ".2f")),
+        verdict_column(),
+    ]
+    rate = data["copy_bytes_per_second"] / 1e12
+    where = machine(data["environment"], "transformers", "triton")
+    yield f"{where}; a whole step of TreeSampler; a copy {rate:.2f} TB/s"
+    yield Table(columns, data["rows"])
+
+
 # ---- output -------------------------------------------------------------------------------------
 
 
 def tables(data: Row) -> Parts:
-    """Microseconds by side, and what sharing gains."""
+    """Microseconds by side, and what sharing gains; of level 1 milliseconds."""
+    if data["level"] == 1:
+        yield from step_tables(data)
+        return
     sides = data["sides"]
 
     def us(side: str) -> Column:
@@ -233,15 +343,14 @@ def changed(options: argparse.Namespace) -> Iterator[patch]:
         yield patch.object(configs, "choose_decode", choose)
 
 
-# a whole step comes here when there is a sampler
-LEVELS: dict[int, Callable[[argparse.Namespace], Report]] = {0: level_0}
+LEVELS: dict[int, Callable[[argparse.Namespace], Report]] = {0: level_0, 1: level_1}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was green."""
     what = parser(__doc__)
     add = what.add_argument
-    add("--level", type=int, default=0, choices=list(LEVELS), help="0: attention of one layer")
+    add("--level", type=int, default=0, choices=list(LEVELS), help="0: attention; 1: a whole step")
     add("--sides", nargs="+", default=list(SIDES), choices=SIDES, metavar="SIDE")
     add("--prompts", nargs="*", type=int, default=list(PROMPTS), help="tokens of the prompts")
     add("--trees", type=int, default=8, help="prompts, each with 16 rows")

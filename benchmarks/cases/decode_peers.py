@@ -1,11 +1,16 @@
-"""How long does `generate` of transformers take for several samples per prompt?
+"""How long does sampling take, several samples per prompt, by `TreeSampler` and by `generate`?
 
     python -m benchmarks decode_peers --prompt 2048 --new 1024 --out peers.json   # on a GPU
+    python -m benchmarks decode_peers --rollouts ROLLOUTS --out histories.json    # on a GPU
     python -m benchmarks decode_peers --device cpu --scale 0.01                   # every code path
 
 Qwen3-0.6B's shape with random weights. Prompts are equally long, so that no side pays for padding,
-and every prompt is given as many times as it has samples, as TRL gives it. No sequence stops early.
+and `generate` gets every prompt as many times as it has samples, as TRL gives it. No sequence stops
+early. With --rollouts the prompts are all histories of the agent rollouts (579), each with 4
+samples of 256 new tokens; then the sides are tree and rows.
 
+    tree         `TreeSampler`; tree-eager: without CUDA graphs; rows: with them, and every row
+                 reads all of its keys
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled
@@ -17,6 +22,9 @@ and every prompt is given as many times as it has samples, as TRL gives it. No s
 later tokens. "compile s" is what the first calls took beyond the time of as many steps, and
 is in none of the other columns. Peak memory holds weights, cache and activations; "reserved" also
 holds the pools of CUDA graphs.
+
+The sides of `TreeSampler` are checked first, in float32 with two layers: greedy tokens beside
+`generate`, log-probabilities beside `sequence_logprobs`.
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LogitsProcessorList, StoppingCriteriaList
@@ -40,6 +49,8 @@ from transformers.integrations import sdpa_attention
 
 from benchmarks.lib.policy import config
 from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.sampling import SIDES as OURS
+from benchmarks.lib.sampling import Clock, sampled, sampler_of, wrong
 from benchmarks.lib.tables import (
     Column,
     Parts,
@@ -50,40 +61,23 @@ from benchmarks.lib.tables import (
     verdict,
     verdict_column,
 )
+from benchmarks.lib.workloads import airline_sequences
+from prefixtree import PrefixForest
 
-SIDES = ("dynamic", "static", "static+gqa")
+SIDES = ("tree", "dynamic", "static", "static+gqa")
+# of the rollouts, where `generate` would copy every history
+HISTORY_SIDES, HISTORY_SAMPLES, HISTORY_NEW = ("tree", "rows"), 4, 256
 GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
 # new tokens of a call that only compiles, and how many such calls: the second records CUDA graphs
 WARM_STEPS, WARM_CALLS = 12, 2
 
 
-class Clock:
-    """A logits processor: notes when the device has each new token's logits, without waiting."""
-
-    def __init__(self, device: str) -> None:
-        self.is_cuda = torch.device(device).type == "cuda"
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Now, in the device's queue."""
-        if self.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
+class Marks(Clock):
+    """A clock as a logits processor: notes when the device has each new token's logits."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.mark()
         return scores
-
-    def ms(self) -> list[float]:
-        """Milliseconds between marks."""
-        pairs = zip(self.marks, self.marks[1:], strict=False)
-        if self.is_cuda:
-            torch.cuda.synchronize()
-            return [first.elapsed_time(second) for first, second in pairs]
-        return [1e3 * (second - first) for first, second in pairs]
 
 
 class StopAfter:
@@ -119,16 +113,16 @@ def knows_gqa() -> bool:
     return GQA in Path(sdpa_attention.__file__).read_text()
 
 
-def model_of(options: argparse.Namespace) -> Any:
+def model_of(options: argparse.Namespace, attention: str, layers: int | None, dtype: str) -> Any:
     """Random weights, the same for every side."""
     torch.manual_seed(0)
     settings = config(options.is_tiny)
-    settings._attn_implementation = "sdpa"
-    if options.layers is not None:
-        settings.num_hidden_layers = options.layers
-        settings.layer_types = settings.layer_types[: options.layers]
+    settings._attn_implementation = attention
+    if layers is not None:
+        settings.num_hidden_layers = layers
+        settings.layer_types = settings.layer_types[:layers]
     with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, options.dtype))
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     # nothing stops early
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -153,7 +147,7 @@ def generate(
     if most is not None:
         stop = StopAfter(prompts.shape[1] + most)
         how["stopping_criteria"] = StoppingCriteriaList([stop])
-    clock = Clock(options.device)
+    clock = Marks(options.device)
     if clock.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -177,12 +171,9 @@ def compare(side: str, options: argparse.Namespace) -> Row:
     """One side's whole generation."""
     cache, _, gqa = side.partition("+")
     with side_environment(is_gqa=bool(gqa)), torch.no_grad():
-        model = model_of(options)
-        generator = torch.Generator(options.device).manual_seed(1)
-        size = (options.prompts, options.prompt)
-        prompts = torch.randint(
-            model.config.vocab_size, size, generator=generator, device=options.device
-        ).repeat_interleave(options.samples, 0)
+        model = model_of(options, "sdpa", options.layers, options.dtype)
+        given = torch.from_numpy(np.stack(prompts_of(options, model.config.vocab_size)))
+        prompts = given.to(options.device).repeat_interleave(options.samples, 0)
         warm = 0.0
         for _ in range(WARM_CALLS):
             steps = min(WARM_STEPS, options.new)
@@ -202,22 +193,75 @@ def compare(side: str, options: argparse.Namespace) -> Row:
             red.append(f"compiled: {is_compiled}")
         if red:
             return {"side": side, "red": red}
-        step_ms = statistics.mean(ms[1:])
-        rows = len(prompts)
-        expected = WARM_CALLS * 1e-3 * (ms[0] + step_ms * (steps - 1))
-        return {
-            "side": side,
-            "red": [],
-            "seconds": seconds,
-            "all_seconds": [run[0] for run in found],
-            "prefill_ms": ms[0],
-            "step_ms": step_ms,
-            "median_step_ms": statistics.median(ms[1:]),
-            "tokens_per_second": rows * options.new / seconds,
-            "decode_tokens_per_second": 1e3 * rows / step_ms,
-            "compile_seconds": max(0.0, warm - expected) if is_compiled else 0.0,
-            **peak(options.device),
-        }
+        expected = WARM_CALLS * 1e-3 * (ms[0] + statistics.mean(ms[1:]) * (steps - 1))
+        compiling = max(0.0, warm - expected) if is_compiled else 0.0
+        return times_of(
+            side, [run[0] for run in found], seconds, ms, len(prompts), compiling, options
+        )
+
+
+def compare_ours(side: str, options: argparse.Namespace) -> Row:
+    """The whole of one side of `TreeSampler`, after its check."""
+    if red := wrong(side, model_of(options, "prefixtree", 2, "float32")):
+        return {"side": side, "red": red}
+    gc.collect()
+    model = model_of(options, "prefixtree", options.layers, options.dtype)
+    prompts = prompts_of(options, model.config.vocab_size)
+    rows = len(prompts) * options.samples
+    keys = PrefixForest.from_sequences(prompts).num_tokens + rows * options.new
+    sampler = sampler_of(side, model, keys, rows)
+    how = side, sampler, prompts, options.samples, options.new, options.device
+    # compiles, and captures the steps of this many tokens
+    warm = sampled(*how)[0]
+    if options.device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    found = [sampled(*how) for _ in range(options.repeats)]
+    seconds, ms, samples = sorted(found, key=lambda run: run[0])[len(found) // 2]
+    if {int(mask.sum()) for mask in samples.loss_masks} != {options.new} or len(ms) != options.new:
+        return {"side": side, "red": [f"{len(ms)} steps"]}
+    every = [run[0] for run in found]
+    return times_of(side, every, seconds, ms, rows, max(0.0, warm - seconds), options)
+
+
+def prompts_of(options: argparse.Namespace, vocabulary: int) -> list[np.ndarray]:
+    """Random prompts, or the histories of the rollouts."""
+    if options.rollouts is not None:
+        found = [x % vocabulary for x in airline_sequences(options.rollouts, 1 << 30)]
+        if options.is_tiny:
+            found = [x[: max(1, round(len(x) * options.scale))] for x in found[:6]]
+        return found
+    size = options.prompts, options.prompt
+    return list(np.random.default_rng(1).integers(0, vocabulary, size))
+
+
+def times_of(
+    side: str,
+    every: list[float],
+    seconds: float,
+    ms: list[float],
+    rows: int,
+    compiling: float,
+    options: argparse.Namespace,
+) -> Row:
+    """A side's row.
+
+    Args:
+        every: seconds of all runs. seconds, ms: of the median one.
+    """
+    step_ms = statistics.mean(ms[1:])
+    return {
+        "side": side,
+        "red": [],
+        "seconds": seconds,
+        "all_seconds": every,
+        "prefill_ms": ms[0],
+        "step_ms": step_ms,
+        "median_step_ms": statistics.median(ms[1:]),
+        "tokens_per_second": rows * options.new / seconds,
+        "decode_tokens_per_second": 1e3 * rows / step_ms,
+        "compile_seconds": compiling,
+        **peak(options.device),
+    }
 
 
 def peak(device: str) -> Row:
@@ -231,9 +275,9 @@ def peak(device: str) -> Row:
 
 
 def tables(data: Row) -> Parts:
-    """Times of `generate`, side by side."""
+    """Times of whole generations, side by side."""
     columns = [
-        Column("generate", lambda row: row["side"]),
+        Column("side", lambda row: row["side"]),
         Column("prefill ms", lambda row: number(row, "prefill_ms", ".1f")),
         Column("ms/step", lambda row: number(row, "step_ms", ".2f")),
         Column("median ms/step", lambda row: number(row, "median_step_ms", ".2f"), is_detail=True),
@@ -255,17 +299,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [
         f"{side}{gqa}" for side in ("dynamic", "static", "static-eager") for gqa in ("", "+gqa")
     ]
-    what.add_argument("--sides", nargs="+", default=list(SIDES), choices=known, metavar="SIDE")
+    known += OURS
+    what.add_argument("--sides", nargs="+", choices=known, metavar="SIDE")
     what.add_argument("--prompts", type=int, default=8)
-    what.add_argument("--samples", type=int, default=16, help="per prompt")
+    what.add_argument("--samples", type=int, help="per prompt; default: 16, of histories 4")
     what.add_argument("--prompt", type=int, default=2048, help="tokens per prompt")
-    what.add_argument("--new", type=int, default=1024, help="new tokens per sample")
+    what.add_argument("--new", type=int, help="new tokens per sample; default: 1024, or 256")
+    what.add_argument("--rollouts", help="JSONL.gz, whose histories are the prompts")
     what.add_argument("--layers", type=int, help="default: 28")
     what.add_argument("--compile-backend", default="inductor", help="on a CPU")
     what.set_defaults(repeats=1)
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
+    by_history = options.rollouts is not None
+    options.sides = options.sides or list(HISTORY_SIDES if by_history else SIDES)
+    if by_history and (others := set(options.sides) - set(OURS)):
+        what.error(f"{sorted(others)} take prompts of one length: leave out --rollouts")
+    options.samples = options.samples or (HISTORY_SAMPLES if by_history else 16)
+    options.new = options.new or (HISTORY_NEW if by_history else 1024)
     if options.is_tiny:
         options.prompts, options.samples = min(options.prompts, 2), min(options.samples, 2)
         options.prompt = max(2, round(options.prompt * options.scale))
@@ -274,13 +326,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.skipped = [side for side in options.sides if side.endswith("+gqa")]
         options.sides = [side for side in options.sides if side not in options.skipped]
         print(f"skipped: {options.skipped} (transformers does not read {GQA})")
-    workload = (
-        f"{options.prompts} prompts of {options.prompt} tokens x {options.samples} samples of "
-        f"{options.new} new tokens, {options.dtype}"
-    )
+    prompts = "histories" if by_history else f"{options.prompts} prompts of {options.prompt} tokens"
+    workload = f"{prompts} x {options.samples} samples of {options.new} new tokens, {options.dtype}"
     report = Report(options, workload=workload)
     for side in options.sides:
-        row = report.attempt({"side": side}, partial(compare, side, options))
+        run = compare_ours if side in OURS else compare
+        row = report.attempt({"side": side}, partial(run, side, options))
         step = f"{row['step_ms']:.2f} ms per step" if "step_ms" in row else verdict(row)
         print(f"{side}: {step}", flush=True)
     return report.finish(tables)

@@ -56,6 +56,15 @@ class Capacity:
         """Whether nothing of `other` is more."""
         return all(a >= b for a, b in zip(astuple(self), astuple(other), strict=True))
 
+    def grown(self, least: Capacity) -> Capacity:
+        """At least `least`, and room for up to twice as much beside rows: lists that are alike fit.
+
+        Both kinds of items are among it, so a step launches the same kernels for all of them.
+        """
+        pairs = zip(astuple(self)[1:], astuple(least)[1:], strict=True)
+        rest = [max(8, 1 << (need - 1).bit_length(), other) for need, other in pairs]
+        return Capacity(max(self.rows, least.rows), *rest)
+
 
 class DecodeTables(NamedTuple):
     """The tensors of a work list, as kernels read them: int32, except `live`.

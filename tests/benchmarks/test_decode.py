@@ -18,6 +18,7 @@ from benchmarks.lib import decoding
 from benchmarks.lib.decoding import Inputs, Step
 from benchmarks.lib.shapes import Shape
 from prefixtree import PrefixForest
+from prefixtree.integrations.sampling.step import DecodeStep
 from tests.benchmarks.support import TINY
 from tests.support.benchmark_runs import result
 
@@ -117,3 +118,68 @@ def test_decode_peers(
         assert row["tokens_per_second"] == pytest.approx(4 * 5 / row["seconds"])
     assert decode_peers.main(["--read", str(out)]) == 0
     assert "green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+OURS = ["--dtype", "float32", "--layers", "1"]
+
+
+def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts beside `generate`, and the histories of rollouts."""
+    out = tmp_path / "tree.json"
+    sides = ["tree", "tree-eager", "rows", "dynamic"]
+    small = [*TINY, "--scale", "0.005", *OURS, "--out", str(out)]
+    assert decode_peers.main([*small, "--sides", *sides]) == 0
+    rows = {row["side"]: row for row in result(out)["rows"]}
+    assert set(rows) == set(sides)
+    for row in rows.values():
+        assert row["red"] == [] and row["tokens_per_second"] == pytest.approx(
+            4 * 5 / row["seconds"]
+        )
+    assert decode_peers.main([*small, "--rollouts", str(rollouts)]) == 0
+    data = result(out)
+    assert data["workload"].startswith("histories x 2 samples of 3")
+    assert [row["side"] for row in data["rows"]] == ["tree", "rows"]
+    for row in data["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(6 * 2 * 3 / row["seconds"])
+    with pytest.raises(SystemExit):
+        decode_peers.main([*small, "--rollouts", str(rollouts), "--sides", "static"])
+    assert "['static'] take prompts of one length" in capsys.readouterr().err
+
+
+def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "steps.json"
+    small = [*TINY, "--scale", "0.005", "--dtype", "float32", "--trees", "2", "--out", str(out)]
+    assert decode.main(["--level", "1", *small]) == 0
+    rows = result(out)["rows"]
+    assert [row["side"] for row in rows] == ["tree", "tree-eager", "rows"] * 2
+    for row in rows:
+        # half of the timed steps from the end
+        keys = 2 * 10 + 4 * (3 + 64 - 20)
+        assert row["rows"] == 4 and row["keys"] == keys and row["over_bound"] > 0
+    whole = rows[-1]["bytes"] - 4 * 2 * 2 * 2 * 16 * keys
+    # attention, MLP, norms of two layers; the embedding is the head
+    layer = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 96 + 2 * 64 + 2 * 16
+    assert whole == 4 * (2 * layer + 64 + 512 * 64)
+    assert decode.main(["--read", str(out)]) == 0
+    assert "over bound" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mistake", ["tokens", "log-probabilities"])
+def test_a_wrong_sampler_has_no_times(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "tree.json"
+    right = DecodeStep._draw
+
+    def wrong(step: DecodeStep, logits: torch.Tensor) -> None:
+        if mistake == "tokens":
+            logits = logits.roll(1, -1)
+        right(step, logits)
+        if mistake == "log-probabilities":
+            step._scores += 1e-3
+
+    monkeypatch.setattr(DecodeStep, "_draw", wrong)
+    small = [*TINY, "--scale", "0.005", *OURS, "--out", str(out), "--sides", "tree"]
+    assert decode_peers.main(small) == 1
+    (row,) = result(out)["rows"]
+    assert any(mistake in red for red in row["red"]) and "seconds" not in row

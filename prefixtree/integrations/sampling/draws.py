@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from prefixtree.kernels.packages import installed
+
 # of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
@@ -91,6 +93,12 @@ class Draws:
             int64 [B] tokens, float32 [B] log-probabilities over the full vocabulary, and with
             truncation float32 [B], the log of the probability that was kept; else None.
         """
+        if not self.warpers and in_one_pass(logits):
+            from prefixtree.kernels.triton import draw
+
+            state = _mix(keys + positions * _GAMMA)
+            constants = _GAMMA, _FIRST, _SECOND
+            return *draw.draw(logits, state, self.temperature, constants), None
         rows = max(1, _AT_ONCE // logits.shape[-1])
         parts = zip(logits.split(rows), keys.split(rows), positions.split(rows), strict=True)
         tokens, logprobs, kept = zip(*(self._choose(*part) for part in parts), strict=True)
@@ -110,6 +118,11 @@ class Draws:
             scaled = scaled + gumbel(keys, positions, scaled.shape[-1])
         tokens = scaled.argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+
+
+def in_one_pass(logits: torch.Tensor) -> bool:
+    """Whether a Triton kernel draws from these logits; in torch it is some 30 kernels."""
+    return logits.is_cuda and logits.stride(-1) == 1 and installed("triton")
 
 
 def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:

@@ -10,12 +10,17 @@ dims.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decode import cascade_attention
-from prefixtree.packing.decode_work import DecodeWork
+from prefixtree.packing.decode_work import Capacity, DecodeWork
+
+# by sliding window
+Works = dict[int | None, DecodeWork]
 
 
 class ForestCache:
@@ -32,8 +37,8 @@ class ForestCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # by sliding window; None: of a prefill
-        self._works: dict[int | None, DecodeWork] | None = None
+        # None: of a prefill
+        self._works: Works | None = None
         # (H / Hk, Hk) of the last layer with each window: they only set how the work is cut
         self._heads: dict[int | None, tuple[int, int]] = {}
         self._calls = 0
@@ -43,21 +48,50 @@ class ForestCache:
         self._works, self._calls = None, 0
         self._heads.clear()
 
-    def begin(self, runs: np.ndarray, tails: np.ndarray, device: torch.device) -> None:
-        """The next forwards are of these tokens, as `GrowingForest.runs_and_tails` gives them."""
-        self._works = {
-            window: DecodeWork.build(
-                runs,
-                tails,
-                device=device,
-                window=window,
-                group=group,
-                kv_heads=kv_heads,
-                num_keys=self.capacity,
-            )
-            for window, (group, kv_heads) in self._heads.items()
-        }
-        self._calls = 0
+    def begin(
+        self,
+        runs: np.ndarray,
+        tails: np.ndarray,
+        device: torch.device,
+        live: torch.Tensor | None = None,
+        kept: Works | None = None,
+        spare: bool = False,
+    ) -> Works:
+        """The next forwards are of these tokens, as `GrowingForest.runs_and_tails` gives them.
+
+        Args:
+            live: bool [rows] that the caller changes in place, as `DecodeWork.build` takes it.
+            kept: lists of an earlier call with this `live`. They are filled anew if these tokens
+                fit, and given back.
+            spare: lists are made with room for other tokens than these.
+
+        Returns:
+            The lists, for `resume`.
+        """
+        if kept is not None and all(w.capacity.holds(w.needs(runs, tails)) for w in kept.values()):
+            for work in kept.values():
+                work.refill(runs, tails)
+            return self.resume(kept)
+        works = {}
+        for window, (group, kv_heads) in self._heads.items():
+            options: dict[str, Any] = {"device": device, "window": window, "group": group}
+            options |= {"kv_heads": kv_heads, "num_keys": self.capacity}
+            if spare and live is not None:
+                least = Capacity(len(live), 0, 0, 0, 0) if kept is None else kept[window].capacity
+                needed = DecodeWork.build(runs, tails, **options).capacity
+                options["capacity"] = needed.grown(least)
+            works[window] = DecodeWork.build(runs, tails, live=live, **options)
+        return self.resume(works)
+
+    def resume(self, works: Works) -> Works:
+        """The next forwards are of the tokens of these lists."""
+        self._works, self._calls = works, 0
+        return works
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the pools. Other ones are made where a prefill brings other shapes or dtypes."""
+        return [pool.data_ptr() for pools in self._pools for pool in pools]
 
     def end(self) -> None:
         """Ends a forward; the next one brings one token more per row.

@@ -5,6 +5,7 @@ Legend: B new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from prefixtree.integrations.model_checks import (
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.integrations.sampling.forest_cache import ForestCache
+from prefixtree.integrations.sampling.forest_cache import ForestCache, Works
+from prefixtree.integrations.sampling.graphs import state_of
 from prefixtree.packing.layout import PackedForest
 
 
@@ -46,13 +48,18 @@ class CachedForward:
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
-        self._owner: Any = None
+        self._owner: weakref.ref[Any] | None = None
         self._weights: list[tuple[int, int]] = []
 
     @property
     def device(self) -> torch.device:
         """The model's device."""
         return next(self._causal_lm.parameters()).device
+
+    @property
+    def state(self) -> int:
+        """As `state_of` says it, of the model and the pools."""
+        return state_of(self._causal_lm, self.cache.addresses)
 
     def prefill(self, packed: PackedForest, last: np.ndarray) -> torch.Tensor:
         """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S].
@@ -67,10 +74,17 @@ class CachedForward:
         with every_layer_attends(self._causal_lm, packed.mask):
             return self._call(**inputs, logits_to_keep=torch.from_numpy(last).to(self.device))
 
-    def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
-        """The next `step` is of these tokens (`GrowingForest.runs_and_tails`), one per row; the one
-        behind it of the next token of each."""
-        self.cache.begin(runs, tails, self.device)
+    def begin(
+        self,
+        runs: np.ndarray,
+        tails: np.ndarray,
+        live: torch.Tensor | None = None,
+        kept: Works | None = None,
+        spare: bool = False,
+    ) -> Works:
+        """The next `step` is of these tokens, one per row; the one behind it of the next token of
+        each. Arguments as in `ForestCache.begin`."""
+        return self.cache.begin(runs, tails, self.device, live, kept, spare)
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]."""
@@ -165,7 +179,8 @@ class CachedForward:
 
     def own(self, rows: Any) -> None:
         """From now on the cache holds the keys of these rows."""
-        self._owner = rows
+        # weak, so that a sampler's memory is free as soon as nobody has it or its rows
+        self._owner = None if rows is None else weakref.ref(rows)
 
     def check_current(self, rows: Any) -> None:
         """Refuses rows whose keys are gone, or are of other weights than the model has now.
@@ -173,7 +188,7 @@ class CachedForward:
         Raises:
             RuntimeError: they are.
         """
-        if self._owner is not rows:
+        if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
                 "the keys of these rows are gone: the sampler started anew, or was interrupted "
                 "while it moved keys; rows.samples() still has what was sampled"

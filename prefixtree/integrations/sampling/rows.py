@@ -14,7 +14,7 @@ from prefixtree._tokens import flatten
 from prefixtree.integrations.sampling.draws import Draws, row_keys
 from prefixtree.integrations.sampling.forward import CachedForward
 from prefixtree.integrations.sampling.samples import Piece, Row, Samples, samples_of
-from prefixtree.integrations.sampling.step import DecodeStep
+from prefixtree.integrations.sampling.step import DecodeStep, Steps
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.growth import GrowingForest
 from prefixtree.packing.transfers import lasting
@@ -37,8 +37,11 @@ class Rows:
     """
 
     # what `start` hands over; its types are no part of the interface
-    def __init__(self, forward: Any, growing: Any, rows: list[Any], max_rows: int) -> None:
+    def __init__(
+        self, forward: Any, steps: Any, growing: Any, rows: list[Any], max_rows: int
+    ) -> None:
         self._forward: CachedForward = forward
+        self._steps: Steps = steps
         self._growing: GrowingForest = growing
         self._max_rows = max_rows
         self._set(rows)
@@ -250,29 +253,26 @@ class Rows:
         look_every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ON_GPUS)
         logits: list[Any] = [self._rows[at].logits for at in rows]
         last = [self._growing.length(at) - 1 for at in rows]
-        step = DecodeStep(
-            self._forward.step,
-            draws,
-            torch.tensor(sorted(stop), dtype=torch.int64, device=device),
-            row_keys(draws.seed, [self._rows[at].path for at in rows]).to(device),
-            torch.tensor(last, device=device),
-            room,
-        )
+        how = draws, sorted(stop)
+        step = self._steps.step(len(rows), *how)
+        keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
+        step.start(keys, torch.tensor(last))
         try:
             step.draw(torch.stack(logits))
             del logits
             if room > 1:
-                self._forward.begin(*self._growing.runs_and_tails(rows))
+                step.begin(*self._growing.runs_and_tails(rows))
             for drawn in range(1, room):
                 if drawn % look_every == 0:
                     live = step.live.nonzero()[:, 0].tolist()
                     if not live:
                         break
-                    if len(live) <= _STILL_FULL * len(rows):
-                        following = step.narrowed(live)
+                    if self._steps.size_of(len(live)) <= _STILL_FULL * step.size:
+                        following = self._steps.step(len(live), *how)
+                        step.hand_over(live, following)
                         self._collect(step, rows, stop)
                         rows, step = [rows[number] for number in live], following
-                        self._forward.begin(*self._growing.runs_and_tails(rows))
+                        step.begin(*self._growing.runs_and_tails(rows))
                 step.run()
         finally:
             self._collect(step, rows, stop)

@@ -12,6 +12,7 @@ from prefixtree.integrations.sampling.draws import Draws
 from prefixtree.integrations.sampling.forward import CachedForward
 from prefixtree.integrations.sampling.rows import Rows
 from prefixtree.integrations.sampling.samples import Piece, Row, Samples
+from prefixtree.integrations.sampling.step import Steps
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.growth import GrowingForest
 from prefixtree.packing.layout import pack
@@ -36,6 +37,9 @@ class TreeSampler:
         max_keys: the most tokens whose keys are held: the distinct tokens of the forest, and for
             every row what it adds.
         max_rows: the most rows that sample at once. Default: 4096.
+        graphs: on CUDA devices, decode steps are captured in CUDA graphs, one per number of rows
+            (rounded up), and replayed. Hooks of modules run while a step is captured, and not when
+            it is replayed. False: every step runs as it is. Default: True.
 
     Raises:
         TypeError: not a module.
@@ -43,10 +47,13 @@ class TreeSampler:
         ValueError: max_keys or max_rows below 1.
     """
 
-    def __init__(self, model: nn.Module, max_keys: int, max_rows: int = 4096) -> None:
+    def __init__(
+        self, model: nn.Module, max_keys: int, max_rows: int = 4096, graphs: bool = True
+    ) -> None:
         self._max_keys = at_least_one("max_keys", max_keys)
         self._max_rows = at_least_one("max_rows", max_rows)
         self._forward = CachedForward(model, self._max_keys)
+        self._steps = Steps(self._forward, graphs)
 
     @lasting
     def start(self, forest: PrefixForest) -> Rows:
@@ -80,7 +87,7 @@ class TreeSampler:
             Row((source,), (Piece(histories[source].numpy()),), logits=logits[place])
             for place, source in enumerate(growing.sources)
         ]
-        return Rows(self._forward, growing, rows, self._max_rows)
+        return Rows(self._forward, self._steps, growing, rows, self._max_rows)
 
     def sample(
         self,

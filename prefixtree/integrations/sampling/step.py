@@ -5,13 +5,23 @@ Legend: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from prefixtree.integrations.sampling.draws import Draws
+from prefixtree.integrations.sampling.forest_cache import Works
+from prefixtree.integrations.sampling.forward import CachedForward
+from prefixtree.integrations.sampling.graphs import StepGraphs
+from prefixtree.packing.transfers import move
+
+# drawn tokens per row that are on the device at once
+_KEPT = 16
+# steps that are kept, each of a size and a way to draw
+_MOST = 64
 
 
 class Drawn(NamedTuple):
@@ -24,76 +34,174 @@ class Drawn(NamedTuple):
 
 
 class DecodeStep:
-    """Model call, draw, stop, advance. Nothing in `run` reads a tensor on the host.
+    """Model call, draw, stop, advance, for batches of up to `size` rows, one after another.
+
+    What differs from batch to batch, and from step to step, is in tensors that are filled in place.
+    So a step may be captured in a CUDA graph, which then serves all batches. Rows behind those of a
+    batch are not live.
 
     Args:
-        forward: (ids int64 [B], positions int64 [B]) -> logits [B, V]; it writes the tokens' keys.
-        draws: how tokens are drawn.
-        stop: int64 [stop tokens].
-        keys: int64 [B], of the rows' draws.
-        positions: int64 [B], of the last token that each row's keys hold.
-        room: the most tokens that are drawn.
+        forward: the model.
+        draws: how tokens are drawn; their seed is in the keys.
+        stop: tokens.
+        size: the most rows.
+        graphs: captures steps. Default: they run as they are.
 
     Attributes:
-        ids: int64 [B], the last tokens drawn. positions: theirs.
-        live: bool [B], whether no stop token was drawn.
-        count: tokens drawn per row, on the host.
+        size: as given.
+        ids: int64 [size], the last tokens drawn. positions: theirs.
+        live: bool [size], whether no stop token was drawn.
     """
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        forward: CachedForward,
         draws: Draws,
-        stop: torch.Tensor,
-        keys: torch.Tensor,
-        positions: torch.Tensor,
-        room: int,
+        stop: Sequence[int],
+        size: int,
+        graphs: StepGraphs | None = None,
     ) -> None:
-        self._forward, self._draws, self._stop, self._keys = forward, draws, stop, keys
-        self.ids = torch.zeros_like(positions)
-        self.positions = positions.clone()
-        self.live = torch.ones_like(positions, dtype=torch.bool)
-        self.count = 0
-        self._column = positions.new_zeros(1)
-        self._tokens = positions.new_zeros(room, len(positions))
+        self._forward, self._draws, self._graphs, self.size = forward, draws, graphs, size
+        self._stop = torch.tensor(stop, dtype=torch.int64, device=forward.device)
+        self.ids, self.positions, self._keys = (self._stop.new_zeros(size) for _ in range(3))
+        self.live = torch.zeros_like(self.ids, dtype=torch.bool)
         # log-probabilities, and logs of the kept probability
-        rows = 2 if draws.warpers else 1
-        self._scores = torch.zeros(room, rows, len(positions), device=positions.device)
+        scores = 2 if draws.warpers else 1
+        self._tokens = self.ids.new_zeros(_KEPT, size)
+        self._scores = self.ids.new_zeros(_KEPT, scores, size, dtype=torch.float32)
+        self._column = self.ids.new_zeros(1)
+        self._works: Works | None = None
+        self._captured: Callable[[Callable[[], None]], None] | None = None
+        self._begin(0)
+
+    def _begin(self, rows: int) -> None:
+        """A batch of so many rows; nothing is drawn yet."""
+        self._rows, self._count = rows, 0
+        self._taken: list[Drawn] = []
+        for tensor in (self.ids, self.positions, self.live, self._column):
+            tensor.zero_()
+        self.live[:rows] = True
+
+    def start(self, keys: torch.Tensor, positions: torch.Tensor) -> None:
+        """Begins a batch.
+
+        Args:
+            keys: int64 [B], of the rows' draws.
+            positions: int64 [B], of the last token that each row's keys hold.
+        """
+        self._begin(len(keys))
+        self._keys[: len(keys)] = move(keys, self._keys.device)
+        self.positions[: len(keys)] = move(positions, self._keys.device)
+
+    def hand_over(self, rows: list[int], other: DecodeStep) -> None:
+        """Begins a batch of `other` with some of these rows, behind what they drew."""
+        index = move(torch.tensor(rows), self.ids.device)
+        other.start(self._keys[index], self.positions[index])
+        other.ids[: len(rows)] = self.ids[index]
+
+    def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
+        """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`)."""
+        works = self._forward.begin(
+            runs, tails, self.live, self._works, spare=self._graphs is not None
+        )
+        if works is not self._works and self._graphs is not None:
+            # what was captured reads the lists from before
+            self._captured = self._graphs.captured()
+        self._works = works
 
     def draw(self, logits: torch.Tensor) -> None:
         """Draws from logits [B, V] of the last tokens."""
-        self.positions += 1
-        tokens, logprobs, kept = self._draws.choose(logits, self._keys, self.positions)
-        scores = logprobs[None] if kept is None else torch.stack([logprobs, kept])
-        self.ids.copy_(tokens)
-        self._tokens.index_copy_(0, self._column, tokens[None])
-        self._scores.index_copy_(0, self._column, scores[None])
-        self.live &= ~(tokens[:, None] == self._stop).any(1)
-        self._column += 1
-        self.count += 1
+        self._draw(logits)
+        self._count += 1
 
     def run(self) -> None:
         """One step: reads the last tokens and draws the next ones."""
-        self.draw(self._forward(self.ids, self.positions))
+        assert self._works is not None
+        if self._count == _KEPT:
+            self._unload()
+        self._forward.cache.resume(self._works)
+        if self._captured is None:
+            self._advance()
+        else:
+            self._captured(self._advance)
+        self._count += 1
+
+    # what a graph captures: nothing here reads a tensor on the host
+    def _advance(self) -> None:
+        self._draw(self._forward.step(self.ids, self.positions))
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        rows = len(logits)
+        ids, positions, live = (x[:rows] for x in (self.ids, self.positions, self.live))
+        # rows that stopped stay where they are: positions have an end
+        positions += live
+        tokens, logprobs, kept = self._draws.choose(logits, self._keys[:rows], positions)
+        scores = logprobs[None] if kept is None else torch.stack([logprobs, kept])
+        ids.copy_(tokens)
+        self._tokens[:, :rows].index_copy_(0, self._column, tokens[None])
+        self._scores[..., :rows].index_copy_(0, self._column, scores[None])
+        live &= ~(tokens[:, None] == self._stop).any(1)
+        self._column += 1
+
+    # ---- what was drawn ----------------------------------------------------------------------
+
+    def _unload(self) -> None:
+        """Brings what is on the device to the host."""
+        count, self._count = self._count, 0
+        # copies, on a CPU too: these tensors are written again
+        tokens = self._tokens[:count, : self._rows].t().cpu().numpy().copy()
+        scores = self._scores[:count, :, : self._rows].permute(1, 2, 0).cpu().numpy().copy()
+        self._taken.append(Drawn(tokens, scores[0], scores[1] if len(scores) > 1 else None))
+        self._column.zero_()
 
     def take(self) -> Drawn:
         """Reads what was drawn, once: after an interruption nothing is handed out twice."""
-        count, self.count = self.count, 0
-        tokens = self._tokens[:count].t().cpu().numpy()
-        scores = self._scores[:count].permute(1, 2, 0).cpu().numpy()
-        return Drawn(tokens, scores[0], scores[1] if len(scores) > 1 else None)
-
-    def narrowed(self, rows: list[int]) -> DecodeStep:
-        """The step of some rows alone, with nothing drawn yet and the room that is left."""
-        index = torch.tensor(rows, device=self.ids.device)
-        room = len(self._tokens) - self.count
-        step = DecodeStep(
-            self._forward,
-            self._draws,
-            self._stop,
-            self._keys[index],
-            self.positions[index],
-            room,
+        self._unload()
+        taken, self._taken = self._taken, []
+        tokens, logprobs, kept = zip(*taken, strict=True)
+        join = np.concatenate
+        return Drawn(
+            join(tokens, 1), join(logprobs, 1), join(kept, 1) if kept[0] is not None else None
         )
-        step.ids.copy_(self.ids[index])
-        return step
+
+
+class Steps:
+    """The steps of a model, kept where they may be captured.
+
+    Args:
+        forward: the model.
+        captured: whether steps are captured where the device has CUDA graphs.
+
+    Attributes:
+        graphs: captures them; None where nothing is captured.
+    """
+
+    def __init__(self, forward: CachedForward, captured: bool) -> None:
+        self._forward, self._captured = forward, captured
+        self.graphs: StepGraphs | None = None
+        # of the model in this state
+        self._state: int | None = None
+        self._kept: dict[Any, DecodeStep] = {}
+
+    def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
+        """A step for batches of so many rows; of an earlier batch, where it may be captured."""
+        if self._captured and (state := self._forward.state) != self._state:
+            self._kept.clear()
+            self._state, self.graphs = state, StepGraphs.on(self._forward.device)
+        size = self.size_of(rows)
+        if not self._pads:
+            return DecodeStep(self._forward, draws, stop, size)
+        key = replace(draws, seed=0), tuple(stop), size
+        if key not in self._kept:
+            if len(self._kept) == _MOST:
+                self._kept.clear()
+            self._kept[key] = DecodeStep(self._forward, draws, stop, size, self.graphs)
+        return self._kept[key]
+
+    def size_of(self, rows: int) -> int:
+        """The size of the step for so many rows."""
+        return StepGraphs.size_of(rows) if self._pads else rows
+
+    @property
+    def _pads(self) -> bool:
+        return self.graphs is not None and self.graphs.reason is None
