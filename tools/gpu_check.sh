@@ -186,6 +186,7 @@ tested() {
 tests() {
   ours tests && cuda tests || return
   tested tests_gpu 420 tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py \
+    tests/kernels/flash/test_tilings_on_gpu.py \
     tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
     tests/kernels/test_decode_on_gpu.py tests/kernels/triton/test_decode.py tests/kernels/triton/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU

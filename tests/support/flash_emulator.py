@@ -52,6 +52,8 @@ class Sequences(NamedTuple):
 last: dict[str, Counts | Sequences] = {}
 # what the backward was asked for: "heads first" or "tiles first"
 orders: list[str] = []
+# keys of a tile of the backward at head dim 256
+KEYS = {"by lists": 64, "dense": 48}
 
 
 # ---- device functions ----------------------------------------------------------------------------
@@ -204,12 +206,16 @@ def flash_attn_bwd(
     cu_seqlens_q: torch.Tensor | None = None,
     dlse: torch.Tensor | None,
     order: str = "tiles first",
+    tiles: str = "by lists",
     **how: Any,
 ) -> tuple[torch.Tensor, ...]:
     orders.append(order)
     assert lse.dtype == torch.float32 and (dlse is None or dlse.dtype == torch.float32)
     if cu_seqlens_q is None:
+        if q.shape[-1] == 256:
+            assert how["block_sparse_tensors"].block_size[1] == KEYS[tiles]
         return _backward_of_lists(q, k, v, out, dout, lse, dlse, **how)
+    assert tiles == "by lists", "sequences have no lists"
     assert order == "tiles first", "the other order has a scheduler for block lists alone"
     return _backward_of_sequences(q, k, v, out, dout, lse, dlse, cu_seqlens_q, **how)
 
@@ -410,6 +416,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "prefixtree.kernels.flash.heads_first_backward",
         flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
     )
+    dense_tiles_backward = module(
+        "prefixtree.kernels.flash.dense_tiles_backward",
+        in_dense_tiles=lambda call: functools.partial(call, tiles="dense"),
+    )
     wide_backward = module(
         "prefixtree.kernels.flash.wide_backward",
         # the emulator writes what it is given, in any dtype
@@ -419,6 +429,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(package, "mask_mods", mask_mods, raising=False)
     patch.setattr(package, "heads_first_backward", heads_first_backward, raising=False)
+    patch.setattr(package, "dense_tiles_backward", dense_tiles_backward, raising=False)
     patch.setattr(package, "wide_backward", wide_backward, raising=False)
     # an H200's
     patch.setattr(launch.device_info, "processors", lambda device: 132)

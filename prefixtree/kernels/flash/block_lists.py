@@ -69,6 +69,7 @@ class ForestLists:
             With `query_tokens`, those of the rows of q.
         reach: int32 like `spans`, the first position from which a token's window hides it; or None.
         longest_list_share: the longest list's share of all query tiles in `backward`'s lists.
+        mean_list: query tokens in the tiles of one of `backward`'s lists, on average.
         query_tokens: int32 [rows of q + a tile], where query tiles are of the rows of q: the packed
             token of each, then T, which sees no key. None where they are of all packed tokens.
     """
@@ -79,6 +80,7 @@ class ForestLists:
     positions: torch.Tensor | None
     reach: torch.Tensor | None
     longest_list_share: float
+    mean_list: float
     query_tokens: torch.Tensor | None = None
 
 
@@ -144,6 +146,7 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
         reach = F.pad(on["position_ids"] + window, room)
     visits = (runs[2].count + runs[3].count).numpy()
     longest_list_share = int(visits.max(initial=0)) / max(1, int(visits.sum()))
+    mean_list = int(visits.sum()) * tiles.queries / max(1, keys)
     forward, backward = Lists(*arrays[:4]), Lists(*arrays[4:])
     return ForestLists(
         forward,
@@ -152,6 +155,7 @@ def _build(mask: HostMask, tiles: Tiles, window: int, device: torch.device) -> F
         positions,
         reach,
         longest_list_share,
+        mean_list,
         query_tokens,
     )
 

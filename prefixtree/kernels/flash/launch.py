@@ -43,6 +43,15 @@ SERVED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 #   4K then 4-2-2-1 x 1K        83     0 %
 #   airline per turn           120   + 3 %
 HEADS_FIRST_FROM = 0.28
+# From how many query tokens per list on (`ForestLists.mean_list`) the backward takes the tiles of
+# flash-attn-4's dense backward, at head dim 256: 48 keys, where it takes 64 with block lists. A
+# visit of 64 queries then takes 2.4 us in place of 4.4. But there are a third more key tiles, and
+# the start and end of a block of threads, one per key tile and query head, take 29 us in place of
+# 13 (docs/notebook.md). Break-even is at about 1,450 tokens. Milliseconds of the backward on an
+# H200 (bf16, 16 / 2 heads; benchmarks/results/h200/tiles.json), with 64 keys and with 48:
+#   prompt 512 x 64 x 1K     1,129   11.2  12.6     airline per turn       4,367   82.9  66.7
+#   caterpillar 24           3,117   46.2  37.0     4K then 4-2-2-1 x 1K   6,409   41.4  34.1
+DENSE_TILES_FROM = 1500
 # rows of a query tile of the forward, whatever the head dim: lists are over as many queries
 TILE_ROWS = 128
 # key tiles are the second dimension of that grid
@@ -125,12 +134,19 @@ def import_problem() -> str | None:
 
 @cache
 def tiles_for(d: int, d_v: int) -> Tiles:
-    """The tiles that flash-attn-4 takes on Hopper, given lists over 128 queries."""
+    """The tiles that flash-attn-4 takes on Hopper by itself, given lists over 128 queries."""
     if d <= 128:
         return Tiles(TILE_ROWS, 128, 128)
     if d <= 192:
         return Tiles(TILE_ROWS, 128 if d_v <= 128 else 112, 96)
     return Tiles(TILE_ROWS, 80, 64)
+
+
+@cache
+def dense_tiles_for(d: int, d_v: int) -> Tiles | None:
+    """Those that it would take without lists, where they are others and were measured to be faster
+    over lists too; their backward is `dense_tiles_backward`'s."""
+    return Tiles(TILE_ROWS, 80, 48) if (d, d_v) == (256, 256) else None
 
 
 def packs_heads(group: int, d: int) -> bool:
@@ -208,6 +224,7 @@ def backward(
         run = _backward_call(
             given.lists is not None
             and heads_first(given.lists, q.shape[1], device_info.processors(q.device)),
+            given.in_dense_tiles,
             call.wide,
         )
         results = run(
@@ -282,7 +299,19 @@ _query_rows: weakref.WeakKeyDictionary[HostMask, dict[torch.device, RowRuns]] = 
 )
 
 
-# ---- order of tiles in the backward --------------------------------------------------------------
+# ---- tiles of the backward and their order -------------------------------------------------------
+
+
+def lists_and_tiles(call: AttentionCall) -> tuple[ForestLists, Tiles]:
+    """The block lists of a call, and the tiles that they are over: its forward and its backward get
+    the same. Lists over both tilings are made only where those over dense tiles are too short."""
+    dims = call.q.shape[2], call.v.shape[2]
+    if (dense := dense_tiles_for(*dims)) is not None:
+        lists = lists_of(call.mask, dense, call.window, call.q.device)
+        if lists.mean_list >= DENSE_TILES_FROM:
+            return lists, dense
+    tiles = tiles_for(*dims)
+    return lists_of(call.mask, tiles, call.window, call.q.device), tiles
 
 
 def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
@@ -295,7 +324,7 @@ def heads_first(lists: ForestLists, heads: int, processors: int) -> bool:
     return tail > HEADS_FIRST_FROM and lists.backward.full_count.shape[2] <= MOST_TILES
 
 
-def _backward_call(heads_first: bool, wide: bool) -> Any:
+def _backward_call(heads_first: bool, in_dense_tiles: bool, wide: bool) -> Any:
     if heads_first:
         from prefixtree.kernels.flash import heads_first_backward
 
@@ -304,6 +333,10 @@ def _backward_call(heads_first: bool, wide: bool) -> Any:
         from flash_attn.cute import interface
 
         call = interface._flash_attn_bwd
+    if in_dense_tiles:
+        from prefixtree.kernels.flash import dense_tiles_backward
+
+        call = dense_tiles_backward.in_dense_tiles(call)
     if not wide:
         return call
     from prefixtree.kernels.flash import wide_backward
@@ -366,11 +399,13 @@ class _Given:
     Attributes:
         forward, backward: of either call.
         lists: the block lists among them; None for chains, whose tensors have no batch dimension.
+        in_dense_tiles: whether the lists are over `dense_tiles_for`.
     """
 
     forward: dict[str, Any]
     backward: dict[str, Any]
     lists: ForestLists | None
+    in_dense_tiles: bool = False
 
     def rows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Tensors as flash-attn-4 takes them: of chains as they are, otherwise a batch of one.
@@ -387,9 +422,9 @@ def _given(call: AttentionCall) -> _Given:
     if chains is not None:
         arguments = chains.arguments(call.window)
         return _Given(arguments, arguments, None)
-    tiles = tiles_for(call.q.shape[2], call.v.shape[2])
-    lists = lists_of(call.mask, tiles, call.window, call.q.device)
-    return _Given(*_arguments_of(lists, tiles), lists)
+    lists, tiles = lists_and_tiles(call)
+    in_dense_tiles = tiles == dense_tiles_for(call.q.shape[2], call.v.shape[2])
+    return _Given(*_arguments_of(lists, tiles), lists, in_dense_tiles)
 
 
 # arguments live as long as their lists, and lists as long as their mask

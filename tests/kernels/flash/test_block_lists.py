@@ -7,6 +7,7 @@ The kernels themselves are compiled in fa4/ and run in test_on_gpu.py.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 import weakref
@@ -22,6 +23,7 @@ import prefixtree as pt
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels.flash import block_lists, launch
 from prefixtree.kernels.flash.block_lists import ForestLists, Lists, Tiles, lists_of
+from prefixtree.kernels.protocol import AttentionCall
 from tests.support import flash_emulator
 from tests.support.attention_checks import (
     Case,
@@ -145,6 +147,80 @@ def test_mask_arrays_say_the_mask(forest: PrefixForest, window: int) -> None:
     assert not seen[:, tokens:].any()
 
 
+# ---- tiles of the backward at head dim 256 -------------------------------------------------------
+
+
+def call_of(forest: PrefixForest, d: int, window: int = 0) -> AttentionCall:
+    mask = mask_of(forest)
+    x = torch.empty(mask.num_tokens, 1, d)
+    return AttentionCall(x, x, x, None, mask.host, 0.1, window, 0.0, False)
+
+
+PAIR = PrefixForest.from_parents([-1, 0, 0], [3072, 1536, 1536])
+
+
+@pytest.mark.parametrize(
+    "forest, window, keys, mean",
+    [
+        # (the mean: query tokens of a list over the tiles of 48 keys)
+        # prompts of 512 and 2K with responses: 90 % of the key tiles are in responses
+        (PrefixForest.from_parents([-1, *[0] * 64], [512, *[1024] * 64]), 0, 64, 1129),
+        (PrefixForest.from_parents([-1, *[0] * 3], [2048] * 4), 0, 48, 2647),
+        # one sequence sees half its length
+        (PrefixForest.from_parents([-1], [2048]), 0, 64, 1095),
+        (PrefixForest.from_parents([-1], [4096]), 0, 48, 2112),
+        # a window cuts lists short
+        (PAIR, 0, 48, 2768),
+        (PAIR, 512, 64, 644),
+    ],
+)
+def test_dense_tiles_where_lists_are_long(
+    forest: PrefixForest, window: int, keys: int, mean: float
+) -> None:
+    """With the lists of one tiling, or of both where the first have not enough."""
+    call = call_of(forest, 256, window)
+    lists, tiles = launch.lists_and_tiles(call)
+    assert tiles.backward_keys == keys
+    assert lists.backward.full_count.shape[2] == -(-call.mask.num_tokens // keys)
+    dense = launch.dense_tiles_for(256, 256)
+    assert dense is not None
+    assert lists_of(call.mask, dense, window, CPU).mean_list == pytest.approx(mean, abs=1)
+    built = {kept for kept, *_ in block_lists._made[call.mask]}
+    assert built == ({dense} if keys == 48 else {dense, launch.tiles_for(256, 256)})
+    # once decided, always
+    assert launch.lists_and_tiles(call)[0] is lists
+
+
+def test_dense_tiles_are_those_of_head_dim_256_alone() -> None:
+    forest = PrefixForest.from_parents([-1, 0, 0], [3000, 1500, 1500])
+    for dims in launch.SERVED:
+        assert (launch.dense_tiles_for(*dims) is None) == (dims != (256, 256))
+    for d in (64, 128, 192):
+        assert launch.lists_and_tiles(call_of(forest, d))[1] == launch.tiles_for(d, d)
+
+
+@pytest.mark.parametrize("keys", [48, 64])
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("processors", [1, 10_000])
+def test_emulated_tilings(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, processors: int, part: bool, keys: int
+) -> None:
+    monkeypatch.setattr(launch, "DENSE_TILES_FROM", 0 if keys == 48 else math.inf)
+    monkeypatch.setattr(launch.device_info, "processors", lambda device: processors)
+    mask = mask_of(PrefixForest.from_parents([-1, 0, 0, 1, -1], [100, 30, 130, 90, 61]))
+    whole = mask.position_ids.long()
+    mask = mask.for_queries([(40, 77), (200, 390)]) if part else mask
+    rows = mask.query_tokens.long() if part else slice(None)
+    case = Case.random(mask, (2, 1), (256, 256), torch.float64, sinks=True, dlse=True)
+    want = run(case, eager(mask.dense(), (whole[rows], whole)), torch.float64)
+    got = run(case, ours(mask, backend="flash"))
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name], atol=2e-5, rtol=2e-5)
+    assert emulated.orders[-1] == ("tiles first" if processors == 1 else "heads first")
+    made = [kept for kept, *_ in block_lists._made[mask.host]]
+    assert {tiles.backward_keys for tiles in made} == {keys, 48}
+
+
 # ---- order of tiles in the backward --------------------------------------------------------------
 
 
@@ -181,13 +257,14 @@ def test_more_tiles_than_a_grid_takes_keep_their_order(monkeypatch: pytest.Monke
 
 
 @given(forests(), st.integers(2, 5), st.integers(2, 5), st.sampled_from([0, 3, 8]))
-def test_the_longest_list_share_is_of_the_lists(
+def test_lengths_are_of_the_lists(
     forest: PrefixForest, queries: int, keys: int, window: int
 ) -> None:
     made = lists_of(mask_of(forest).host, Tiles(queries, keys, keys), window, CPU)
     rows = listed(made.backward)
     visits = [len(a) + len(b) for a, b in zip(rows["partial"], rows["full"], strict=True)]
     assert made.longest_list_share == max(visits, default=0) / max(1, sum(visits))
+    assert made.mean_list == queries * sum(visits) / max(1, len(visits))
 
 
 # ---- size, time, lifetime ------------------------------------------------------------------------

@@ -5,20 +5,16 @@ What is not held to the bounds here is refused: `launch.SERVED` is what this fil
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask, UnsupportedError, explain, tree_attention
-from prefixtree.kernels import reference
 from prefixtree.kernels.flash import launch
 from prefixtree.kernels.flash.block_lists import lists_of
 from prefixtree.kernels.flash.chains import MOST_SEQUENCES, chains_of
-from prefixtree.kernels.protocol import AttentionCall
 from tests.support.attention_checks import (
     Case,
     assert_as_promised,
@@ -27,6 +23,7 @@ from tests.support.attention_checks import (
     ours,
     run,
 )
+from tests.support.flash_on_gpu import ON_HOPPER, assert_like_triton, assert_wide_gradients
 from tests.support.gpu_cases import (
     EXTRAS,
     FOREST,
@@ -38,21 +35,7 @@ from tests.support.gpu_cases import (
 )
 from tests.support.strategies import random_forest
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("flash_attn") is None
-        or importlib.util.find_spec("flash_attn.cute") is None,
-        reason="needs flash-attn-4 (pip install 'prefixtree-attention[fa4]')",
-    ),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-        reason="needs compute capability 9.x",
-    ),
-    # of the CuTe DSL about its own internals
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = ON_HOPPER
 
 
 # sequences that share nothing, shorter and longer than tiles
@@ -128,22 +111,7 @@ def test_gradients_in_float32(dtype: torch.dtype, dims: tuple[int, int], of_part
     mask = cuda_mask(FOREST)
     mask = mask.for_queries([(100, mask.num_tokens - 70)]) if of_part else mask
     case = Case.random(mask, (8, 2), dims, dtype).to("cuda")
-    inputs = case.q, case.k, case.v
-
-    def gradients(wide: bool, dtype: torch.dtype, run: Any) -> tuple[torch.Tensor, ...]:
-        q, k, v, dout = (x.to(dtype) for x in (*inputs, case.dout))
-        call = AttentionCall(q, k, v, None, mask.host, 0.1, 0, 0.0, False, wide)
-        out, lse = run.forward(call)
-        return tuple(run.backward(call, dout, None, out, lse)[1:3])
-
-    exact = gradients(False, torch.float64, reference)
-    rounded = gradients(False, dtype, launch)
-    for x, y, z in zip(gradients(True, dtype, launch), rounded, exact, strict=True):
-        assert x.dtype == torch.float32 and x.is_contiguous()
-        # the order of additions is that of the blocks, which differs from run to run
-        assert (x.to(dtype) == y).float().mean() > 0.97
-        torch.testing.assert_close(x.to(dtype), y, atol=1e-2, rtol=2e-2)
-        assert (x.double() - z).norm() <= 1.01 * (y.double() - z).norm()
+    assert_wide_gradients(mask, case)
 
 
 # ---- of forests without branches, by its variable-length kernels --------------------------------
@@ -372,17 +340,7 @@ def test_the_gradient_of_a_sum_leaves_nothing_compiled_behind() -> None:
 
 
 def test_like_triton_on_many_tokens() -> None:
-    """Many tiles, long lists, the shared row of numbers: too large for a dense reference."""
-    rng = np.random.default_rng(1)
-    parents = [-1, *(int(rng.integers(max(-1, i - 30), i)) for i in range(1, 120))]
-    forest = PrefixForest.from_parents(parents, rng.integers(20, 900, 120))
-    mask = cuda_mask(forest)
-    assert mask.num_tokens > 30_000
-    case = Case.random(mask, (8, 2), (128, 128), torch.bfloat16).to("cuda")
-    got = run(case, ours(mask, backend="flash"))
-    for name, want in run(case, ours(mask, backend="triton")).items():
-        error = (got[name].float() - want.float()).norm() / want.float().norm()
-        assert error < 1e-2, (name, float(error))
+    assert_like_triton((8, 2), (128, 128))
 
 
 # ---- contracts ----------------------------------------------------------------------------------

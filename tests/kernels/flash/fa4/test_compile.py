@@ -76,7 +76,9 @@ def compile_both(
     host = (mask if queries is None else mask.for_queries(queries)).host
     # kept with the mask, for `no_gpu` to fake
     if chains_of(host, CPU) is None:
-        lists_of(host, launch.tiles_for(*dims), options.get("window", 0), CPU)
+        for tiles in (launch.tiles_for(*dims), launch.dense_tiles_for(*dims)):
+            if tiles is not None:
+                lists_of(host, tiles, options.get("window", 0), CPU)
     with FakeTensorMode():
 
         def empty(*shape: int) -> torch.Tensor:
@@ -315,3 +317,26 @@ def test_the_benchmark_takes_either_order(
             compile_both(**PLAIN, forest=forest)
         assert launch.heads_first is rule
         assert [len(cache) for cache in kept] == counts
+
+
+# ---- head dim 256 in dense tiles -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
+def test_dense_tiles_compile_without_spilling(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+    heads_first: bool,
+) -> None:
+    """Beside the kernels of the other tiles, and the one for two forests."""
+    in_order(monkeypatch, heads_first)
+    monkeypatch.setattr(launch, "DENSE_TILES_FROM", 0)
+    for forest in (DOCUMENTS, FOREST):
+        compile_both((8, 2), (256, 256), forest=forest)
+        assert len(kept[heads_first]) == 1 and not kept[not heads_first]
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
+    (key,) = kept[heads_first]
+    # tiles, number of threads; no packing, stages of q and dout; dk and dv turned
+    assert key[8:10] == (64, 48) and key[12:17] == (2, 1, False, True, False)

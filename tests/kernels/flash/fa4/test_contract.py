@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 from types import FunctionType
 
 import cutlass
@@ -18,7 +19,13 @@ from flash_attn.cute.tile_scheduler import SingleTileScheduler
 from flash_attn.cute.utils import hash_callable
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from prefixtree.kernels.flash import heads_first_backward, launch, mask_mods, wide_backward
+from prefixtree.kernels.flash import (
+    dense_tiles_backward,
+    heads_first_backward,
+    launch,
+    mask_mods,
+    wide_backward,
+)
 
 
 def test_the_version() -> None:
@@ -81,6 +88,14 @@ def test_tiles_are_the_ones_it_takes(d: int, d_v: int) -> None:
     assert ours.forward_keys == forward.n_block_size
     assert ours.backward_keys == backward.n_block_size
     assert ours.queries % backward.m_block_size == 0
+    dense = interface._tile_size_bwd_sm90(d, d_v, False, False)
+    if (ours := launch.dense_tiles_for(d, d_v)) is None:
+        # with whole tiles of 80 queries lists of 128 do not go
+        assert dense == backward or (d, dense.m_block_size) == (128, 80)
+        return
+    assert (ours.queries, ours.forward_keys) == (forward.m_block_size, forward.n_block_size)
+    assert ours.backward_keys == dense.n_block_size != backward.n_block_size
+    assert ours.queries % dense.m_block_size == 0
 
 
 def test_what_gradients_in_float32_rest_on() -> None:
@@ -97,12 +112,15 @@ def test_what_gradients_in_float32_rest_on() -> None:
     for shape in ("seqlen_k_rounded * head_dim_rounded", "seqlen_k_rounded * head_dim_v_rounded"):
         assert re.search(rf"num_head_kv,\s+{re.escape(shape)},\s+dtype=torch.float32", source)
     assert convert.__name__ == wide_backward._CONVERT
-    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
+    calls = (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd)
+    for call in (*calls, *map(dense_tiles_backward.in_dense_tiles, calls)):
         made, conversion = wide_backward._copied(call)
         assert made.__globals__["_bwd_postprocess_convert"] is conversion
         assert made.__globals__["_flash_attn_bwd"] is made
         assert made.compile_cache is call.compile_cache
         assert call.__globals__["_bwd_postprocess_convert"] is convert
+        for name in ("_tile_size_bwd_sm90", "FlashAttentionBackwardSm90"):
+            assert made.__globals__[name] is call.__globals__[name]
 
 
 def test_accumulators_are_brought_into_rows() -> None:
@@ -257,3 +275,41 @@ def test_a_kernel_knows_its_place_from_the_scheduler_that_it_is_given() -> None:
     assert list(inspect.signature(SingleTileScheduler.create).parameters) == list(
         inspect.signature(heads_first_backward.HeadsFirst.create).parameters
     )
+
+
+# ---- what `dense_tiles_backward` changes ---------------------------------------------------------
+
+
+def test_what_dense_tiles_rest_on() -> None:
+    """Tiles come from one function, by name, and are dense ones where it is told of no lists."""
+    taken = interface._tile_size_bwd_sm90
+    names = ["head_dim", "head_dim_v", "causal", "local", "sparse_block_size_q"]
+    ours = dense_tiles_backward._tile_size_bwd_sm90
+    assert list(inspect.signature(taken).parameters) == names
+    assert list(inspect.signature(ours).parameters) == names and ours.__name__ == taken.__name__
+    assert ours(256, 256, False, False, sparse_block_size_q=128) == taken(256, 256, False, False)
+    assert ours(256, 256, False, False) != taken(256, 256, False, False, sparse_block_size_q=128)
+    source = inspect.getsource(interface._flash_attn_bwd)
+    assert source.count("_tile_size_bwd_sm90(") == 1
+    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
+        made = dense_tiles_backward.in_dense_tiles(call)
+        assert made is dense_tiles_backward.in_dense_tiles(call) is not call
+        assert made.__globals__["_tile_size_bwd_sm90"] is ours
+        assert made.__globals__["_flash_attn_bwd"] is made
+        assert call.__globals__["_tile_size_bwd_sm90"] is taken
+        kernel = "FlashAttentionBackwardSm90"
+        assert made.__globals__[kernel] is call.__globals__[kernel]
+
+
+def test_kernels_of_both_tilings_have_keys_of_their_own() -> None:
+    """They are kept in one place."""
+    source = inspect.getsource(interface._flash_attn_bwd)
+    key = source[source.index("compile_key = (") :]
+    key = key[: key.index("else:")]
+    made = [interface._tile_size_bwd_sm90(256, 256, False, False, x) for x in (None, 128)]
+    names = [field.name for field in fields(made[0])]
+    differ = {name for name in names if len({getattr(x, name) for x in made}) == 2}
+    assert differ == {"n_block_size", "num_stages_Q", "dKV_swapAB"}
+    assert all(re.search(rf"\b{name},", key) for name in differ)
+    for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
+        assert dense_tiles_backward.in_dense_tiles(call).compile_cache is call.compile_cache
