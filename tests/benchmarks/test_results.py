@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import write_tables
 from benchmarks.cases import (
@@ -14,8 +15,11 @@ from benchmarks.cases import (
 )
 from benchmarks.lib import (
     shapes,
+    workloads,
 )
+from prefixtree import pack
 from prefixtree.kernels.flash import launch
+from prefixtree.kernels.flash.block_lists import lists_of
 from tests.benchmarks.support import (
     ROOT,
 )
@@ -37,6 +41,7 @@ def test_the_tables_are_those_of_the_results(
 
 
 H200 = ROOT / "benchmarks/results/h200"
+CPU = torch.device("cpu")
 
 
 SHAPED = sorted(H200.glob("shapes_*.json"))
@@ -94,3 +99,21 @@ def test_heads_are_packed_where_that_is_no_slower() -> None:
         times = {True: row["packed_ms"], False: row["apart_ms"]}
         taken = times[launch.packs_heads(row["group"], row["head_dim"])]
         assert taken <= 1.03 * min(times.values()), row
+
+
+def test_tiles_of_head_dim_256_are_the_faster_ones() -> None:
+    """Of the backward of flash: what its rule takes on every workload that needs no file."""
+    rows = json.loads((H200 / "tiles.json").read_text())["rows"]
+    rows = [row for row in rows if row["dim"] == 256 and row["workload"] != workloads.AIRLINE]
+    times: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if keys := {"shipped": 64, "64 x 48, two stages, turned": 48}.get(row["tiles"]):
+            times.setdefault(row["workload"], {})[keys] = row["backward_ms"]
+    dense, taken = launch.dense_tiles_for(256, 256), set()
+    assert dense is not None and len(times) == 3
+    for name, of in times.items():
+        lists = lists_of(pack(workloads.workload(name, None)).mask.host, dense, 0, CPU)
+        keys = 48 if lists.mean_list >= launch.DENSE_TILES_FROM else 64
+        assert of[keys] == min(of.values()), name
+        taken.add(keys)
+    assert taken == {48, 64}

@@ -7,6 +7,7 @@ The kernels themselves are compiled in fa4/ and run in test_on_gpu.py.
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import statistics
 import time
@@ -219,6 +220,27 @@ def test_emulated_tilings(
     assert emulated.orders[-1] == ("tiles first" if processors == 1 else "heads first")
     made = [kept for kept, *_ in block_lists._made[mask.host]]
     assert {tiles.backward_keys for tiles in made} == {keys, 48}
+
+
+@pytest.fixture
+def tiles() -> ModuleType:
+    """tools/tiles.py. It imports transformers, which asks for flash-attn: before the emulator."""
+    return importlib.import_module("tools.tiles")
+
+
+def test_the_experiment_takes_its_tiles(tiles: ModuleType, emulated: ModuleType) -> None:
+    """Its candidates run on a GPU alone."""
+    host = mask_of(PrefixForest.from_parents([-1, 0, 0], [300, 90, 130]))
+    before = dict(vars(launch))
+    (wide,) = tiles.CANDIDATES[64]
+    with tiles.using(wide):
+        assert_exact(host, Case.random(host, (2, 1), (64, 64), torch.float64))
+        # 3 x 5 tiles of 192 x 128, of which 2 are above the diagonal; 5 x 5 of 128 x 128
+        assert sum(emulated.last["forward"]) < 12 < sum(emulated.last["backward"])
+    for candidate, keys in zip(tiles.CANDIDATES[256], (48, 64), strict=True):
+        with tiles.using(candidate):
+            assert launch.lists_and_tiles(call_of(PAIR, 256))[1].backward_keys == keys
+    assert vars(launch) == before
 
 
 # ---- order of tiles in the backward --------------------------------------------------------------
