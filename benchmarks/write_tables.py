@@ -54,6 +54,10 @@ TABLES = {
     ),
     "steps": ("parallel.tables", "h200/steps*.json"),
     "decode": ("decode.tables", "h200/decode.json"),
+    "decode_steps": ("decode.tables", "h200/decode_steps.json"),
+    "generate": ("decode_peers.tables", "h200/decode_peers.json"),
+    "generate_256": ("decode_peers.tables", "h200/decode_peers_256.json"),
+    "histories": ("decode_peers.tables", "h200/histories.json"),
     "head_shapes": ("attention.head_shapes", "h200/shapes_*.json"),
     "pack_gqa": ("pack_gqa.tables", "h200/pack_gqa.json"),
 }

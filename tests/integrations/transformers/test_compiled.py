@@ -107,8 +107,10 @@ MOST_USED: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.gpu
-# of inductor, about a reduction of few values; and the recurrence's kernels take larger heads
+# of inductor, about a reduction of few values and about speed; the recurrence's kernels take larger
+# heads
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.filterwarnings("ignore:recurrent layers run through torch")
 @pytest.mark.parametrize("model_type", cases(MOST_USED))
 def test_the_most_used_families_on_a_gpu(model_type, monkeypatch):
