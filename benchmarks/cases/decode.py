@@ -143,7 +143,7 @@ def measure_side(
     if not error <= limit:
         return out | {"red": [f"error {error:.1e} > {limit:.1e}"]}
     if side in ("cascade", "row"):
-        out["capacity"] = vars(step.work(side, shape, options.device).capacity)
+        out["capacity"] = step.work(side, shape, options.device).capacity._asdict()
     out |= timed(attends * rounds, options)
     if options.profile:
         print(f"{shape}, {side}\n{profiled(attends[0], 6)}")
@@ -237,9 +237,9 @@ def measure_step(
 def level_1(options: argparse.Namespace) -> Report:
     """A whole step."""
     rate = copy_rate(options.device)
-    report = Report(options, level=1, sides=list(sampling.SIDES), copy_bytes_per_second=rate)
+    report = Report(options, level=1, sides=options.sides, copy_bytes_per_second=rate)
     for name, count in MODELS.items():
-        for side in sampling.SIDES:
+        for side in options.sides:
             row = report.attempt(
                 {"model": name, "layers": count, "side": side},
                 partial(measure_step, name, count, side, options, rate),
@@ -351,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser(__doc__)
     add = what.add_argument
     add("--level", type=int, default=0, choices=list(LEVELS), help="0: attention; 1: a whole step")
-    add("--sides", nargs="+", default=list(SIDES), choices=SIDES, metavar="SIDE")
+    every = {0: SIDES, 1: sampling.SIDES}
+    add("--sides", nargs="+", choices=sorted({*SIDES, *sampling.SIDES}), metavar="SIDE")
     add("--prompts", nargs="*", type=int, default=list(PROMPTS), help="tokens of the prompts")
     add("--trees", type=int, default=8, help="prompts, each with 16 rows")
     add("--tail", type=int, default=TAIL, help="written keys of a row")
@@ -365,6 +366,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
+    options.sides = options.sides or list(every[options.level])
+    if others := set(options.sides) - set(every[options.level]):
+        what.error(f"no sides of level {options.level}: {', '.join(sorted(others))}")
     gone = [side for side in options.sides if missing(side, options.device)]
     options.skipped += gone
     options.sides = [side for side in options.sides if side not in gone]

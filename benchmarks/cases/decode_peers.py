@@ -9,8 +9,8 @@ and `generate` gets every prompt as many times as it has samples, as TRL gives i
 early. With --rollouts the prompts are all histories of the agent rollouts (579), each with 4
 samples of 256 new tokens; then the sides are tree and rows.
 
-    tree         `TreeSampler`; tree-eager: without CUDA graphs; rows: with them, and every row
-                 reads all of its keys
+    tree         `TreeSampler`; tree-compiled: with compiled layers; tree-eager: without CUDA
+                 graphs; rows: with them, and every row reads all of its keys
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled
@@ -64,7 +64,7 @@ from benchmarks.lib.tables import (
 from benchmarks.lib.workloads import airline_sequences
 from prefixtree import PrefixForest
 
-SIDES = ("tree", "dynamic", "static", "static+gqa")
+SIDES = ("tree", "tree-compiled", "dynamic", "static", "static+gqa")
 # of the rollouts, where `generate` would copy every history
 HISTORY_SIDES, HISTORY_SAMPLES, HISTORY_NEW = ("tree", "rows"), 4, 256
 GQA = "TRANSFORMERS_SDPA_FORCE_GQA"

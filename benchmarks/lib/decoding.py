@@ -30,7 +30,7 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Step:
-    """What the rows of a step see, as `DecodeWork.build` takes it.
+    """What the rows of a step see, as `DecodeWork` takes it.
 
     Attributes:
         runs, tails: as there.
@@ -84,7 +84,7 @@ class Step:
         """The work list of "cascade" or "row"."""
         shared = decode_work.SHARE_FROM if side == "cascade" else NEVER
         with patch.object(decode_work, "SHARE_FROM", shared):
-            return DecodeWork.build(
+            return DecodeWork(
                 self.runs,
                 self.tails,
                 device=device,

@@ -1,7 +1,8 @@
 """Sampling by `TreeSampler`: its sides, the times of its steps, and the check before they count.
 
-Sides, by name: "tree" (as it is), "tree-eager" (no step is captured in a CUDA graph) and "rows"
-(captured, and every row reads all of its keys: the same kernels without sharing).
+Sides, by name: "tree" (as it is), "tree-compiled" (the model's layers are compiled), "tree-eager"
+(no step is captured in a CUDA graph) and "rows" (captured, and every row reads all of its keys: the
+same kernels without sharing).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 
 from benchmarks.lib.decoding import NEVER
 from prefixtree import PrefixForest, pack, sequence_logprobs
+from prefixtree.integrations.compiled import compile_layers
 from prefixtree.integrations.sampling import Draws, Samples, TreeSampler
 from prefixtree.integrations.sampling.step import DecodeStep
 from prefixtree.packing import decode_work
 
-SIDES = ("tree", "tree-eager", "rows")
+SIDES = ("tree", "tree-compiled", "tree-eager", "rows")
 # of the check, in float32
 CHECKED_TOKENS, LIMIT = 12, 2e-4
 
@@ -80,6 +82,8 @@ def sharing(side: str) -> Iterator[None]:
 
 def sampler_of(side: str, model: Any, max_keys: int, rows: int) -> TreeSampler:
     """A side's sampler."""
+    if side == "tree-compiled":
+        compile_layers(model)
     return TreeSampler(model, max_keys, max_rows=rows, graphs=side != "tree-eager")
 
 
@@ -126,7 +130,8 @@ def wrong(side: str, model: Any) -> list[str]:
     if found != [row for row in expected.tolist() for _ in range(2)]:
         red.append("greedy tokens")
     packed = pack(drawn.forest).to(model.device)
-    with torch.no_grad():
+    # layers that are compiled for steps are checked against layers that are not
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         scores = sequence_logprobs(model, packed, loss_mask=drawn.loss_masks).logprobs
     pairs = zip(scores, drawn.logprobs, strict=True)
     error = max(float((new.cpu() - old).abs().max()) for new, old in pairs)

@@ -100,7 +100,7 @@ def check_model(
         check_tokens(config, tokens)
         if pictures is not None:
             tokens = pictures.with_placeholders(tokens)
-        _check_vocabulary(causal_lm, tokens)
+        check_vocabulary(causal_lm, tokens)
     _check_treatment_of_logits(causal_lm)
     device = next(causal_lm.parameters()).device
     # parameters on the CPU may be offloaded ones: then the forward will tell
@@ -307,7 +307,8 @@ def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str
 _FUNCTIONS = (FunctionType, MethodType, functools.partial)
 
 
-def _check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
+def check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
+    """Refuses token ids that the model does not have."""
     vocabulary = causal_lm.config.get_text_config().vocab_size
     if len(tokens) == 0 or int(tokens.max()) < vocabulary:
         return

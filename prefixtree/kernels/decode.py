@@ -19,11 +19,11 @@ from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import as_given, new_library, register
 from prefixtree.packing.decode_work import DecodeTables, DecodeWork
 
-BACKENDS = ("auto", "triton", "torch")
-
 
 def _chosen(backend: str, call: DecodeCall) -> Callable[[DecodeCall], torch.Tensor]:
     """The forward of the backend that serves a call; the Triton kernels wherever they do."""
+    if backend not in ("auto", "triton", "torch"):
+        raise UnsupportedError(f"backend {backend!r} is none of 'auto', 'triton' and 'torch'")
     if backend == "torch" or (backend == "auto" and not call.q.is_cuda):
         return decode_eager.forward
     reason: str | None = "it needs the package triton"
@@ -119,23 +119,16 @@ def cascade_attention(
         UnsupportedError: a backend that cannot serve this call, with the reason.
         RuntimeError: a gradient would be needed.
     """
-    _check(q, k, v, key_pool, value_pool, work, window, softcap, sinks, backend)
+    if (window or 0) != work.window:
+        raise ValueError(
+            f"window is {window}, and the work list was built for {work.window or None}; build one "
+            "for each window of the model"
+        )
+    _check(q, k, v, key_pool, value_pool, work, sinks)
+    tensors = q, k, v, key_pool, value_pool, sinks
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    out: torch.Tensor = _CASCADE(
-        q,
-        k,
-        v,
-        key_pool,
-        value_pool,
-        sinks,
-        list(work.tables),
-        scale,
-        work.window,
-        float(softcap or 0.0),
-        work.block,
-        work.narrow_block,
-        backend,
-    )
+    numbers = scale, work.window, float(softcap or 0.0), work.block, work.narrow_block
+    out: torch.Tensor = _CASCADE(*tensors, list(work.tables), *numbers, backend)
     return out
 
 
@@ -146,61 +139,35 @@ def _check(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     work: DecodeWork,
-    window: int | None,
-    softcap: float | None,
     sinks: torch.Tensor | None,
-    backend: str,
 ) -> None:
-    """Raises where arguments of `cascade_attention` do not fit together."""
-    given = {"q": q, "k": k, "v": v, "key_pool": key_pool, "value_pool": value_pool}
-    device = work.tables.written.device
-    for name, x in given.items():
-        if x.ndim != 3:
-            raise ValueError(f"{name} must be [rows or keys, heads, head dim], got {list(x.shape)}")
-        if x.dtype != q.dtype or not x.is_floating_point():
-            raise ValueError(
-                f"q, k, v and the pools must share one floating-point dtype; q has {q.dtype}, "
-                f"{name} has {x.dtype}"
-            )
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}, the work list on {device}")
+    """Raises where tensors do not fit together: kernels would read and write beyond them."""
+    rows, keys, (heads, dim), (kv_heads, d_v) = (
+        work.num_rows,
+        len(key_pool),
+        q.shape[1:],
+        v.shape[1:],
+    )
+    expected = {
+        "q": (q, [rows, heads, dim]),
+        "k": (k, [rows, kv_heads, dim]),
+        "v": (v, [rows, kv_heads, d_v]),
+        "key_pool": (key_pool, [keys, kv_heads, dim]),
+        "value_pool": (value_pool, [keys, kv_heads, d_v]),
+    }
+    for name, (x, shape) in expected.items():
+        found = list(x.shape), x.dtype, x.device
+        wanted = shape, q.dtype, work.tables.written.device
+        if found != wanted:
+            raise ValueError(f"{name} must be {wanted}, as q, v and the work list say, got {found}")
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"cascade_attention has no gradient, and {name} requires one; call it under "
                 "torch.no_grad()"
             )
-    (rows, heads, dim), (_, kv_heads, d_v) = q.shape, v.shape
-    if not rows == len(k) == len(v) == work.num_rows:
-        raise ValueError(
-            f"q, k and v have {rows}, {len(k)} and {len(v)} rows, the work list {work.num_rows}"
-        )
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} kv heads")
-    if k.shape[1:] != (kv_heads, dim) or key_pool.shape[1:] != k.shape[1:]:
-        raise ValueError(
-            f"k and key_pool must have {kv_heads} heads of {dim}, as v and q say, got "
-            f"{list(k.shape[1:])} and {list(key_pool.shape[1:])}"
-        )
-    if value_pool.shape[1:] != v.shape[1:] or len(key_pool) != len(value_pool):
-        raise ValueError(
-            f"value_pool must be [{len(key_pool)}, {kv_heads}, {d_v}], as key_pool and v say, got "
-            f"{list(value_pool.shape)}"
-        )
-    if work.num_keys > len(key_pool):
-        raise ValueError(
-            f"the work list has keys up to {work.num_keys}, the pools have {len(key_pool)}"
-        )
-    if (window or 0) != work.window:
-        raise ValueError(
-            f"window is {window}, and the work list was built for {work.window or None}; build one "
-            "for each window of the model"
-        )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be None or above 0, got {softcap}")
-    if sinks is not None and (sinks.shape != (heads,) or not sinks.is_floating_point()):
-        raise ValueError(
-            f"sinks must be floating point [{heads}], one per query head, got "
-            f"{list(sinks.shape)} of {sinks.dtype}"
-        )
-    if backend not in BACKENDS:
-        raise UnsupportedError(f"backend {backend!r} does not exist; use one of {BACKENDS}")
+    if work.num_keys > keys:
+        raise ValueError(f"the work list has keys up to {work.num_keys}, the pools have {keys}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [{heads}], one per query head, got {list(sinks.shape)}")

@@ -57,109 +57,64 @@ def forward(call: DecodeCall) -> torch.Tensor:
     last = torch.where(tables.live, depth + torch.minimum(written, room - 1), -1)
 
     dtype = torch.promote_types(call.q.dtype, torch.float32)
-    heads, d_v = call.q.shape[1], call.v.shape[2]
-    num_slots = len(tables.slots)
-    part = call.q.new_zeros(num_slots, heads, d_v, dtype=dtype)
-    lse = part.new_full((num_slots, heads), -torch.inf)
-    pieces = tables.pieces.tolist()
-    single = []
-    for item in (*tables.wide.tolist(), *tables.narrow.tolist()):
-        if item[1] == 1:
-            single.append(item)
-        elif item[1]:
-            _together(call, item, pieces[item[2] : item[3]], last, part, lse)
-    if single:
-        _alone(call, torch.tensor(single, device=last.device), last, part, lse)
+    part = call.q.new_zeros(len(tables.slots), call.q.shape[1], call.v.shape[2], dtype=dtype)
+    lse = part.new_full(part.shape[:2], -torch.inf)
+    _partial(call, last, part, lse)
     return _merge(call, part, lse)
 
 
-def _together(
-    call: DecodeCall,
-    item: list[int],
-    pieces: list[list[int]],
-    last: torch.Tensor,
-    part: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """An item of several rows; a single run of keys is read in place."""
-    row, rows, _, _, slot = item
-    seen_to = last[row : row + rows]
+def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torch.Tensor) -> None:
+    """The items. Those of about as many rows and keys stand side by side, padded to the longest."""
+    items = torch.cat([call.tables.wide, call.tables.narrow]).long()
+    items = items[items[:, 1] > 0]
+    first_row, rows, first_piece, stop_piece, first_slot = items.unbind(1)
+    # an item's last row fills its place up
+    lane = torch.arange(call.block, device=last.device).minimum(rows[:, None] - 1)
+    row, slot = first_row[:, None] + lane, first_slot[:, None] + lane
+    seen_to = last[row]
+    item, piece = _ranges(first_piece, stop_piece - first_piece)
+    first, keys, first_depth = call.tables.pieces[piece].long().unbind(1)
     # nothing is read that is not written yet
-    ends = [min(keys, int(seen_to.max()) + 1 - depth) for _, keys, depth in pieces]
-    spans = [(a, a + n, depth) for (a, _, depth), n in zip(pieces, ends, strict=True) if n > 0]
-    if not spans:
-        return
-    k, v = (_joined(pool, spans) for pool in (call.key_pool, call.value_pool))
-    depths = [torch.arange(depth, depth + b - a, device=last.device) for a, b, depth in spans]
-    visible = _visible(torch.cat(depths)[None], seen_to[:, None], call.window)  # [rows, L]
-    kv_heads, group = k.shape[1], call.q.shape[1] // k.shape[1]
-    q = call.q[row : row + rows].unflatten(1, (kv_heads, group)).to(part.dtype)
-    out, top = _attend(
-        q.permute(1, 0, 2, 3).flatten(1, 2),
-        k.to(part.dtype).transpose(0, 1),
-        v.to(part.dtype).transpose(0, 1),
-        visible.repeat_interleave(group, 0),
-        call,
-    )
-    part[slot : slot + rows] = out.unflatten(1, (rows, group)).transpose(0, 1).flatten(1, 2)
-    lse[slot : slot + rows] = top.unflatten(1, (rows, group)).transpose(0, 1).flatten(1, 2)
+    keys = keys.minimum(seen_to.amax(1)[item] + 1 - first_depth).clamp(min=0)
+    which, key = _ranges(first, keys)
+    depth = key + (first_depth - first)[which]
+    length = torch.bincount(item[which], minlength=len(items))
+    start = length.cumsum(0) - length
+
+    (_, kv_heads, dim), d_v = call.k.shape, call.v.shape[2]
+    group = call.q.shape[1] // kv_heads
+    kind = 64 * rows.log2().ceil() + length.log2().ceil()
+    for one in kind[length > 0].unique():
+        alike = (kind == one).nonzero()[:, 0]
+        most, longest = int(rows[alike].max()), int(length[alike].max())
+        at_once = max(1, _GATHERED // (longest * kv_heads * (dim + d_v)))
+        for some in alike.split(at_once):
+            lane = torch.arange(longest, device=last.device)
+            inside = lane < length[some, None]
+            # and its first key
+            at = start[some, None] + lane * inside
+            key_depth, newest = depth[at][:, None], seen_to[some, :most, None]
+            visible = (key_depth <= newest) & inside[:, None]  # [items, rows, L]
+            if call.window:
+                visible &= key_depth > newest - call.window
+            q = call.q[row[some, :most]].to(part.dtype).unflatten(2, (kv_heads, group))
+            k, v = (pool[key[at]].to(part.dtype) for pool in (call.key_pool, call.value_pool))
+            out, top = _attend(
+                q.transpose(1, 2).flatten(2, 3),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                visible.repeat_interleave(group, 1)[:, None],
+                call,
+            )
+            for to, x in ((part, out), (lse, top)):
+                to[slot[some, :most]] = x.unflatten(2, (most, group)).transpose(1, 2).flatten(2, 3)
 
 
-def _joined(pool: torch.Tensor, spans: list[tuple[int, int, int]]) -> torch.Tensor:
-    parts = [pool[a:b] for a, b, _ in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _alone(
-    call: DecodeCall,
-    items: torch.Tensor,
-    last: torch.Tensor,
-    part: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Items of one row, side by side: their keys are gathered, padded to the longest."""
-    row, slot = items[:, 0], items[:, 4]
-    # (item, piece) pairs, then (item, key) pairs that are visible or above the window
-    count = items[:, 3] - items[:, 2]
-    item = torch.repeat_interleave(count)
-    piece = _ranges(items[:, 2], count)
-    begin, keys, depth = call.tables.pieces[piece].long().unbind(1)
-    keys = torch.minimum(keys, last[row[item]] + 1 - depth).clamp(min=0)
-    pair = torch.repeat_interleave(keys)
-    key, key_depth, item = _ranges(begin, keys), _ranges(depth, keys), item[pair]
-    length = torch.bincount(item, minlength=len(items))
-    lane = _ranges(torch.zeros_like(length), length)
-
-    longest = int(length.max())
-    if longest == 0:
-        return
-    index = torch.zeros(len(items), longest, dtype=torch.int64, device=key.device)
-    visible = torch.zeros(len(items), longest, dtype=torch.bool, device=key.device)
-    index[item, lane] = key
-    visible[item, lane] = _visible(key_depth, last[row[item]], call.window)
-    kv_heads, group = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
-    width = longest * kv_heads * (call.k.shape[2] + call.v.shape[2])
-    for rows in torch.arange(len(items), device=key.device).split(max(1, _GATHERED // width)):
-        seen = visible[rows]
-        q = call.q[row[rows]].unflatten(1, (kv_heads, group)).to(part.dtype)
-        # lanes without a key point at one that may never have been written
-        hidden = ~seen[:, None, :, None]
-        k = call.key_pool[index[rows]].to(part.dtype).transpose(1, 2).masked_fill(hidden, 0)
-        v = call.value_pool[index[rows]].to(part.dtype).transpose(1, 2).masked_fill(hidden, 0)
-        out, top = _attend(q, k, v, seen[:, None, None], call)
-        part[slot[rows]], lse[slot[rows]] = out.flatten(1, 2), top.flatten(1, 2)
-
-
-def _ranges(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """first[0], first[0] + 1, .. (count[0] numbers), first[1], .."""
+def _ranges(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """first[0], first[0] + 1, .. (count[0] numbers), first[1], ..; before them whose they are."""
     which = torch.repeat_interleave(count)
     start = count.cumsum(0) - count
-    return (first - start)[which] + torch.arange(len(which), device=first.device)
-
-
-def _visible(depth: torch.Tensor, last: torch.Tensor, window: int) -> torch.Tensor:
-    seen = depth <= last
-    return seen & (depth > last - window) if window else seen
+    return which, (first - start)[which] + torch.arange(len(which), device=first.device)
 
 
 def _attend(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prefixtree.loops import (
         block_tables,
-        decode_items,
         parts,
         planning,
         realign,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "block_tables",
-    "decode_items",
     "parts",
     "planning",
     "realign",

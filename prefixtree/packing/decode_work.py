@@ -9,13 +9,11 @@ Legend: B rows (query tokens of a forward), N runs, H query heads, Hk kv heads.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from prefixtree import loops
 from prefixtree.packing.transfers import lasting, move
 
 # a run of keys is read once for all rows below it if that saves more than so many reads of a key
@@ -29,13 +27,10 @@ PROGRAMS, SHORTEST = 4, 128
 STEP = 64
 # query heads x rows of an item, up to which it is narrow, and at most
 NARROW, WIDE = 16, 64
-# pool indices are int32
-_MOST_KEYS = 2**31 - 1
 _UNCUT = 1 << 40
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(NamedTuple):
     """What a work list has room for.
 
     Attributes:
@@ -54,14 +49,14 @@ class Capacity:
 
     def holds(self, other: Capacity) -> bool:
         """Whether nothing of `other` is more."""
-        return all(a >= b for a, b in zip(astuple(self), astuple(other), strict=True))
+        return all(a >= b for a, b in zip(self, other, strict=True))
 
     def grown(self, least: Capacity) -> Capacity:
         """At least `least`, and room for up to twice as much beside rows: lists that are alike fit.
 
         Both kinds of items are among it, so a step launches the same kernels for all of them.
         """
-        pairs = zip(astuple(self)[1:], astuple(least)[1:], strict=True)
+        pairs = zip(self[1:], least[1:], strict=True)
         rest = [max(8, 1 << (need - 1).bit_length(), other) for need, other in pairs]
         return Capacity(max(self.rows, least.rows), *rest)
 
@@ -90,31 +85,37 @@ class DecodeTables(NamedTuple):
     live: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Streams: keys by the rows that read them together, and how they are cut into items.
-
-    Attributes:
-        spans, start, size, most: as `loops.decode_items.fill` takes them.
-        tails: int64 [B, 4], checked.
-        slot_ptr: int32 [B + 1].
-        needed: the capacity that this takes.
-    """
-
-    spans: np.ndarray
-    start: np.ndarray
-    size: np.ndarray
-    most: np.ndarray
-    tails: np.ndarray
-    slot_ptr: np.ndarray
-    needed: Capacity
-
-
 class DecodeWork:
     """Which keys of a pool each row sees, laid out for `cascade_attention`.
 
     A row is a query token. It sees its runs, which other rows may see too, and the written keys of
-    its tail, the last of which is its own. Make one with `build`.
+    its tail, the last of which is its own.
+
+    Args:
+        runs: int64 [N, 5], each (first key in the pool, stop key, first row, stop row, depth of
+            the first key): keys that all of these rows see. The depth is the position of a
+            token on its path. Runs of no keys are left out.
+        tails: int64 [B, 4], each (first key of the row's tail in the pool, keys it has room
+            for, keys written, depth of its first key). Rows that write into the same tail are
+            neighbours and see the same runs: tokens of an append, each with one more key
+            written than the one before.
+        device: of the pools and queries. Default: "cpu".
+        window: the sliding window of the layers that use this list. Default: no window.
+        group: H / Hk of the layers. Another number costs speed, no exactness. Default: 4.
+        kv_heads: Hk, as `group`. Default: 8.
+        live: bool [rows of the capacity] on the device, kept and not copied: which rows write
+            their key, see their keys and go on. The caller changes it in place; tokens of an
+            append stop together. Default: all rows of `tails`, which must have room.
+        capacity: room for other rows and runs that `refill` may bring. Default: what these
+            need.
+        num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many
+            as these runs and tails reach to.
+        chunk: most keys of an item. Default: so many that the device's multiprocessors have
+            about 4 programs each; on a CPU, items are not cut.
+        spare: the default capacity is up to twice what these need.
+
+    Raises:
+        ValueError: keys beyond the pool.
 
     Attributes:
         tables: the tensors that kernels read, on the device.
@@ -124,25 +125,9 @@ class DecodeWork:
         num_keys: keys that the pools must have.
     """
 
-    tables: DecodeTables
-    capacity: Capacity
-    window: int
-    block: int
-    narrow_block: int
-    num_keys: int
-    _device: torch.device
-    _kv_heads: int
-    _chunk: int | None
-    _given_live: bool
-    _flat: torch.Tensor
-    _written: torch.Tensor
-    _shapes: list[tuple[int, ...]]
-    _sizes: list[int]
-
-    @classmethod
     @lasting
-    def build(
-        cls,
+    def __init__(
+        self,
         runs: np.ndarray,
         tails: np.ndarray,
         *,
@@ -154,113 +139,39 @@ class DecodeWork:
         capacity: Capacity | None = None,
         num_keys: int | None = None,
         chunk: int | None = None,
-    ) -> Self:
-        """Lays out the keys of a forward's rows.
-
-        Args:
-            runs: int64 [N, 5], each (first key in the pool, stop key, first row, stop row, depth of
-                the first key): keys that all of these rows see. The depth is the position of a
-                token on its path. Runs of no keys are left out.
-            tails: int64 [B, 4], each (first key of the row's tail in the pool, keys it has room
-                for, keys written, depth of its first key). Rows that write into the same tail are
-                neighbours and see the same runs: tokens of an append, each with one more key
-                written than the one before.
-            device: of the pools and queries. Default: "cpu".
-            window: the sliding window of the layers that use this list. Default: no window.
-            group: H / Hk of the layers. Another number costs speed, no exactness. Default: 4.
-            kv_heads: Hk, as `group`. Default: 8.
-            live: bool [rows of the capacity] on the device, kept and not copied: which rows write
-                their key, see their keys and go on. The caller changes it in place; tokens of an
-                append stop together. Default: all rows of `tails`, which must have room.
-            capacity: room for other rows and runs that `refill` may bring. Default: what these
-                need.
-            num_keys: keys of the pools, beyond which runs and tails are refused. Default: as many
-                as these runs and tails reach to.
-            chunk: most keys of an item. Default: so many that the device's multiprocessors have
-                about 4 programs each; on a CPU, items are not cut.
-
-        Raises:
-            ValueError: runs and tails that do not fit together; a capacity that is too small.
-        """
-        if window is not None and window < 1:
-            raise ValueError(f"window must be None or at least 1, got {window}")
-        if group < 1 or kv_heads < 1:
-            raise ValueError(f"group and kv_heads must be at least 1, got {group} and {kv_heads}")
-        self = cls()
-        self._device = device = torch.empty(0, device=device).device
-        self._kv_heads, self._chunk, self._given_live = kv_heads, chunk, live is not None
+        spare: bool = False,
+    ) -> None:
+        self._device = torch.empty(0, device=device).device
+        self._kv_heads, self._chunk, self._live = kv_heads, chunk, live
         self.window = window or 0
         self.block, self.narrow_block = max(1, WIDE // group), max(1, NARROW // group)
-        if num_keys is None:
-            ends = _table("runs", runs, 5)[:, 1], _table("tails", tails, 4)[:, :2].sum(1)
-            num_keys = int(max(end.max(initial=0) for end in ends))
-        self.num_keys = num_keys
-        self.capacity = room = capacity or self.needs(runs, tails)
-        if live is None:
-            live = torch.zeros(room.rows, dtype=torch.bool, device=device)
-        if live.dtype != torch.bool or live.shape != (room.rows,) or live.device != device:
-            raise ValueError(
-                f"live must be bool [{room.rows}] on {device}, one per row of the capacity, got "
-                f"{live.dtype} {list(live.shape)} on {live.device}"
-            )
-        shapes = [(room.wide, 5), (room.narrow, 5), (room.pieces, 3), (room.rows + 1,)]
-        self._shapes = [*shapes, (room.slots,), (room.rows, 3), (room.rows,)]
-        # addresses that are multiples of 64 bytes, in one tensor: one copy fills them all
-        self._sizes = [-(-math.prod(shape) // 16) * 16 for shape in self._shapes]
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        wide, narrow, pieces, slot_ptr, slots, tail, self._written = self._views(self._flat)
-        # changed by a step, so apart from what a step only reads
-        written = torch.zeros(room.rows, dtype=torch.int32, device=device)
-        self.tables = DecodeTables(wide, narrow, pieces, slot_ptr, slots, tail, written, live)
-        self.refill(runs, tails)
-        return self
-
-    def needs(self, runs: np.ndarray, tails: np.ndarray) -> Capacity:
-        """The capacity that these runs and tails take in a list of this kind.
-
-        Raises:
-            ValueError: they do not fit together.
-        """
-        return self._plan(runs, tails).needed
+        self.num_keys = _end(runs, tails) if num_keys is None else num_keys
+        needed, columns = self._plan(runs, tails)
+        if live is not None:
+            needed = needed._replace(rows=len(live))
+        self._make(capacity or (needed.grown(needed) if spare else needed))
+        self._fill(columns)
 
     @lasting
-    def refill(self, runs: np.ndarray, tails: np.ndarray) -> None:
-        """Replaces the contents in place; the tensors stay where they are. Waits for no GPU.
+    def refill(self, runs: np.ndarray, tails: np.ndarray) -> bool:
+        """Replaces the contents. Waits for no GPU.
 
         Args:
-            runs, tails: as in `build`. Rows of the capacity beyond those of `tails` are not live
-                (a `live` of the caller must say so itself).
+            runs, tails: as `DecodeWork` takes them. Rows of the capacity beyond those of `tails`
+                are not live (a `live` of the caller must say so itself).
+
+        Returns:
+            Whether they fit. Then the tensors stay where they are; else there are new ones, with
+            room for what they held before too.
 
         Raises:
-            ValueError: they do not fit together, or not into the capacity (`needs` tells before);
-                nothing has changed then.
+            ValueError: keys beyond the pool; nothing has changed then.
         """
-        plan = self._plan(runs, tails)
-        tails, rows = plan.tails, len(plan.tails)
-        if not self.capacity.holds(plan.needed):
-            raise ValueError(
-                f"a work list for {self.capacity} cannot hold {plan.needed}; build another "
-                "DecodeWork, with a capacity that holds both"
-            )
-        if not self._given_live and (full := tails[:, 2] >= tails[:, 1]).any():
-            row = int(full.argmax())
-            raise ValueError(
-                f"tails[{row}] has {tails[row, 2]} keys written and room for {tails[row, 1]}: a "
-                "live row writes one more; give it more room, or `live` without this row"
-            )
-        host = torch.zeros(len(self._flat), dtype=torch.int32)
-        wide, narrow, pieces, slot_ptr, slots, tail, written = (
-            view.numpy() for view in self._views(host)
-        )
-        slot_ptr[: rows + 1], slot_ptr[rows + 1 :] = plan.slot_ptr, plan.slot_ptr[-1]
-        cuts = plan.spans, plan.start, plan.size, plan.most, self.narrow_block, slot_ptr
-        loops.decode_items.fill(*cuts, slots, wide, narrow, pieces)
-        tail[:rows], written[:rows] = tails[:, [0, 1, 3]], tails[:, 2]
-        self._flat.copy_(move(host, self._device))
-        self.tables.written.copy_(self._written)
-        if not self._given_live:
-            self.tables.live[:rows] = True
-            self.tables.live[rows:] = False
+        needed, columns = self._plan(runs, tails)
+        if not (fits := self.capacity.holds(needed)):
+            self._make(needed.grown(self.capacity))
+        self._fill(columns)
+        return fits
 
     def advance(self) -> None:
         """One more key is written in the tail of every live row. Runs on the device."""
@@ -271,40 +182,72 @@ class DecodeWork:
         """Rows that q, k and v have: those of the capacity."""
         return self.capacity.rows
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 [B] on the device: the depth of the key that each row writes next."""
-        return (self.tables.tails[:, 2] + self.tables.written).long()
+    def _make(self, room: Capacity) -> None:
+        """Tensors for so much."""
+        shapes = _shapes(room)
+        flat = torch.zeros(sum(map(_padded, shapes)), dtype=torch.int32, device=self._device)
+        *read, begun = _views(flat, shapes)
+        # changed by a step, so apart from what a step only reads
+        written = torch.zeros_like(begun)
+        live = torch.zeros_like(begun, dtype=torch.bool) if self._live is None else self._live
+        tables = DecodeTables(*(*read, written, live))
+        # in one line, so that an interruption leaves all or nothing
+        self.capacity, self.tables, self._flat, self._written = room, tables, flat, begun
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(flat.split(self._sizes), self._shapes, strict=True)
-        return [part[: math.prod(shape)].view(shape) for part, shape in parts]
+    def _fill(self, columns: list[np.ndarray]) -> None:
+        """Contents as `_plan` gives them, zeros behind them."""
+        rows, host = len(columns[-1]), torch.zeros(len(self._flat), dtype=torch.int32)
+        views = [view.numpy() for view in _views(host, _shapes(self.capacity))]
+        for view, column in zip(views, columns, strict=True):
+            view[: len(column)] = column
+        # slot_ptr: the other rows have no slots
+        views[3][rows + 1 :] = views[3][rows]
+        self._flat.copy_(move(host, self._device))
+        self.tables.written.copy_(self._written)
+        if self._live is None:
+            self.tables.live[:rows] = True
+            self.tables.live[rows:] = False
 
-    def _plan(self, runs: Any, tails: Any) -> _Plan:
-        runs, tails = _table("runs", runs, 5), _table("tails", tails, 4)
-        runs = runs[runs[:, 1] > runs[:, 0]]
-        _check(runs, tails, self.num_keys)
-        spans = _spans(runs, tails, self.window)
+    def _plan(self, runs: np.ndarray, tails: np.ndarray) -> tuple[Capacity, list[np.ndarray]]:
+        """What runs and tails take, and the contents of `DecodeTables` but `live`."""
+        if (end := _end(runs, tails)) > self.num_keys:
+            raise ValueError(f"runs and tails have {end} keys, the pool {self.num_keys}")
+        spans = _spans(runs[runs[:, 1] > runs[:, 0]], tails, self.window)
+        # streams: keys that the same rows read, cut at even lengths
         start = np.flatnonzero(_changes(spans[:, :2]))
-        first, stop = spans[start, 0], spans[start, 1]
-        rows, keys = stop - first, np.add.reduceat(spans[:, 3], start)
-        blocks = -(-rows // self.block)
-        most = -(-rows // np.maximum(blocks, 1))
+        first, stop = spans[start, :2].T
+        keys = np.add.reduceat(spans[:, 3], start)
+        blocks = -(-(stop - first) // self.block)
+        most = -(-(stop - first) // blocks)
         chunk = self._chunk or self._length(int((keys * blocks).sum()))
         step = min(STEP, chunk)
         size = -(-keys // (-(-keys // chunk) * step)) * step
-        parts = -(-keys // size)
-        wide = parts * ((blocks - 1) * (most > self.narrow_block))
-        wide += parts * (rows - most * (blocks - 1) > self.narrow_block)
-        per_row = np.zeros(len(tails) + 1, np.int64)
-        np.add.at(per_row, first, parts)
-        np.add.at(per_row, stop, -parts)
-        slot_ptr = np.concatenate([[0], np.cumsum(np.cumsum(per_row[:-1]))]).astype(np.int32)
-        start = np.append(start, len(spans))
-        # a cut adds a piece, unless it is between two spans
-        counts = wide.sum(), (parts * blocks - wide).sum(), len(spans) + (parts - 1).sum()
-        needed = Capacity(len(tails), *map(int, (*counts, slot_ptr[-1])))
-        return _Plan(spans, start, size, most, tails, slot_ptr, needed)
+        stream, number = _counted(-(-keys // size))
+        cuts = _before(keys)[stream] + number * size[stream]
+
+        # pieces: what is between two cuts, or between a cut and the end of a span
+        begin = _before(spans[:, 3])
+        at = np.union1d(begin, cuts)
+        span = np.searchsorted(begin, at, "right") - 1
+        length, inside = np.diff(at, append=keys.sum()), at - begin[span]
+        pieces = np.stack([spans[span, 2] + inside, length, spans[span, 4] + inside], 1)
+
+        # items: the keys behind every cut, with every block of the stream's rows
+        cut, block = _counted(blocks[stream])
+        of = stream[cut]
+        row = first[of] + block * most[of]
+        rows = np.minimum(most[of], stop[of] - row)
+        piece = np.searchsorted(at, np.append(cuts, keys.sum()))
+        items = np.stack([row, rows, piece[cut], piece[cut + 1], _before(rows)], 1)
+        wide = rows > self.narrow_block
+        # a slot per row of an item, in this order; each row lists its own
+        item, number = _counted(rows)
+        row = row[item] + number
+        slot_ptr = np.append(0, np.cumsum(np.bincount(row, minlength=len(tails))))
+        slots = np.argsort(row, kind="stable")
+        needed = Capacity(len(tails), int(wide.sum()), int((~wide).sum()), len(pieces), len(slots))
+        tail, written = tails[:, [0, 1, 3]], tails[:, 2]
+        return needed, [items[wide], items[~wide], pieces, slot_ptr, slots, tail, written]
 
     def _length(self, reads: int) -> int:
         """Keys of an item, so that the device has enough of them."""
@@ -313,6 +256,40 @@ class DecodeWork:
         processors = torch.cuda.get_device_properties(self._device).multi_processor_count
         length = -(-reads * self._kv_heads // (PROGRAMS * processors))
         return max(SHORTEST, -(-length // STEP) * STEP)
+
+
+def _shapes(room: Capacity) -> list[tuple[int, ...]]:
+    """Of `DecodeTables` but `live`."""
+    rows = [(room.rows, 3), (room.rows,)]
+    items = [(room.wide, 5), (room.narrow, 5), (room.pieces, 3)]
+    return [*items, (room.rows + 1,), (room.slots,), *rows]
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    """Addresses are multiples of 64 bytes."""
+    return -(-math.prod(shape) // 16) * 16
+
+
+def _views(flat: torch.Tensor, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Tensors in one, so that one copy fills them all."""
+    parts = zip(flat.split([_padded(shape) for shape in shapes]), shapes, strict=True)
+    return [part[: math.prod(shape)].view(shape) for part, shape in parts]
+
+
+def _end(runs: np.ndarray, tails: np.ndarray) -> int:
+    """The key behind the last one."""
+    return int(max(runs[:, 1].max(initial=0), tails[:, :2].sum(1).max()))
+
+
+def _before(counts: np.ndarray) -> np.ndarray:
+    """The sum of all counts before each."""
+    return np.cumsum(counts) - counts
+
+
+def _counted(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """counts[i] times i for every i, and beside each how many of its kind came before."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - _before(counts)[which]
 
 
 def _changes(table: np.ndarray) -> np.ndarray:
@@ -328,22 +305,17 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
     Neighbouring rows that write into one tail are a leaf. Runs of the same rows are read by these
     rows if that saves enough, otherwise by each leaf below, with its tail.
     """
-    # a tail without room may begin where another one does
-    begins = _changes(tails[:, [0, 3]]) | (tails[:, 1] == 0)
-    begins[1:] |= tails[:-1, 1] == 0
+    begins = _changes(tails[:, [0, 3]])
     leaf, leaf_first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     leaf_rows = np.stack([leaf_first, np.append(leaf_first[1:], len(tails))], 1)
 
     runs = runs[np.lexsort((runs[:, 4], runs[:, 3], runs[:, 2]))]
     first, stop, keys = runs[:, 2], runs[:, 3], runs[:, 1] - runs[:, 0]
-    _refuse(runs, ~np.append(begins, True)[runs[:, 2:4]].all(1), "ends inside the rows of one tail")
 
     def least(values: np.ndarray) -> np.ndarray:
         """The least value of the rows of each run."""
         return np.minimum.reduceat(np.append(values, 0), runs[:, 2:4].ravel())[::2]
 
-    deeper = runs[:, 4] + keys > least(tails[:, 3])
-    _refuse(runs, deeper, "holds keys that are deeper than the first key of a tail below it")
     tail = tails[leaf_first][:, [0, 1, 3]]
     spans = np.stack([runs[:, 0], keys, runs[:, 4]], 1)
     if window:
@@ -358,40 +330,9 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
     total = np.bincount(group, spans[:, 1])[group]
     shared = total * (leaves - 1) > SHARE_FROM
     count = np.where(shared, 1, leaves)
-    which = np.repeat(np.arange(len(runs)), count)
-    below = leaf[first][which] + np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    which, number = _counted(count)
+    below = leaf[first][which] + number
     rows = np.where(shared[which, None], runs[which, 2:4], leaf_rows[below])
     out = np.concatenate([np.hstack([rows, spans[which]]), np.hstack([leaf_rows, tail])])
     out = out[out[:, 3] > 0]
     return out[np.lexsort((out[:, 4], out[:, 1], out[:, 0]))]
-
-
-def _refuse(table: np.ndarray, bad: np.ndarray, why: str, name: str = "the run ") -> None:
-    """Raises for the first bad row of a table."""
-    if bad.any():
-        row = int(bad.argmax())
-        raise ValueError(f"{name}{table[row].tolist()} {why}")
-
-
-def _table(name: str, values: Any, columns: int) -> np.ndarray:
-    out = np.ascontiguousarray(values)
-    if out.ndim != 2 or out.shape[1] != columns or out.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} must be integers [.., {columns}], got {out.dtype} {list(out.shape)}"
-        )
-    return out.astype(np.int64, copy=False)
-
-
-def _check(runs: np.ndarray, tails: np.ndarray, num_keys: int) -> None:
-    """Raises where a run or a tail is none by itself."""
-    if len(tails) == 0:
-        raise ValueError("tails has no rows; a forward has at least one")
-    if num_keys > _MOST_KEYS:
-        raise ValueError(f"a pool has at most 2^31 - 1 keys, got {num_keys}")
-    bad = (runs[:, 0] < 0) | (runs[:, 4] < 0) | (runs[:, 1] > num_keys)
-    bad |= (runs[:, 2] < 0) | (runs[:, 3] > len(tails)) | (runs[:, 2] >= runs[:, 3])
-    where = f"a pool of {num_keys} keys, some of the {len(tails)} rows, and a depth of 0 or more"
-    _refuse(runs, bad, f"is none: expected keys of {where}")
-    bad = (tails < 0).any(1) | (tails[:, 2] > tails[:, 1]) | (tails[:, :2].sum(1) > num_keys)
-    why = f"is none: expected room in a pool of {num_keys} keys, and no more keys written than room"
-    _refuse(tails, bad, why, "the tail ")

@@ -160,29 +160,20 @@ class GrowingForest:
             token, position of the first key. And tails, int64 [B, 4], one per token: first key of
             the row's own run, its room, keys written before this token, position of the first key.
         """
-        runs: list[tuple[int, int, int, int, int]] = []
         tails: list[tuple[int, int, int, int]] = []
-        # the nodes above the last row, and the first token below each
-        open_: list[tuple[_Node, int]] = []
-
-        def close(keep: int) -> None:
-            for node, first in reversed(open_[keep:]):
-                if node.length:
-                    stop = node.start + node.length
-                    runs.append((node.start, stop, first, len(tails), node.position))
-            del open_[keep:]
-
+        # the first token below each node, and the one behind its last
+        below: dict[_Node, list[int]] = {}
         for row, count in zip(rows, counts or [1] * len(rows), strict=True):
-            own = self._rows[row]
-            path = _path(own.parent)
-            same = 0
-            while same < min(len(path), len(open_)) and path[same] is open_[same][0]:
-                same += 1
-            close(same)
-            open_ += [(node, len(tails)) for node in path[same:]]
+            own, at = self._rows[row], len(tails)
+            for node in _path(own.parent):
+                below.setdefault(node, [at, 0])[1] = at + count
             for token in range(count):
                 tails.append((own.start, own.room, own.length + token, own.position))
-        close(0)
+        runs = [
+            (node.start, node.start + node.length, first, stop, node.position)
+            for node, (first, stop) in below.items()
+            if node.length
+        ]
         return (
             np.array(runs, np.int64).reshape(-1, 5),
             np.array(tails, np.int64).reshape(-1, 4),
@@ -192,9 +183,9 @@ class GrowingForest:
 
     def _move_together(self) -> np.ndarray:
         """Moves all nodes to the beginning of the pool; as `reserve` returns it."""
-        nodes = {id(node): node for row in self._rows for node in _path(row)}
+        nodes = {node for row in self._rows for node in _path(row)}
         parts, self._used = [np.empty(0, np.int64)], 0
-        for node in sorted(nodes.values(), key=lambda node: node.start):
+        for node in sorted(nodes, key=lambda node: node.start):
             parts.append(np.arange(node.start, node.start + node.room))
             node.start = self._used
             self._used += node.room

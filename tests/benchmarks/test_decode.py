@@ -149,9 +149,14 @@ def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[
 def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     small = [*TINY, "--scale", "0.005", "--dtype", "float32", "--trees", "2", "--out", str(out)]
-    assert decode.main(["--level", "1", *small]) == 0
+    # compiled layers have a case of their own in the tests of the sampler
+    sides = ["tree", "tree-eager", "rows"]
+    assert decode.main(["--level", "1", *small, "--sides", *sides]) == 0
     rows = result(out)["rows"]
-    assert [row["side"] for row in rows] == ["tree", "tree-eager", "rows"] * 2
+    assert [row["side"] for row in rows] == sides * 2
+    with pytest.raises(SystemExit):
+        decode.main(["--level", "1", *small, "--sides", "fa4"])
+    assert "no sides of level 1: fa4" in capsys.readouterr().err
     for row in rows:
         # half of the timed steps from the end
         keys = 2 * 10 + 4 * (3 + 64 - 20)

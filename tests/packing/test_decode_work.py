@@ -50,7 +50,7 @@ def test_every_row_reads_every_key_once(data: st.DataObject) -> None:
     rows, tokens = data.draw(st.integers(1, 20)), data.draw(st.sampled_from([1, 1, 6]))
     runs, tails, _ = random_shape(rng, rows, data.draw(st.sampled_from([3, 90])), 20, tokens)
     group, chunk = data.draw(st.sampled_from([1, 3, 4, 16, 40])), data.draw(st.integers(1, 200))
-    work = DecodeWork.build(runs, tails, group=group, chunk=chunk)
+    work = DecodeWork(runs, tails, group=group, chunk=chunk)
     expected: dict[int, list[tuple[int, int]]] = {r: [] for r in range(len(tails))}
     for a, b, i, j, depth in runs.tolist():
         for r in range(i, j):
@@ -89,105 +89,72 @@ def test_what_a_window_hides_now_and_later_is_left_out(seed: int) -> None:
 
 def test_a_run_is_shared_where_that_saves_enough() -> None:
     """Otherwise it is read with the tail of each row."""
-    work = DecodeWork.build(RUNS, TAILS, group=1)
+    work = DecodeWork(RUNS, TAILS, group=1)
     # 100 keys x 2 and 7 x 1 are too few: one item per row, of all it reads
     assert work.capacity == Capacity(rows=3, wide=0, narrow=3, pieces=2 + 3 + 3, slots=3)
     far = np.array([[0, 1000, 0, 3, 0], [1000, 1007, 1, 3, 1000]])
     tails = plus(TAILS, 2000, 0, 0, 1000)
-    work = DecodeWork.build(far, tails, group=1)
+    work = DecodeWork(far, tails, group=1)
     assert work.capacity == Capacity(rows=3, wide=0, narrow=4, pieces=1 + 1 + 2 + 2, slots=6)
     # runs of the same rows are one
     same = np.array([[0, 300, 0, 3, 0], [500, 800, 0, 3, 300]])
-    assert DecodeWork.build(same, tails, group=1).capacity.slots == 6
+    assert DecodeWork(same, tails, group=1).capacity.slots == 6
     # more rows than a narrow item has
-    assert DecodeWork.build(far, tails, group=8).capacity.wide == 1
+    assert DecodeWork(far, tails, group=8).capacity.wide == 1
 
 
 def test_the_threshold_is_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_work, "SHARE_FROM", 199)
-    assert DecodeWork.build(RUNS, TAILS, group=1).capacity.slots == 6
+    assert DecodeWork(RUNS, TAILS, group=1).capacity.slots == 6
 
 
 def test_contents_change_in_place() -> None:
     room = Capacity(rows=5, wide=4, narrow=40, pieces=60, slots=60)
-    work = DecodeWork.build(RUNS, TAILS, capacity=room, num_keys=400, chunk=16)
+    work = DecodeWork(RUNS, TAILS, capacity=room, num_keys=400, chunk=16)
     where = [x.data_ptr() for x in work.tables]
     first = reads(work)
     assert not first[3] and not first[4]
     assert work.tables.live.tolist() == [True] * 3 + [False] * 2
-    assert work.positions.tolist() == [103, 107, 114, 0, 0]
+    assert work.tables.written.tolist() == [3, 0, 7, 0, 0]
     work.advance()
-    assert work.positions.tolist() == [104, 108, 115, 0, 0]
+    assert work.tables.written.tolist() == [4, 1, 8, 0, 0]
     work.tables.live[1] = False
     work.advance()
-    assert work.positions.tolist() == [105, 108, 116, 0, 0]
+    assert work.tables.written.tolist() == [5, 1, 9, 0, 0]
     more = np.concatenate([TAILS, [[300, 8, 2, 0]]])
-    work.refill(RUNS[:1], more)
-    assert work.positions.tolist() == [103, 107, 114, 2, 0]
+    assert work.refill(RUNS[:1], more)
+    assert work.tables.written.tolist() == [3, 0, 7, 2, 0]
     assert work.tables.live.tolist() == [True] * 4 + [False]
-    assert reads(work) | {4: []} == reads(DecodeWork.build(RUNS[:1], more, chunk=16)) | {4: []}
-    # nothing changes where it does not fit
+    assert reads(work) | {4: []} == reads(DecodeWork(RUNS[:1], more, chunk=16)) | {4: []}
+    # nothing changes where the pool has too few keys
     before = [x.clone() for x in work.tables]
-    for runs, tails, words in (
-        (RUNS, np.concatenate([more, *(plus(more[3:], 8 * i, 0, 0, 0) for i in (1, 2))]), "cannot"),
-        (RUNS, plus(more, 200, 0, 0, 0), "pool of 400"),
-        (RUNS, plus(more, 0, 0, 6, 0), "no more keys written"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            work.refill(runs, tails)
+    with pytest.raises(ValueError, match="have 424 keys, the pool 400"):
+        work.refill(RUNS, plus(TAILS, 200, 0, 0, 0))
     assert all(torch.equal(a, b) for a, b in zip(before, work.tables, strict=True))
     assert where == [x.data_ptr() for x in work.tables]
-    work.refill(RUNS, TAILS)
-    assert reads(work) == first
+    assert work.refill(RUNS, TAILS) and reads(work) == first
+    # other tensors where there is no room, which hold what was there before too
+    far = np.concatenate([more, *(plus(more[3:], 8 * i, 0, 0, 0) for i in (1, 2))])
+    assert not work.refill(RUNS, far) and len(work.tables.tails) == 6
+    assert reads(work) == reads(DecodeWork(RUNS, far, chunk=16))
+    assert work.refill(RUNS, TAILS) and work.capacity.holds(room)
+    assert {r: keys for r, keys in reads(work).items() if keys} == {r: first[r] for r in range(3)}
 
 
 def test_the_callers_live_rows_are_kept() -> None:
     live = torch.tensor([True, False, True])
     full = plus(TAILS, 0, 0, 0, 0)
     full[1, 2] = full[1, 1]
-    work = DecodeWork.build(RUNS, full, live=live)
+    work = DecodeWork(RUNS, full, live=live)
     live[2] = False
     work.advance()
     assert work.tables.written.tolist() == [4, 8, 7]
-    with pytest.raises(ValueError, match=r"tails\[1\] has 8 keys written and room for 8"):
-        DecodeWork.build(RUNS, full)
-
-
-@pytest.mark.parametrize(
-    "runs, tails, options, words",
-    [
-        (RUNS.astype(float), TAILS, {}, r"runs must be integers \[.., 5\], got float64"),
-        (RUNS, TAILS[:, :3], {}, r"tails must be integers \[.., 4\], got int64 \[3, 3\]"),
-        (RUNS, TAILS[:0], {}, "no rows"),
-        (RUNS, TAILS[:2], {}, "some of the 2 rows"),
-        (RUNS, TAILS, {"num_keys": 100}, "pool of 100"),
-        (RUNS, TAILS - [0, 0, 0, 1], {}, r"run \[0, 100, 0, 3, 0\] holds keys that are deeper"),
-        (
-            RUNS,
-            TAILS[[0, 0, 1]] + [[0] * 4, [0, 0, 1, 0], [0] * 4],
-            {},
-            "inside the rows of one tail",
-        ),
-        (RUNS, TAILS, {"window": 0}, "window must be None or at least 1, got 0"),
-        (RUNS, TAILS, {"group": 0}, "group and kv_heads"),
-        (RUNS, TAILS, {"live": torch.ones(2, dtype=torch.bool)}, r"live must be bool \[3\]"),
-        (RUNS, TAILS, {"capacity": Capacity(3, 0, 0, 0, 0)}, "another DecodeWork"),
-        (RUNS, TAILS, {"num_keys": 2**31}, r"at most 2\^31 - 1"),
-    ],
-)
-def test_refusals(runs: np.ndarray, tails: np.ndarray, options: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        DecodeWork.build(runs, tails, **options)
 
 
 def test_nothing_to_read() -> None:
     """No run, and no room: rows that are not live."""
     none = np.zeros((0, 5), np.int64)
     stopped = torch.zeros(2, dtype=torch.bool)
-    work = DecodeWork.build(none, np.array([[0, 0, 0, 0], [5, 0, 0, 3]]), live=stopped)
+    work = DecodeWork(none, np.array([[0, 0, 0, 0], [5, 0, 0, 3]]), live=stopped)
     assert work.capacity == Capacity(rows=2, wide=0, narrow=0, pieces=0, slots=0)
     assert reads(work) == {0: [], 1: []}
-    # two tails without room may begin at one key, and each is its row's alone
-    runs = np.array([[0, 4, 0, 1, 0], [0, 3, 1, 2, 0]])
-    work = DecodeWork.build(runs, np.array([[5, 0, 0, 4], [5, 0, 0, 4]]), live=stopped)
-    assert [len(keys) for keys in reads(work).values()] == [4, 3]

@@ -18,7 +18,7 @@ class DecodeCase:
     """One call of `cascade_attention`; what no row may read is NaN.
 
     Attributes:
-        runs, tails: as `DecodeWork.build` takes them.
+        runs, tails: as `DecodeWork` takes them.
         live: bool [B].
         q, k, v, key_pool, value_pool: as `cascade_attention` takes them.
         options: scale, window, softcap and sinks.
@@ -49,7 +49,7 @@ class DecodeCase:
     def work(self, **options: Any) -> DecodeWork:
         given: dict[str, Any] = {"device": self.q.device, "window": self.options.get("window")}
         given |= {"live": self.live, "group": self.group, "kv_heads": self.k.shape[1]}
-        return DecodeWork.build(self.runs, self.tails, **(given | options))
+        return DecodeWork(self.runs, self.tails, **(given | options))
 
     def attend(self, work: DecodeWork | None = None, **options: Any) -> torch.Tensor:
         """The operator's result; it writes into the pools of the case."""

@@ -23,8 +23,9 @@ from prefixtree.kernels.packages import installed
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
-_BRANCH = 0xD1B54A32D192ED03
-_LARGEST = 2**64
+_BRANCH = 0xD1B54A32D192ED03 - 2**64
+# behind the numbers of a short path
+_ENDED = -1
 # logits whose noise is in memory at once, in some 32 bytes each
 _AT_ONCE = 2**25
 
@@ -135,14 +136,17 @@ def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
     Returns:
         int64 [B] on the CPU.
     """
-    keys = []
-    for path in paths:
-        key = _mix_number(seed % _LARGEST)
-        for number in path:
-            # another step than that of positions and tokens, whose numbers would meet these
-            key = _mix_number(key + (number + 1) * _BRANCH)
-        keys.append(key - _LARGEST if key >= _LARGEST // 2 else key)
-    return torch.tensor(keys, dtype=torch.int64)
+    paths = list(paths)
+    depth = max(map(len, paths))
+    numbers = torch.tensor([[*path, *[_ENDED] * (depth - len(path))] for path in paths])
+    # as int64, whose sums and products wrap around
+    state = (seed + _GAMMA + 2**63) % 2**64 - 2**63
+    keys = _mix(torch.full((len(paths),), state))
+    for column in numbers.unbind(1):
+        # another step than that of positions and tokens, whose numbers would meet these
+        below = _mix(keys + (column + 1) * _BRANCH + _GAMMA)
+        keys = torch.where(column == _ENDED, keys, below)
+    return keys
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -166,11 +170,3 @@ def _mix(z: torch.Tensor) -> torch.Tensor:
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
     """The logical shift to the right; torch's copies the sign."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
-
-
-def _mix_number(z: int) -> int:
-    """The same of one number, with SplitMix64's step before it."""
-    z = (z + _GAMMA) % _LARGEST
-    z = (z ^ (z >> 30)) * (_FIRST % _LARGEST) % _LARGEST
-    z = (z ^ (z >> 27)) * (_SECOND % _LARGEST) % _LARGEST
-    return z ^ (z >> 31)

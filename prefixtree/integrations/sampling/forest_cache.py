@@ -17,7 +17,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decode import cascade_attention
-from prefixtree.packing.decode_work import Capacity, DecodeWork
+from prefixtree.packing.decode_work import DecodeWork
 
 # by sliding window
 Works = dict[int | None, DecodeWork]
@@ -48,45 +48,24 @@ class ForestCache:
         self._works, self._calls = None, 0
         self._heads.clear()
 
-    def begin(
+    def works(
         self,
         runs: np.ndarray,
         tails: np.ndarray,
-        device: torch.device,
         live: torch.Tensor | None = None,
-        kept: Works | None = None,
         spare: bool = False,
     ) -> Works:
-        """The next forwards are of these tokens, as `GrowingForest.runs_and_tails` gives them.
+        """Lists of what tokens see, for `resume`. All arguments as `DecodeWork` takes them."""
+        options: dict[str, Any] = {"num_keys": self.capacity, "live": live, "spare": spare}
+        options["device"] = self._pools[0][0].device
+        return {
+            window: DecodeWork(runs, tails, window=window, group=g, kv_heads=heads, **options)
+            for window, (g, heads) in self._heads.items()
+        }
 
-        Args:
-            live: bool [rows] that the caller changes in place, as `DecodeWork.build` takes it.
-            kept: lists of an earlier call with this `live`. They are filled anew if these tokens
-                fit, and given back.
-            spare: lists are made with room for other tokens than these.
-
-        Returns:
-            The lists, for `resume`.
-        """
-        if kept is not None and all(w.capacity.holds(w.needs(runs, tails)) for w in kept.values()):
-            for work in kept.values():
-                work.refill(runs, tails)
-            return self.resume(kept)
-        works = {}
-        for window, (group, kv_heads) in self._heads.items():
-            options: dict[str, Any] = {"device": device, "window": window, "group": group}
-            options |= {"kv_heads": kv_heads, "num_keys": self.capacity}
-            if spare and live is not None:
-                least = Capacity(len(live), 0, 0, 0, 0) if kept is None else kept[window].capacity
-                needed = DecodeWork.build(runs, tails, **options).capacity
-                options["capacity"] = needed.grown(least)
-            works[window] = DecodeWork.build(runs, tails, live=live, **options)
-        return self.resume(works)
-
-    def resume(self, works: Works) -> Works:
+    def resume(self, works: Works) -> None:
         """The next forwards are of the tokens of these lists."""
         self._works, self._calls = works, 0
-        return works
 
     @property
     def addresses(self) -> list[int]:
@@ -127,22 +106,22 @@ class ForestCache:
         self._pools[self._calls] = (pools[0], pools[1])
         self._calls += 1
 
+    # which pools are its own changes from layer to layer, so a compiled layer ends a graph here
+    @torch.compiler.disable
     def attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        scale: float | None,
         window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        **options: Any,
     ) -> torch.Tensor:
         """Writes the new keys and values, and attends to all that each token sees.
 
         Args:
             q: [B, H, D]. k: [B, Hk, D]. v: [B, Hk, Dv].
-            scale, window, softcap, sinks: as in `tree_attention`.
+            window, options: as `cascade_attention` takes them.
 
         Returns:
             [B, H, Dv] in q's dtype.
@@ -158,18 +137,8 @@ class ForestCache:
             )
         keys, values = self._pools[self._calls]
         self._calls += 1
-        return cascade_attention(
-            q,
-            k,
-            v,
-            keys,
-            values,
-            self._works[window],
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        work = self._works[window]
+        return cascade_attention(q, k, v, keys, values, work, window=window, **options)
 
     def move(self, index: np.ndarray) -> None:
         """Moves keys and values: those at index[i] go to i."""

@@ -21,10 +21,11 @@ from prefixtree.integrations.families import family_of, forward_inputs, placehol
 from prefixtree.integrations.model_checks import (
     attention_modules,
     check_model,
+    check_vocabulary,
     every_layer_attends,
     find_causal_lm,
 )
-from prefixtree.integrations.sampling.forest_cache import ForestCache, Works
+from prefixtree.integrations.sampling.forest_cache import ForestCache
 from prefixtree.integrations.sampling.graphs import state_of
 from prefixtree.packing.layout import PackedForest
 
@@ -42,7 +43,6 @@ class CachedForward:
         # adapters are inside of it; wrappers of training (DDP) are not called
         self._causal_lm = find_causal_lm(model)
         config = self._causal_lm.config
-        self._vocabulary = config.get_text_config().vocab_size
         self._position_rows = family_of(config).position_rows
         self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
         if getattr(config.get_text_config(), "output_router_logits", False):
@@ -72,43 +72,39 @@ class CachedForward:
         self.cache.begin_prefill()
         inputs = forward_inputs(packed, self._causal_lm.config)
         with every_layer_attends(self._causal_lm, packed.mask):
-            return self._call(**inputs, logits_to_keep=torch.from_numpy(last).to(self.device))
-
-    def begin(
-        self,
-        runs: np.ndarray,
-        tails: np.ndarray,
-        live: torch.Tensor | None = None,
-        kept: Works | None = None,
-        spare: bool = False,
-    ) -> Works:
-        """The next `step` is of these tokens, one per row; the one behind it of the next token of
-        each. Arguments as in `ForestCache.begin`."""
-        return self.cache.begin(runs, tails, self.device, live, kept, spare)
+            return self._eager(**inputs, logits_to_keep=torch.from_numpy(last).to(self.device))
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]."""
-        position_ids = positions[None]
-        if self._position_rows > 1:
-            position_ids = position_ids.expand(self._position_rows, 1, -1)
-        return self._call(input_ids=ids[None], position_ids=position_ids)
+        """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]. Compiled layers run as
+        such: their graphs serve every number of rows."""
+        return self._call(**self._inputs(ids, positions))
 
     def read(
         self, runs: np.ndarray, tails: np.ndarray, tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
         """Reads several tokens per row; the logits [rows, V] of the last of each."""
-        self.begin(runs, tails)
+        self.cache.resume(self.cache.works(runs, tails))
         ids = torch.tensor([token for row in tokens for token in row], device=self.device)
         # of the first key of a row's own run, and the keys written behind it
         position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
         last = np.cumsum([len(row) for row in tokens]) - 1
-        return self.step(ids, position_ids)[torch.from_numpy(last).to(self.device)]
+        logits = self._eager(**self._inputs(ids, position_ids))
+        return logits[torch.from_numpy(last).to(self.device)]
+
+    def _inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        position_ids = positions[None]
+        if self._position_rows > 1:
+            position_ids = position_ids.expand(self._position_rows, 1, -1)
+        return {"input_ids": ids[None], "position_ids": position_ids}
+
+    def _eager(self, **inputs: Any) -> torch.Tensor:
+        # once per call of `start` or `append`: not worth a compilation
+        with torch.compiler.set_stance("force_eager"):
+            return self._call(**inputs)
 
     @torch.no_grad()
     def _call(self, **inputs: Any) -> torch.Tensor:
-        # layers that were compiled for updates would be compiled again for every number of rows
-        with torch.compiler.set_stance("force_eager"):
-            logits = self._causal_lm(**{**inputs, **self._keywords}).logits[0]
+        logits: torch.Tensor = self._causal_lm(**{**inputs, **self._keywords}).logits[0]
         self.cache.end()
         return logits
 
@@ -147,12 +143,13 @@ class CachedForward:
                 "a growing forest: sample with model.generate"
             )
         attention_modules(self._causal_lm)
-        wrappers = (FSDPModule, FullyShardedDataParallel)
-        sharded = [n for n, m in self._model.named_modules() if isinstance(m, wrappers)]
-        sharded += [
+        parts = *self._model.named_modules(), *self._causal_lm.named_parameters()
+        kinds = FSDPModule, FullyShardedDataParallel, DTensor
+        # ZeRO-3 leaves parameters without numbers
+        sharded = [
             name
-            for name, parameter in self._causal_lm.named_parameters()
-            if isinstance(parameter, DTensor) or parameter.numel() == 0
+            for name, part in parts
+            if isinstance(part, kinds) or (isinstance(part, nn.Parameter) and part.numel() == 0)
         ]
         if sharded:
             raise UnsupportedError(
@@ -171,11 +168,7 @@ class CachedForward:
 
     def check_vocabulary(self, tokens: np.ndarray) -> None:
         """Refuses token ids that the model does not have."""
-        if len(tokens) and int(tokens.max()) >= self._vocabulary:
-            raise ValueError(
-                f"token id {int(tokens.max())} is beyond the model's vocabulary of "
-                f"{self._vocabulary}"
-            )
+        check_vocabulary(self._causal_lm, tokens)
 
     def own(self, rows: Any) -> None:
         """From now on the cache holds the keys of these rows."""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,25 +27,29 @@ class StepGraphs:
 
     One runs at a time, and what it leaves is in tensors made before, so they may share.
 
+    Args:
+        device: of the steps.
+        wanted: False: none is captured. Default: they are where the device has CUDA graphs.
+
     Attributes:
         num_captured: how many were.
         reason: why steps are not captured; None if they are.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
         self.num_captured = 0
         self.reason: str | None = None
+        if not wanted or device.type != "cuda":
+            self.reason = "the device has no CUDA graphs" if wanted else "graphs=False"
+            return
         self._stream = _stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    @classmethod
-    def on(cls, device: torch.device) -> Self | None:
-        """For steps on a device; None if it has no CUDA graphs."""
-        return cls(device) if device.type == "cuda" else None
-
-    @staticmethod
-    def size_of(rows: int) -> int:
-        """The size of a step for so many rows: at most a quarter more, and few sizes."""
+    def size_of(self, rows: int) -> int:
+        """The size of a step for so many rows. Where steps are captured there are few sizes, at
+        most a quarter above the rows."""
+        if self.reason is not None:
+            return rows
         step = max(8, 1 << max(0, (rows - 1).bit_length() - 3))
         return -(-rows // step) * step
 
@@ -121,11 +125,7 @@ class StepGraphs:
         options: dict[str, Any] = {"capture_error_mode": "thread_local", "stream": self._stream}
         with torch.cuda.graph(graph, pool=self._pool, **options):
             step()
-
-        def replay() -> None:
-            graph.replay()
-
-        return replay
+        return lambda: graph.replay()
 
 
 @cache

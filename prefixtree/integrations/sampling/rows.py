@@ -73,31 +73,31 @@ class Rows:
             MemoryError: no room for tokens that the model has not read yet; nothing was changed.
         """
         self._forward.check_current(self)
-        if isinstance(counts, Mapping):
-            changed = dict(zip(self._places(counts), counts.values(), strict=True))
-            wanted = [changed.get(at, 1) for at in range(len(self))]
-        else:
-            given = [counts] * len(self) if isinstance(counts, int) else list(counts)
-            changed = dict(zip(self._order, given, strict=False))
-            wanted = [changed[at] for at in range(len(given))] if len(given) == len(self) else []
-        if len(wanted) != len(self) or any(operator.index(count) < 0 for count in wanted):
+        every = [counts] * len(self) if isinstance(counts, int) else counts
+        given = every if isinstance(every, Mapping) else dict(enumerate(every))
+        is_whole = isinstance(counts, Mapping) or len(given) == len(self)
+        if not is_whole or any(operator.index(count) < 0 for count in given.values()):
             raise ValueError(
                 f"branch takes one number >= 0 for each of {len(self)} rows (how many rows it "
                 f"becomes), got {counts}"
             )
+        wanted = [1] * len(self)
+        for at, count in zip(self._places(given), given.values(), strict=True):
+            wanted[at] = count
         reading = [at for at, count in enumerate(wanted) if count > 1]
         try:
             self._read(reading)
         finally:
             self._growing.trim(reading)
         self._growing.branch(wanted)
-        rows = []
-        for row, count in zip(self._rows, wanted, strict=True):
-            same = [row] * count
-            if count > 1:
-                same = [replace(row, path=(*row.path, number)) for number in range(count)]
-            rows += same
-        self._set(rows)
+        pairs = zip(self._rows, wanted, strict=True)
+        self._set(
+            [
+                replace(row, path=(*row.path, number)) if count > 1 else row
+                for row, count in pairs
+                for number in range(count)
+            ]
+        )
 
     def drop(self, rows: Iterable[int]) -> None:
         """Drops rows: they leave the samples, and their keys make room.
@@ -213,24 +213,21 @@ class Rows:
                     "sampler.start again; rows.samples() has what was sampled"
                 )
         reading = [at for at in rows if self._rows[at].pending]
-        rows = rows if room else reading
-        if rows:
-            self._reserve(rows, [len(self._rows[at].pending) + room for at in rows])
-        while reading:
-            self._read_some(reading)
-            reading = [at for at in reading if self._rows[at].pending]
-
-    def _reserve(self, rows: Sequence[int], rooms: Sequence[int]) -> None:
+        writing = rows if room else reading
         # an interruption while keys move would leave them nowhere
         self._forward.own(None)
         try:
-            moved = self._growing.reserve(rows, rooms)
+            rooms = [len(self._rows[at].pending) + room for at in writing]
+            moved = self._growing.reserve(writing, rooms)
         except MemoryError:
             self._forward.own(self)
             raise
         if moved is not None:
             self._forward.cache.move(moved)
         self._forward.own(self)
+        while reading:
+            self._read_some(reading)
+            reading = [at for at in reading if self._rows[at].pending]
 
     def _read_some(self, rows: Sequence[int]) -> None:
         """One forward over pending tokens of these rows."""
@@ -267,7 +264,7 @@ class Rows:
                     live = step.live.nonzero()[:, 0].tolist()
                     if not live:
                         break
-                    if self._steps.size_of(len(live)) <= _STILL_FULL * step.size:
+                    if step.size_for(len(live)) <= _STILL_FULL * step.size:
                         following = self._steps.step(len(live), *how)
                         step.hand_over(live, following)
                         self._collect(step, rows, stop)
@@ -284,12 +281,13 @@ class Rows:
         for number, at in enumerate(rows):
             row, end = self._rows[at], ends[number]
             count = int(end.argmax()) + 1 if end.any() else len(end)
-            tokens, logprobs, kept = (None if p is None else p[number, :count] for p in drawn)
-            assert tokens is not None
+            tokens, logprobs, kept = (part[number, :count] for part in drawn)
             # the keys of all tokens but the last are written
             written = len(row.pending) + count - 1 if count else 0
             self._growing.extend([at], [written])
-            self._rows[at] = row.with_sampled(Piece(tokens, logprobs, kept), stop)
+            self._rows[at] = row.with_sampled(
+                Piece(tokens, np.ones(count, bool), logprobs, kept), stop
+            )
 
     def _places(self, rows: Iterable[int]) -> list[int]:
         """Where rows of these numbers stand in the growing forest."""

@@ -84,7 +84,7 @@ class TreeSampler:
         last = (forest.node_start + forest.node_length - 1)[ends].astype("int64")
         logits = self._forward.prefill(packed.to(self._forward.device), last)
         rows = [
-            Row((source,), (Piece(histories[source].numpy()),), logits=logits[place])
+            Row((source,), (Piece.said(histories[source].numpy()),), logits=logits[place])
             for place, source in enumerate(growing.sources)
         ]
         return Rows(self._forward, self._steps, growing, rows, self._max_rows)

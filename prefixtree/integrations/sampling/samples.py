@@ -45,11 +45,18 @@ class Samples:
 
 
 class Piece(NamedTuple):
-    """Tokens that came to a row at once: int64 [n], and where they were sampled float32 [n]."""
+    """n tokens that came to a row at once, as `Samples` has them."""
 
     tokens: np.ndarray
-    logprobs: np.ndarray | None = None
-    kept: np.ndarray | None = None
+    sampled: np.ndarray
+    logprobs: np.ndarray
+    kept: np.ndarray
+
+    @classmethod
+    def said(cls, tokens: Sequence[int] | np.ndarray) -> Piece:
+        """Tokens that were not sampled."""
+        zeros = np.zeros(len(tokens), np.float32)
+        return cls(np.array(tokens, np.int64), zeros.astype(bool), zeros, zeros)
 
 
 @dataclass(frozen=True)
@@ -88,36 +95,19 @@ class Row:
 
     def with_reply(self, tokens: Sequence[int]) -> Row:
         """The row with tokens that others said."""
-        if not len(tokens):
-            return replace(self, stopped=False)
         return replace(
             self,
-            pieces=(*self.pieces, Piece(np.array(tokens, np.int64))),
+            pieces=(*self.pieces, Piece.said(tokens)),
             pending=self.pending + tuple(tokens),
-            logits=None,
+            logits=None if tokens else self.logits,
             stopped=False,
         )
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int64 [n], all of them."""
-        return np.concatenate([piece.tokens for piece in self.pieces])
-
-    def scores(self, name: str) -> np.ndarray:
-        """float32 [n]: `logprobs` or `kept` of the pieces, 0 where they have none."""
-        found = ((piece.tokens, getattr(piece, name)) for piece in self.pieces)
-        return np.concatenate([np.zeros(len(t), np.float32) if s is None else s for t, s in found])
-
-    @property
-    def loss_mask(self) -> np.ndarray:
-        """bool [n], true where the token was sampled."""
-        parts = [np.full(len(p.tokens), p.logprobs is not None) for p in self.pieces]
-        return np.concatenate(parts)
 
 
 def samples_of(rows: Sequence[Row]) -> Samples:
     """Gathers what rows hold."""
-    sequences = [row.tokens for row in rows]
+    columns = [[np.concatenate(parts) for parts in zip(*row.pieces, strict=True)] for row in rows]
+    sequences = [tokens for tokens, *_ in columns]
     branchings: dict[tuple[int, ...], int] = {}
     parents = [
         branchings.setdefault(row.path[:-1], len(branchings)) if len(row.path) > 1 else -1
@@ -126,9 +116,9 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     return Samples(
         forest=PrefixForest.from_sequences(sequences),
         sequences=sequences,
-        loss_masks=[row.loss_mask for row in rows],
-        logprobs=[torch.from_numpy(row.scores("logprobs")[1:]) for row in rows],
-        log_kept_mass=[torch.from_numpy(row.scores("kept")[1:]) for row in rows],
+        loss_masks=[sampled for _, sampled, *_ in columns],
+        logprobs=[torch.from_numpy(logprobs[1:]) for _, _, logprobs, _ in columns],
+        log_kept_mass=[torch.from_numpy(kept[1:]) for *_, kept in columns],
         source=np.array([row.path[0] for row in rows]),
         parents=np.array(parents),
         paths=[row.path for row in rows],

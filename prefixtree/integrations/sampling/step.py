@@ -25,12 +25,12 @@ _MOST = 64
 
 
 class Drawn(NamedTuple):
-    """What n steps drew, on the host: tokens int64 [B, n], log-probabilities and, with truncation,
-    logs of the kept probability float32 [B, n]."""
+    """What n steps drew, on the host: tokens int64 [B, n], log-probabilities and logs of the
+    probability that truncation kept float32 [B, n]."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    kept: np.ndarray | None
+    kept: np.ndarray
 
 
 class DecodeStep:
@@ -45,7 +45,7 @@ class DecodeStep:
         draws: how tokens are drawn; their seed is in the keys.
         stop: tokens.
         size: the most rows.
-        graphs: captures steps. Default: they run as they are.
+        graphs: captures steps.
 
     Attributes:
         size: as given.
@@ -59,19 +59,18 @@ class DecodeStep:
         draws: Draws,
         stop: Sequence[int],
         size: int,
-        graphs: StepGraphs | None = None,
+        graphs: StepGraphs,
     ) -> None:
         self._forward, self._draws, self._graphs, self.size = forward, draws, graphs, size
         self._stop = torch.tensor(stop, dtype=torch.int64, device=forward.device)
         self.ids, self.positions, self._keys = (self._stop.new_zeros(size) for _ in range(3))
         self.live = torch.zeros_like(self.ids, dtype=torch.bool)
-        # log-probabilities, and logs of the kept probability
-        scores = 2 if draws.warpers else 1
         self._tokens = self.ids.new_zeros(_KEPT, size)
-        self._scores = self.ids.new_zeros(_KEPT, scores, size, dtype=torch.float32)
+        # log-probabilities, and logs of the kept probability
+        self._scores = self.ids.new_zeros(_KEPT, 2, size, dtype=torch.float32)
         self._column = self.ids.new_zeros(1)
         self._works: Works | None = None
-        self._captured: Callable[[Callable[[], None]], None] | None = None
+        self._runner: Callable[[Callable[[], None]], None] | None = None
         self._begin(0)
 
     def _begin(self, rows: int) -> None:
@@ -99,15 +98,19 @@ class DecodeStep:
         other.start(self._keys[index], self.positions[index])
         other.ids[: len(rows)] = self.ids[index]
 
+    def size_for(self, rows: int) -> int:
+        """The size of the step that so many rows would take."""
+        return self._graphs.size_of(rows)
+
     def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
         """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`)."""
-        works = self._forward.begin(
-            runs, tails, self.live, self._works, spare=self._graphs is not None
-        )
-        if works is not self._works and self._graphs is not None:
-            # what was captured reads the lists from before
-            self._captured = self._graphs.captured()
-        self._works = works
+        # what was captured reads the lists as they were, so it goes where others are made
+        runner, self._runner = self._runner, None
+        fit = [work.refill(runs, tails) for work in (self._works or {}).values()]
+        if self._works is None:
+            spare = self._graphs.reason is None
+            self._works = self._forward.cache.works(runs, tails, self.live, spare)
+        self._runner = runner if runner and all(fit) else self._graphs.captured()
 
     def draw(self, logits: torch.Tensor) -> None:
         """Draws from logits [B, V] of the last tokens."""
@@ -116,14 +119,11 @@ class DecodeStep:
 
     def run(self) -> None:
         """One step: reads the last tokens and draws the next ones."""
-        assert self._works is not None
+        assert self._works is not None and self._runner is not None
         if self._count == _KEPT:
             self._unload()
         self._forward.cache.resume(self._works)
-        if self._captured is None:
-            self._advance()
-        else:
-            self._captured(self._advance)
+        self._runner(self._advance)
         self._count += 1
 
     # what a graph captures: nothing here reads a tensor on the host
@@ -139,7 +139,7 @@ class DecodeStep:
         scores = logprobs[None] if kept is None else torch.stack([logprobs, kept])
         ids.copy_(tokens)
         self._tokens[:, :rows].index_copy_(0, self._column, tokens[None])
-        self._scores[..., :rows].index_copy_(0, self._column, scores[None])
+        self._scores[:, : len(scores), :rows].index_copy_(0, self._column, scores[None])
         live &= ~(tokens[:, None] == self._stop).any(1)
         self._column += 1
 
@@ -151,29 +151,25 @@ class DecodeStep:
         # copies, on a CPU too: these tensors are written again
         tokens = self._tokens[:count, : self._rows].t().cpu().numpy().copy()
         scores = self._scores[:count, :, : self._rows].permute(1, 2, 0).cpu().numpy().copy()
-        self._taken.append(Drawn(tokens, scores[0], scores[1] if len(scores) > 1 else None))
+        self._taken.append(Drawn(tokens, *scores))
         self._column.zero_()
 
     def take(self) -> Drawn:
         """Reads what was drawn, once: after an interruption nothing is handed out twice."""
         self._unload()
         taken, self._taken = self._taken, []
-        tokens, logprobs, kept = zip(*taken, strict=True)
-        join = np.concatenate
-        return Drawn(
-            join(tokens, 1), join(logprobs, 1), join(kept, 1) if kept[0] is not None else None
-        )
+        return Drawn(*(np.concatenate(parts, 1) for parts in zip(*taken, strict=True)))
 
 
 class Steps:
-    """The steps of a model, kept where they may be captured.
+    """The steps of a model, kept where they are captured.
 
     Args:
         forward: the model.
         captured: whether steps are captured where the device has CUDA graphs.
 
     Attributes:
-        graphs: captures them; None where nothing is captured.
+        graphs: captures them. None before the first step.
     """
 
     def __init__(self, forward: CachedForward, captured: bool) -> None:
@@ -185,23 +181,16 @@ class Steps:
 
     def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
         """A step for batches of so many rows; of an earlier batch, where it may be captured."""
-        if self._captured and (state := self._forward.state) != self._state:
+        if self.graphs is None or (self._captured and self._forward.state != self._state):
             self._kept.clear()
-            self._state, self.graphs = state, StepGraphs.on(self._forward.device)
-        size = self.size_of(rows)
-        if not self._pads:
-            return DecodeStep(self._forward, draws, stop, size)
+            self._state = self._forward.state
+            self.graphs = StepGraphs(self._forward.device, self._captured)
+        size = self.graphs.size_of(rows)
+        if self.graphs.reason is not None:
+            return DecodeStep(self._forward, draws, stop, size, self.graphs)
         key = replace(draws, seed=0), tuple(stop), size
         if key not in self._kept:
             if len(self._kept) == _MOST:
                 self._kept.clear()
             self._kept[key] = DecodeStep(self._forward, draws, stop, size, self.graphs)
         return self._kept[key]
-
-    def size_of(self, rows: int) -> int:
-        """The size of the step for so many rows."""
-        return StepGraphs.size_of(rows) if self._pads else rows
-
-    @property
-    def _pads(self) -> bool:
-        return self.graphs is not None and self.graphs.reason is None

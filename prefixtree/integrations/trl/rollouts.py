@@ -85,16 +85,13 @@ def tree_rollouts(
 
 def _check(trainer: GRPOTrainer) -> None:
     """Refuses settings of generation that the sampler does not have."""
-    if trainer.repetition_penalty != 1.0:
-        raise UnsupportedError(
-            f"tree_rollouts has no repetition_penalty ({trainer.repetition_penalty}): set it to "
-            "1.0, or leave rollout_func out"
-        )
-    if trainer.args.generation_kwargs:
-        raise UnsupportedError(
-            f"tree_rollouts reads no generation_kwargs ({trainer.args.generation_kwargs}): leave "
-            "them out, or leave rollout_func out"
-        )
+    served: dict[str, list[Any]] = {"repetition_penalty": [1.0], "generation_kwargs": [None, {}]}
+    for name, values in served.items():
+        if (value := getattr(trainer.args, name)) not in values:
+            raise UnsupportedError(
+                f"tree_rollouts has no {name} ({value}): set it to {values[0]}, or leave "
+                "rollout_func out"
+            )
 
 
 def _draws(trainer: GRPOTrainer) -> Draws:

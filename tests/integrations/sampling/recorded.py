@@ -93,13 +93,10 @@ class RecordedGraphs(StepGraphs):
     made: ClassVar[list[RecordedGraphs]] = []
     replays = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.num_captured, self.reason = 0, None
-        self.made.append(self)
-
-    @classmethod
-    def on(cls, device: torch.device) -> RecordedGraphs:
-        return cls(device)
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
+        self.num_captured, self.reason = 0, None if wanted else "graphs=False"
+        if wanted:
+            self.made.append(self)
 
     def _beside(self, step: Callable[[], None]) -> None:
         step()

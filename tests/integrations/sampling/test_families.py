@@ -78,14 +78,14 @@ def test_every_supported_type_is_here():
     ],
 )
 def test_what_a_family_says_of_its_attention_matters(model_type, lost, monkeypatch):
-    attend, build_work = forest_cache.cascade_attention, forest_cache.DecodeWork.build
+    attend, build_work = forest_cache.cascade_attention, forest_cache.DecodeWork
     monkeypatch.setattr(
         forest_cache, "cascade_attention", lambda *args, **given: attend(*args, **{**given, **lost})
     )
     if "window" in lost:
         monkeypatch.setattr(
-            forest_cache.DecodeWork,
-            "build",
+            forest_cache,
+            "DecodeWork",
             lambda *args, **given: build_work(*args, **{**given, **lost}),
         )
     with pytest.raises(AssertionError):

@@ -16,7 +16,8 @@ import prefixtree as pt
 from prefixtree.integrations.sampling import Draws, Samples, TreeSampler
 from prefixtree.integrations.sampling import rows as rows_module
 from prefixtree.integrations.sampling import step as step_module
-from prefixtree.integrations.sampling.graphs import StepGraphs, state_of
+from prefixtree.integrations.sampling.graphs import state_of
+from prefixtree.packing.decode_work import DecodeWork
 from tests.integrations.sampling.cases import GREEDY, histories, models
 from tests.integrations.sampling.recorded import RecordedGraphs, watched
 from tests.support.models import build
@@ -86,10 +87,11 @@ def test_steps_get_smaller_as_rows_stop(recorded):
 
 
 def test_sizes() -> None:
-    sizes = [StepGraphs.size_of(rows) for rows in range(1, 5000)]
+    size_of = RecordedGraphs(torch.device("cpu")).size_of
+    sizes = [size_of(rows) for rows in range(1, 5000)]
     assert all(size >= rows for rows, size in enumerate(sizes, 1)) and sizes == sorted(sizes)
     assert all(size <= 1.25 * rows for rows, size in enumerate(sizes, 1) if rows >= 32)
-    assert len(set(sizes)) == 33 and StepGraphs.size_of(2316) == 2560 and sizes[127] == 128
+    assert len(set(sizes)) == 33 and size_of(2316) == 2560 and sizes[127] == 128
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
@@ -189,6 +191,39 @@ def test_an_interruption_leaves_nothing_in_a_kept_step(recorded):
     rows = sampler.start(forest)
     rows.generate(20, Draws(seed=1))
     assert_same(whole, rows.samples())
+
+
+def test_an_interruption_while_lists_grow_leaves_no_old_graph(recorded, monkeypatch):
+    """A graph of the lists from before would read other keys."""
+    ours, _ = models()
+    sampler, draws = TreeSampler(ours, 3000), Draws(seed=1)
+    rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
+    rows.branch(8)
+    rows.generate(20, draws)
+    (step,) = sampler._steps._kept.values()
+    room, replays = step._works[None].capacity, recorded[0].replays
+    assert replays > 0
+    # as many rows, of which each sees many runs
+    words = list(range(3, 43))
+    forest = pt.PrefixForest.from_sequences([words[: 5 * n] for n in range(1, 9)])
+    fill = DecodeWork._fill
+    calls: list[None] = []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        fill(*arguments)
+
+    monkeypatch.setattr(DecodeWork, "_fill", interrupted)
+    rows = sampler.start(forest)
+    with pytest.raises(KeyboardInterrupt):
+        rows.generate(20, draws)
+    rows.generate(19, draws)
+    assert step._works[None].capacity != room and recorded[0].replays > replays
+    plain = TreeSampler(ours, 3000, graphs=False).start(forest)
+    plain.generate(20, draws)
+    assert_same(rows.samples(), plain.samples())
 
 
 def test_memory_is_free_when_nobody_has_the_sampler(recorded, monkeypatch):

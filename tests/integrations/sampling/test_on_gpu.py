@@ -232,7 +232,7 @@ def test_the_number_of_graphs_and_the_room_they_take() -> None:
     sizes = {step.size for step in sampler._steps._kept.values()}
     assert max(sizes) == 128 and len(sizes) >= 4
     assert counts[0] >= 4 and counts[-1] <= 3 * len(sizes), (counts, sizes)
-    assert sizes <= {StepGraphs.size_of(n) for n in range(1, 129)}
+    assert sizes <= {graphs_of(sampler).size_of(n) for n in range(1, 129)}
     assert reserved[-1] <= 1.02 * reserved[0] + (8 << 20), reserved
 
 

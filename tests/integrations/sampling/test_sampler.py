@@ -15,6 +15,7 @@ import prefixtree as pt
 from prefixtree.integrations.sampling import Draws, Samples, TreeSampler
 from prefixtree.integrations.sampling import rows as rows_module
 from prefixtree.integrations.sampling.forest_cache import ForestCache
+from prefixtree.integrations.sampling.step import DecodeStep
 from prefixtree.packing.growth import GrowingForest
 from tests.integrations.sampling.cases import (
     GREEDY,
@@ -144,9 +145,9 @@ def test_other_batches_give_the_same_tokens(monkeypatch):
     assert len(lengths) > 3 and one.finished.any() and not one.finished.all()
     assert _same(one, run(5, 7))
     batches: list[int] = []
-    original = ForestCache.begin
+    original = DecodeStep.begin
     monkeypatch.setattr(
-        ForestCache, "begin", lambda *a: (batches.append(len(a[2])), original(*a))[1]
+        DecodeStep, "begin", lambda *a: (batches.append(len(a[2])), original(*a))[1]
     )
     for share in (0.0, 1.0):
         monkeypatch.setattr(rows_module, "_STILL_FULL", share)
@@ -227,6 +228,28 @@ def test_one_call():
     assert samples.parents.tolist() == samples.source.tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_compiled_layers_serve_every_sampler_and_number_of_rows():
+    ours, _ = models()
+    model = copy.deepcopy(ours).eval()
+
+    def sample(n: int) -> Samples:
+        return TreeSampler(model, 1000).sample([[3, 4, 5], [3, 4, 6, 7]], n, 6, Draws(seed=1))
+
+    expected = [sample(n) for n in (3, 5)]
+    torch._dynamo.reset()
+    counters.clear()
+    pt.compile_layers(model, backend="aot_eager")
+    made = []
+    for n, want in zip((3, 5), expected, strict=True):
+        found = sample(n)
+        assert [s.tolist() for s in found.sequences] == [s.tolist() for s in want.sequences]
+        for new, old in zip(found.logprobs, want.logprobs, strict=True):
+            torch.testing.assert_close(new, old, atol=2e-5, rtol=0)
+        made.append(counters["stats"]["unique_graphs"])
+    assert made[0] == made[1] > 0
+    torch._dynamo.reset()
+
+
 # ---- training around it --------------------------------------------------------------------------
 
 
@@ -248,6 +271,7 @@ def test_a_model_as_training_has_it():
     for _ in range(2):
         graphs = counters["stats"]["unique_graphs"]
         samples = sampler.sample([[3, 4, 5], [3, 4, 6, 7]], 3, 5, Draws(seed=1))
+        # torch compiles nothing below its own checkpointing
         assert counters["stats"]["unique_graphs"] == graphs, "sampling compiled something"
         packed = pt.pack(samples.forest)
         scores = pt.sequence_logprobs(adapted, packed, loss_mask=samples.loss_masks)

@@ -142,7 +142,7 @@ def test_a_run(folder: Path, turns: bool) -> None:
     "settings, message",
     [
         ({"repetition_penalty": 1.1}, "no repetition_penalty .1.1."),
-        ({"generation_kwargs": {"num_beams": 2}}, "reads no generation_kwargs .*num_beams"),
+        ({"generation_kwargs": {"num_beams": 2}}, "no generation_kwargs .*num_beams"),
     ],
 )
 def test_settings_that_the_sampler_lacks(folder: Path, settings: Any, message: str) -> None:

@@ -106,7 +106,7 @@ def test_rows_of_the_capacity_beyond_the_forest() -> None:
     case.live = torch.cat([case.live, case.live.new_zeros(2)])
     case.q, case.k, case.v = (torch.cat([x, x[:2]]) for x in (case.q, case.k, case.v))
     needed = case.work(live=None).capacity
-    work = case.work(capacity=replace(needed, rows=6))
+    work = case.work(capacity=needed._replace(rows=6))
     # what tests/support compares with has a tail per row; those that are not live have none
     case.tails = np.concatenate([case.tails, np.zeros((2, 4), np.int64)])
     assert_exact(case, 1e-5 if case.q.dtype == torch.float32 else 2e-3, work, backend="triton")
