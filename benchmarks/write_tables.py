@@ -55,6 +55,7 @@ TABLES = {
     "steps": ("parallel.tables", "h200/steps*.json"),
     "decode": ("decode.tables", "h200/decode.json"),
     "decode_steps": ("decode.tables", "h200/decode_steps.json"),
+    "decode_steps_compiled": ("decode.tables", "h200/decode_steps_compiled.json"),
     "generate": ("decode_peers.tables", "h200/decode_peers.json"),
     "generate_256": ("decode_peers.tables", "h200/decode_peers_256.json"),
     "histories": ("decode_peers.tables", "h200/histories.json"),
