@@ -151,9 +151,12 @@ class Work:
         for packed, indices in self.batches:
             with self.divided():
                 scores = sequence_logprobs(self.model, packed, **self.options)
-            # another weight per sequence, whichever batch it is in
-            terms = zip(indices, scores.logprobs, strict=True)
-            sum(float(np.cos(i)) * x.sum() for i, x in terms).backward()
+            # another weight per sequence, whichever batch it is in; one sum, since hundreds of
+            # small kernels would be on every rank
+            lengths = [len(x) for x in scores.logprobs]
+            weights = torch.from_numpy(np.repeat(np.cos(indices), lengths)).float()
+            flat = torch.cat(scores.logprobs)
+            (flat * weights.to(flat.device)).sum().backward()
             found |= dict(zip(indices, (x.detach() for x in scores.logprobs), strict=True))
         return [found[i] for i in sorted(found)]
 
