@@ -49,7 +49,7 @@ TABLES = {
     "parallel": (
         "parallel.tables",
         "h200/parallel_2gpu.json",
-        "h200/parallel_2gpu_fsdp.json",
+        "h200/parallel_2gpu_*.json",
         "h*/parallel_[48]gpu*.json",
     ),
     "steps": ("parallel.tables", "h200/steps*.json"),

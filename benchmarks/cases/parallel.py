@@ -387,6 +387,42 @@ def tables(*runs: Row) -> Parts:
             ],
             [(data, row) for row in data["rows"]],
         )
+    yield from per_layer(runs)
+
+
+def per_layer(runs: Sequence[Row]) -> Parts:
+    """What a layer takes, where runs differ in their layers alone: the difference of their times,
+    which holds nothing of what a call does once."""
+    found: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for data in runs:
+        for row in data["rows"]:
+            if "seconds" in row:
+                key = data["shape"], data["ranks"], data["fsdp"], row["workload"], row["side"]
+                found.setdefault(key, {})[data["layers"]] = row
+    ms = {
+        key: 1e3 * (by[max(by)]["seconds"] - by[min(by)]["seconds"]) / (max(by) - min(by))
+        for key, by in found.items()
+        if len(by) > 1
+    }
+
+    def efficiency(key: tuple[Any, ...]) -> str:
+        whole = ms.get((*key[:-1], "whole"))
+        return f"{whole / (key[1] * ms[key]):.3f}" if whole and key[-1] in GROUPED else ""
+
+    if ms:
+        yield "A layer, by the difference between runs of few layers and of many:"
+        yield Table(
+            [
+                Column("GPUs", lambda key: f"{key[1]}{', FSDP2' * key[2]}"),
+                Column("shape", lambda key: key[0]),
+                Column("workload", lambda key: key[3]),
+                Column("side", lambda key: key[4]),
+                Column("layers", lambda key: f"{min(found[key])} and {max(found[key])}"),
+                Column("ms per layer", lambda key: f"{ms[key]:.1f}"),
+                Column("efficiency", efficiency),
+            ],
+            list(ms),
+        )
 
 
 def plot(runs: Sequence[Row], path: Path) -> None:

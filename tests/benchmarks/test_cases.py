@@ -102,6 +102,24 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
 
+def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
+    def run(layers: int, whole: float, parts: float) -> dict[str, Any]:
+        rows = [
+            {"workload": "chain 128K", "side": side, "seconds": seconds}
+            for side, seconds in (("whole", whole), ("parts", parts))
+        ]
+        return {"shape": "qwen3-8b", "ranks": 2, "fsdp": False, "layers": layers, "rows": rows}
+
+    # 0.1 s a call, and 0.5 s a layer, or 0.26 on two GPUs
+    _, table = parallel.per_layer([run(4, 2.1, 1.14), run(12, 6.1, 3.22)])
+    cells = [[column.cell(line) for column in table.columns] for line in table.lines]
+    assert [line[3:] for line in cells] == [
+        ["whole", "4 and 12", "500.0", ""],
+        ["parts", "4 and 12", "260.0", f"{0.5 / 0.52:.3f}"],
+    ]
+    assert not list(parallel.per_layer([run(4, 2.1, 1.14)]))
+
+
 def test_parallel_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "parallel.json"
     some = ["--dtype", "float32", "--workloads", "chain 128K", "--scale", "0.002", "--fsdp"]
