@@ -24,6 +24,7 @@ def case_named(name: str) -> ModuleType:
 
 def causal(q: Any, k: Any, v: Any, mask: TreeMask, **options: Any) -> Any:
     """Attention that sees every earlier token: what packing without a tree mask computes."""
-    if mask.subtree_end.unique().numel() > 1:
+    # of the host's mask: a trace has no numbers on a device
+    if len(np.unique(mask.host.subtree_end)) > 1:
         mask = TreeMask(np.full(mask.num_tokens, mask.num_tokens))
     return tree_attention(q, k, v, mask, **options)
