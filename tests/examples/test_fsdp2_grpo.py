@@ -68,7 +68,13 @@ def _launch(output: Path, kill_after: str | None = None) -> list[str]:
                 lines.append(line.rstrip())
                 if kill_after is not None and line.startswith(kill_after):
                     return lines
-            assert process.wait(timeout=60) == 0, log.read_text()
+            if process.wait(timeout=60) != 0:
+                # FSDP2 holds the group beyond destroy_process_group, so gloo's threads see Python
+                # end, and now and then one brings its process down, behind all that is saved
+                done = [line for line in lines if line.startswith(f"step {example.TINY['steps']} ")]
+                ended = "terminate called without an active exception" in log.read_text()
+                saved = (output / "model" / "config.json").exists()
+                assert ended and done and saved, log.read_text()
             return lines
         finally:
             if process.poll() is None:
