@@ -36,7 +36,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.lib import layers, policy, sampling
 from benchmarks.lib.decoding import SIDES, Attend, Inputs, Step, attend, exact
@@ -182,19 +181,12 @@ def level_0(options: argparse.Namespace) -> Report:
 
 
 def model_of(name: str, count: int | None, dtype: str, options: argparse.Namespace) -> Any:
-    """Random weights, of a shape's first layers."""
-    torch.manual_seed(0)
+    """A shape's first layers."""
     if name == "qwen3-8b":
         settings = layers.config(count or 36, options.is_tiny)
     else:
         settings = policy.config(options.is_tiny)
-        settings.num_hidden_layers = count or settings.num_hidden_layers
-        settings.layer_types = settings.layer_types[: settings.num_hidden_layers]
-    with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype)).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return sampling.model_of(settings, count, dtype, options.device)
 
 
 def bytes_of_step(model: Any, keys: int) -> int:

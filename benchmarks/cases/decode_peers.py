@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import CompileConfig
 from transformers.integrations import sdpa_attention
 
@@ -51,6 +51,7 @@ from benchmarks.lib.policy import config
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.sampling import SIDES as OURS
 from benchmarks.lib.sampling import Clock, sampled, sampler_of, wrong
+from benchmarks.lib.sampling import model_of as random_model
 from benchmarks.lib.tables import (
     Column,
     Parts,
@@ -114,19 +115,10 @@ def knows_gqa() -> bool:
 
 
 def model_of(options: argparse.Namespace, attention: str, layers: int | None, dtype: str) -> Any:
-    """Random weights, the same for every side."""
-    torch.manual_seed(0)
+    """Qwen3-0.6B's shape with an attention."""
     settings = config(options.is_tiny)
     settings._attn_implementation = attention
-    if layers is not None:
-        settings.num_hidden_layers = layers
-        settings.layer_types = settings.layer_types[:layers]
-    with torch.device(options.device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
-    # nothing stops early
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+    return random_model(settings, layers, dtype, options.device)
 
 
 def generate(

@@ -27,12 +27,10 @@ from prefixtree.parallel.attention import PartMask
 _TILE = 128
 
 
-def chunk_owner(num_tokens: int, ranks: int, zigzag: bool) -> np.ndarray:
-    """int64 [T], the rank of each packed token: equal chunks, one per rank, or two: the r-th and
-    the r-th from the end, which balances a chain."""
-    owner = np.arange(ranks)
-    if zigzag:
-        owner = np.concatenate([owner, owner[::-1]])
+def chunk_owner(num_tokens: int, ranks: int) -> np.ndarray:
+    """int64 [T], the rank of each packed token: two equal chunks per rank, the r-th and the r-th
+    from the end, which balances a chain."""
+    owner = np.concatenate([np.arange(ranks), np.arange(ranks)[::-1]])
     tile = _TILE if num_tokens >= 16 * _TILE * ranks else 1
     tiles = -(-num_tokens // tile)
     chunk = np.arange(tiles) * len(owner) // tiles
@@ -67,17 +65,15 @@ class GatherExchange:
             for r in range(len(parts))
         ]
 
-    def _pieces(self, numbers: torch.Tensor, both: tuple[torch.Tensor, ...]) -> Any:
-        """Keys and values [own rows, Hk, D] of a rank in its part of a buffer."""
-        for rows, of_rank in zip(self._of_ranks, numbers, strict=True):
-            sizes = [self._most * x[0].numel() for x in both]
-            yield (
-                rows,
-                [
-                    piece.view(self._most, *x.shape[1:])[: rows.count]
-                    for x, piece in zip(both, of_rank.split(sizes), strict=True)
-                ],
-            )
+    def _pieces(
+        self, rank: int, numbers: torch.Tensor, both: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Keys and values [own rows, Hk, D] of a rank in its row of a buffer."""
+        sizes = [self._most * x[0].numel() for x in both]
+        return tuple(
+            piece.view(self._most, *x.shape[1:])[: self._of_ranks[rank].count]
+            for x, piece in zip(both, numbers.split(sizes), strict=True)
+        )
 
     def _room(self, both: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         size = self._most * sum(x[0].numel() for x in both)
@@ -86,12 +82,13 @@ class GatherExchange:
     def borrow(self, own_key: torch.Tensor, own_value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = own_key, own_value
         numbers = self._room(own, own_key.dtype)
-        _, pieces = list(self._pieces(numbers, own))[self._index]
-        for x, piece in zip(own, pieces, strict=True):
+        mine = self._pieces(self._index, numbers[self._index], own)
+        for x, piece in zip(own, mine, strict=True):
             piece.copy_(x)
         all_gather(numbers, self._index, self._group)
         joined = tuple(x.new_empty(self.part.num_rows, *x.shape[1:]) for x in own)
-        for rows, pieces in self._pieces(numbers, own):
+        for rank, rows in enumerate(self._of_ranks):
+            pieces = self._pieces(rank, numbers[rank], own)
             for out, piece in zip(joined, pieces, strict=True):
                 rows.put(out, piece)
         return joined
@@ -99,13 +96,12 @@ class GatherExchange:
     def give_back(self, dkey: torch.Tensor, dvalue: torch.Tensor) -> tuple[torch.Tensor, ...]:
         both = dkey, dvalue
         numbers = self._room(both, torch.promote_types(dkey.dtype, torch.float32))
-        for rows, pieces in self._pieces(numbers, both):
+        for rank, rows in enumerate(self._of_ranks):
+            pieces = self._pieces(rank, numbers[rank], both)
             for x, piece in zip(both, pieces, strict=True):
                 rows.take(x, piece)
         mine = reduce_scatter(numbers, self._index, self._group)
-        found = numbers.new_empty(numbers.shape)
-        found[self._index] = mine
-        return tuple(list(self._pieces(found, both))[self._index][1])
+        return self._pieces(self._index, mine, both)
 
 
 def all_gather(numbers: torch.Tensor, index: int, group: Any) -> None:
@@ -124,11 +120,11 @@ def reduce_scatter(numbers: torch.Tensor, index: int, group: Any) -> torch.Tenso
 
 
 @contextmanager
-def gathering(zigzag: bool = True) -> Iterator[None]:
+def gathering() -> Iterator[None]:
     """Within it, `group_mode="parts"` gathers all keys and values, whatever is borrowed."""
 
     def split(packed: PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
-        return GatheredParts(packed, chunk_owner(packed.num_tokens, ranks, zigzag), ranks)
+        return GatheredParts(packed, chunk_owner(packed.num_tokens, ranks), ranks)
 
     def mask(parts: Parts, index: int, group: Any) -> PartMask:
         exchange: Any = GatherExchange(parts, index, group)

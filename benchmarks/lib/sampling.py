@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.decoding import NEVER
 from prefixtree import PrefixForest, pack, sequence_logprobs
@@ -27,6 +28,24 @@ from prefixtree.packing import decode_work
 SIDES = ("tree", "tree-compiled", "tree-eager", "rows")
 # of the check, in float32
 CHECKED_TOKENS, LIMIT = 12, 2e-4
+
+
+def model_of(settings: Any, layers: int | None, dtype: str, device: str) -> Any:
+    """A model of a configuration, which this changes: random weights, the same for every side.
+
+    Args:
+        layers: its first layers alone. Default: all.
+    """
+    torch.manual_seed(0)
+    if layers is not None:
+        settings.num_hidden_layers = layers
+        settings.layer_types = settings.layer_types[:layers]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
+    # nothing stops early
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
 
 
 class Clock:

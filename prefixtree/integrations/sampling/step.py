@@ -181,9 +181,10 @@ class Steps:
 
     def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
         """A step for batches of so many rows; of an earlier batch, where it may be captured."""
-        if self.graphs is None or (self._captured and self._forward.state != self._state):
+        state = self._forward.state if self._captured else None
+        if self.graphs is None or state != self._state:
             self._kept.clear()
-            self._state = self._forward.state
+            self._state = state
             self.graphs = StepGraphs(self._forward.device, self._captured)
         size = self.graphs.size_of(rows)
         if self.graphs.reason is not None:
