@@ -10,7 +10,7 @@ early. With --rollouts the prompts are all histories of the agent rollouts (579)
 samples of 256 new tokens; then the sides are tree and rows.
 
     tree         `TreeSampler`; tree-compiled: with compiled layers; tree-eager: without CUDA
-                 graphs; rows: with them, and every row reads all of its keys
+                 graphs; rows: with them, and every row reads all of its keys; rows-compiled
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled

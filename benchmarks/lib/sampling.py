@@ -1,8 +1,8 @@
 """Sampling by `TreeSampler`: its sides, the times of its steps, and the check before they count.
 
 Sides, by name: "tree" (as it is), "tree-compiled" (the model's layers are compiled), "tree-eager"
-(no step is captured in a CUDA graph) and "rows" (captured, and every row reads all of its keys: the
-same kernels without sharing).
+(no step is captured in a CUDA graph), "rows" (captured, and every row reads all of its keys: the same
+kernels without sharing) and "rows-compiled".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefixtree.integrations.sampling import Draws, Samples, TreeSampler
 from prefixtree.integrations.sampling.step import DecodeStep
 from prefixtree.packing import decode_work
 
-SIDES = ("tree", "tree-compiled", "tree-eager", "rows")
+SIDES = ("tree", "tree-compiled", "tree-eager", "rows", "rows-compiled")
 # of the check, in float32
 CHECKED_TOKENS, LIMIT = 12, 2e-4
 
@@ -92,7 +92,7 @@ def marked_steps(clock: Clock) -> Iterator[None]:
 @contextmanager
 def sharing(side: str) -> Iterator[None]:
     """Work lists as a side has them."""
-    if side == "rows":
+    if side.startswith("rows"):
         with patch.object(decode_work, "SHARE_FROM", NEVER):
             yield
     else:
@@ -101,7 +101,7 @@ def sharing(side: str) -> Iterator[None]:
 
 def sampler_of(side: str, model: Any, max_keys: int, rows: int) -> TreeSampler:
     """A side's sampler."""
-    if side == "tree-compiled":
+    if side.endswith("-compiled"):
         compile_layers(model)
     return TreeSampler(model, max_keys, max_rows=rows, graphs=side != "tree-eager")
 
