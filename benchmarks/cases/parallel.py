@@ -50,7 +50,15 @@ from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, verdict
 from benchmarks.lib.timing import median_ms, note_profile
-from benchmarks.lib.workloads import AIRLINE, Tree, forest_of, scaled, single, workload
+from benchmarks.lib.workloads import (
+    AIRLINE,
+    Tree,
+    caterpillar,
+    forest_of,
+    scaled,
+    single,
+    workload,
+)
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
 from prefixtree.cost import model_cost
 from prefixtree.integrations.scoring_steps import memory_of, step_cost_of
@@ -65,6 +73,7 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "chain 128K": lambda: forest_of([(131_072, [])]),
     "chain 1M": lambda: forest_of([(1_048_576, [])]),
     "prompt 24K x 128 x 8K": lambda: forest_of(single(24_576, 128, 8192)),
+    "agents 16 x 40 turns": lambda: forest_of(caterpillar(40, 600, 600, 1300, 16)),
     "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
 GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept")

@@ -1,8 +1,8 @@
 """Sampling by `TreeSampler`: its sides, the times of its steps, and the check before they count.
 
 Sides, by name: "tree" (as it is), "tree-compiled" (the model's layers are compiled), "tree-eager"
-(no step is captured in a CUDA graph), "rows" (captured, and every row reads all of its keys: the same
-kernels without sharing) and "rows-compiled".
+(no step is captured in a CUDA graph), "rows" (captured, and every row reads all of its keys: the
+same kernels without sharing) and "rows-compiled".
 """
 
 from __future__ import annotations
