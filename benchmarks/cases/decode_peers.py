@@ -266,8 +266,8 @@ def peak(device: str) -> Row:
     }
 
 
-def tables(data: Row) -> Parts:
-    """Times of whole generations, side by side."""
+def tables(*runs: Row) -> Parts:
+    """Times of whole generations, side by side; a table per run."""
     columns = [
         Column("side", lambda row: row["side"]),
         Column("prefill ms", lambda row: number(row, "prefill_ms", ".1f")),
@@ -281,8 +281,9 @@ def tables(data: Row) -> Parts:
         Column("reserved GiB", lambda row: gib(row.get("reserved_bytes"))),
         verdict_column(),
     ]
-    yield f"{machine(data['environment'], 'transformers')}; {data['workload']}"
-    yield Table(columns, data["rows"])
+    for data in runs:
+        yield f"{machine(data['environment'], 'transformers')}; {data['workload']}"
+        yield Table(columns, data["rows"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

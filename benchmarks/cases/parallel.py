@@ -406,7 +406,9 @@ def per_layer(runs: Sequence[Row]) -> Parts:
     for data in runs:
         for row in data["rows"]:
             if "seconds" in row:
-                key = data["shape"], data["ranks"], data["fsdp"], row["workload"], row["side"]
+                # another commit may differ in what a call does once
+                of_run = data["shape"], data["ranks"], data["fsdp"], data["environment"]["commit"]
+                key = *of_run, row["workload"], row["side"]
                 found.setdefault(key, {})[data["layers"]] = row
     ms = {
         key: 1e3 * (by[max(by)]["seconds"] - by[min(by)]["seconds"]) / (max(by) - min(by))
@@ -424,8 +426,8 @@ def per_layer(runs: Sequence[Row]) -> Parts:
             [
                 Column("GPUs", lambda key: f"{key[1]}{', FSDP2' * key[2]}"),
                 Column("shape", lambda key: key[0]),
-                Column("workload", lambda key: key[3]),
-                Column("side", lambda key: key[4]),
+                Column("workload", lambda key: key[-2]),
+                Column("side", lambda key: key[-1]),
                 Column("layers", lambda key: f"{min(found[key])} and {max(found[key])}"),
                 Column("ms per layer", lambda key: f"{ms[key]:.1f}"),
                 Column("efficiency", efficiency),

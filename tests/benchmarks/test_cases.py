@@ -103,12 +103,13 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
-    def run(layers: int, whole: float, parts: float) -> dict[str, Any]:
+    def run(layers: int, whole: float, parts: float, commit: str = "a") -> dict[str, Any]:
         rows = [
             {"workload": "chain 128K", "side": side, "seconds": seconds}
             for side, seconds in (("whole", whole), ("parts", parts))
         ]
-        return {"shape": "qwen3-8b", "ranks": 2, "fsdp": False, "layers": layers, "rows": rows}
+        about = {"shape": "qwen3-8b", "ranks": 2, "fsdp": False, "layers": layers, "rows": rows}
+        return about | {"environment": {"commit": commit}}
 
     # 0.1 s a call, and 0.5 s a layer, or 0.26 on two GPUs
     _, table = parallel.per_layer([run(4, 2.1, 1.14), run(12, 6.1, 3.22)])
@@ -118,6 +119,8 @@ def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
         ["parts", "4 and 12", "260.0", f"{0.5 / 0.52:.3f}"],
     ]
     assert not list(parallel.per_layer([run(4, 2.1, 1.14)]))
+    # another commit may differ in what a call does once
+    assert not list(parallel.per_layer([run(4, 2.1, 1.14), run(12, 6.1, 3.22, "b")]))
 
 
 def test_parallel_on_two_ranks(tmp_path: Path) -> None:
