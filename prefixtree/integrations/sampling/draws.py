@@ -10,6 +10,7 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from prefixtree.kernels.packages import installed
+from prefixtree.packing.arguments import at_least_one
 
 # of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -26,6 +28,8 @@ _SECOND = 0x94D049BB133111EB - 2**64
 _BRANCH = 0xD1B54A32D192ED03 - 2**64
 # behind the numbers of a short path
 _ENDED = -1
+# the least temperature: logits of 1e8 divided by it are float32
+_COLDEST = 1e-30
 # logits whose noise is in memory at once, in some 32 bytes each
 _AT_ONCE = 2**25
 
@@ -39,15 +43,17 @@ class Draws:
     temperature.
 
     Attributes:
-        temperature: the divisor of the logits. 0: the likeliest token, whose log-probability is
-            then that at temperature 1. Default: 1.0.
-        seed: any integer; the same one gives the same tokens. Default: 0.
+        temperature: the divisor of the logits, at least 1e-30. 0: the likeliest token, whose
+            log-probability is then that at temperature 1. Default: 1.0.
+        seed: any integer; the same one gives the same noise, so every training step needs another
+            one. Default: 0.
         top_k: draws from the k likeliest tokens alone. Default: from all.
         top_p: draws from the fewest likeliest tokens that hold this probability. Default: from all.
         min_p: draws from tokens with at least this share of the likeliest one's probability.
             Default: from all.
 
     Raises:
+        TypeError: seed is no integer.
         ValueError: a number out of its range.
     """
 
@@ -58,10 +64,17 @@ class Draws:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k < 1):
-            raise ValueError(f"top_k must be None or an integer >= 1, got {self.top_k!r}")
+        if self.temperature and not _COLDEST <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be finite, and 0 (the likeliest token) or at least {_COLDEST}, "
+                f"got {self.temperature}"
+            )
+        if not hasattr(self.seed, "__index__"):
+            raise TypeError(f"seed must be an integer, got {self.seed!r}")
+        # integers of numpy wrap around or have no place in transformers
+        object.__setattr__(self, "seed", operator.index(self.seed))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", at_least_one("top_k", self.top_k))
         for name in ("top_p", "min_p"):
             if (value := getattr(self, name)) is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must be None or above 0 and at most 1, got {value!r}")

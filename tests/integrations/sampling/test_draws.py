@@ -131,10 +131,12 @@ def test_temperature_0_is_the_likeliest_token():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature must be finite and at least 0, got -0.1"),
+        ({"temperature": -0.1}, "temperature must be finite, and 0 .*or at least 1e-30, got -0.1"),
+        # logits divided by it would be infinite
+        ({"temperature": 1e-40}, "at least 1e-30, got 1e-40"),
         ({"temperature": math.inf}, "temperature must be finite"),
         ({"temperature": math.nan}, "temperature must be finite"),
-        ({"top_k": 0}, "top_k must be None or an integer >= 1, got 0"),
+        ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
         ({"top_p": 0.0}, "top_p must be None or above 0 and at most 1, got 0.0"),
         ({"min_p": 1.5}, "min_p must be None or above 0 and at most 1, got 1.5"),
     ],
@@ -142,3 +144,21 @@ def test_temperature_0_is_the_likeliest_token():
 def test_numbers_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         Draws(**options)
+
+
+def test_integers_of_any_kind():
+    """numpy's would wrap around in a seed, and transformers takes none of them as top_k."""
+    want = Draws(seed=5, top_k=3)
+    for five, three in ((np.int64(5), np.int64(3)), (torch.tensor(5), torch.tensor(3))):
+        assert Draws(seed=five, top_k=three) == want
+        keys = row_keys(Draws(seed=five).seed, [(0,)])
+        assert torch.equal(keys, row_keys(5, [(0,)]))
+    for wrong in (None, 1.5):
+        with pytest.raises(TypeError, match=f"seed must be an integer, got {wrong}"):
+            Draws(seed=wrong)
+
+
+def test_the_coldest_draws_are_the_likeliest_tokens():
+    keys, position = row_keys(0, [(0,)]), torch.zeros(1, dtype=torch.int64)
+    tokens, logprobs, _ = Draws(1e-30).choose(_LOGITS[None] * 1e6, keys, position)
+    assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
