@@ -87,6 +87,20 @@ def check_adapters(model: nn.Module) -> None:
             _check_dropouts(name, config)
 
 
+def active_adapters(model: nn.Module) -> list[Any]:
+    """Which adapters of a model take part in the forward, and by how much. It can be compared."""
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [
+        # of several adapters a copy, as PEFT changes their dictionary in place
+        (module.disable_adapters, list(module.active_adapters), str(vars(module).get("scaling")))
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+    ]
+
+
 def _check_method(name: str, config: Any) -> None:
     method = getattr(config.peft_type, "value", config.peft_type)
     if method not in METHODS:

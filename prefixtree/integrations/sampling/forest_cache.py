@@ -127,7 +127,7 @@ class ForestCache:
             [B, H, Dv] in q's dtype.
 
         Raises:
-            UnsupportedError: more attention calls than in the prefill, or another window.
+            UnsupportedError: more attention calls than in the prefill, or another window or dtype.
         """
         assert self._works is not None
         if self._calls == len(self._pools) or window not in self._works:
@@ -136,6 +136,11 @@ class ForestCache:
                 "the prefill: the model computes other layers or windows for fewer tokens"
             )
         keys, values = self._pools[self._calls]
+        if k.dtype != keys.dtype:
+            raise UnsupportedError(
+                f"the forest's keys were kept in {keys.dtype}, and this forward computes them in "
+                f"{k.dtype}: run all calls within the same torch.autocast, or none"
+            )
         self._calls += 1
         work = self._works[window]
         return cascade_attention(q, k, v, keys, values, work, window=window, **options)

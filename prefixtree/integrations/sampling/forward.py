@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.adapters import active_adapters
 from prefixtree.integrations.families import family_of, forward_inputs, placeholder_in
 from prefixtree.integrations.model_checks import (
     attention_modules,
@@ -28,6 +29,9 @@ from prefixtree.integrations.model_checks import (
 from prefixtree.integrations.sampling.forest_cache import ForestCache
 from prefixtree.integrations.sampling.graphs import state_of
 from prefixtree.packing.layout import PackedForest
+
+# numbers of every parameter that are compared: an update in bfloat16 leaves most as they were
+_SEEN = 64
 
 
 class CachedForward:
@@ -49,7 +53,7 @@ class CachedForward:
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
         self._owner: weakref.ref[Any] | None = None
-        self._weights: list[tuple[int, int]] = []
+        self._weights: list[Any] = []
 
     @property
     def device(self) -> torch.device:
@@ -131,11 +135,7 @@ class CachedForward:
                 "the forest has recorded routes, and sampled tokens would have none: make it "
                 "without routes="
             )
-        if (found := placeholder_in(self._causal_lm.config, forest.tokens)) is not None:
-            raise UnsupportedError(
-                f"the forest holds {found[0]} {found[1]}, and the sampler reads text alone: sample "
-                "with model.generate"
-            )
+        self.check_tokens(forest.tokens)
         config = self._causal_lm.config.get_text_config()
         if family_of(config).rules:
             raise UnsupportedError(
@@ -166,8 +166,13 @@ class CachedForward:
                 "load the model on one device, without device_map"
             )
 
-    def check_vocabulary(self, tokens: np.ndarray) -> None:
-        """Refuses token ids that the model does not have."""
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Refuses token ids that the model does not have, and those of images."""
+        if (found := placeholder_in(self._causal_lm.config, tokens)) is not None:
+            raise UnsupportedError(
+                f"the tokens hold {found[0]} {found[1]}, and the sampler reads text alone: sample "
+                "with model.generate"
+            )
         check_vocabulary(self._causal_lm, tokens)
 
     def own(self, rows: Any) -> None:
@@ -184,17 +189,21 @@ class CachedForward:
         if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
                 "the keys of these rows are gone: the sampler started anew, or was interrupted "
-                "while it moved keys; rows.samples() still has what was sampled"
+                "while it moved keys or branched rows; rows.samples() still has what was sampled"
             )
         if self._weights != self._weights_now():
             raise RuntimeError(
-                "the model's weights changed since the sampler started, so the keys that it keeps "
+                "the model's weights or adapters changed since the sampler started, so its keys "
                 "are of other weights: call sampler.start again"
             )
 
-    def _weights_now(self) -> list[tuple[int, int]]:
-        """Where the parameters are, and how often each was written; not seen in inference mode."""
-        return [
-            (p.data_ptr(), 0 if p.is_inference() else p._version)
-            for p in self._causal_lm.parameters()
-        ]
+    @torch.no_grad()
+    def _weights_now(self) -> list[Any]:
+        """What tells weights from later ones: addresses, versions, some numbers, active adapters.
+
+        Fused optimizers and what writes to `.data` leave a parameter's version as it is.
+        """
+        parameters = list(self._causal_lm.parameters())
+        numbers = torch.cat([p.flatten()[:_SEEN] for p in parameters]).float().cpu().numpy()
+        written = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        return [written, numbers.tobytes(), active_adapters(self._causal_lm)]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from prefixtree._tokens import flatten
+from prefixtree.errors import ForestError
 from prefixtree.integrations.sampling.draws import Draws, row_keys
 from prefixtree.integrations.sampling.forward import CachedForward
 from prefixtree.integrations.sampling.samples import Piece, Row, Samples, samples_of
@@ -49,9 +50,10 @@ class Rows:
 
     def _set(self, rows: list[Row]) -> None:
         """Takes rows in the growing forest's order, which is depth first."""
-        self._rows = rows
         # row i is the one at _order[i] there
-        self._order = sorted(range(len(rows)), key=lambda at: rows[at].path)
+        order = sorted(range(len(rows)), key=lambda at: rows[at].path)
+        # in one line, so that an interruption leaves all or nothing
+        self._rows, self._order = rows, order
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,7 +75,7 @@ class Rows:
             MemoryError: no room for tokens that the model has not read yet; nothing was changed.
         """
         self._forward.check_current(self)
-        every = [counts] * len(self) if isinstance(counts, int) else counts
+        every = [counts] * len(self) if isinstance(counts, (int, np.integer)) else counts
         given = every if isinstance(every, Mapping) else dict(enumerate(every))
         is_whole = isinstance(counts, Mapping) or len(given) == len(self)
         if not is_whole or any(operator.index(count) < 0 for count in given.values()):
@@ -83,21 +85,22 @@ class Rows:
             )
         wanted = [1] * len(self)
         for at, count in zip(self._places(given), given.values(), strict=True):
-            wanted[at] = count
+            wanted[at] = operator.index(count)
         reading = [at for at, count in enumerate(wanted) if count > 1]
         try:
             self._read(reading)
         finally:
             self._growing.trim(reading)
+        branched = [
+            replace(row, path=(*row.path, number)) if count > 1 else row
+            for row, count in zip(self._rows, wanted, strict=True)
+            for number in range(count)
+        ]
+        # an interruption would leave rows with keys of others
+        self._forward.own(None)
         self._growing.branch(wanted)
-        pairs = zip(self._rows, wanted, strict=True)
-        self._set(
-            [
-                replace(row, path=(*row.path, number)) if count > 1 else row
-                for row, count in pairs
-                for number in range(count)
-            ]
-        )
+        self._set(branched)
+        self._forward.own(self)
 
     def drop(self, rows: Iterable[int]) -> None:
         """Drops rows: they leave the samples, and their keys make room.
@@ -122,13 +125,14 @@ class Rows:
         Raises:
             IndexError: a row that does not exist.
             ForestError: tokens that are negative or not integers.
+            UnsupportedError: placeholders of images.
             ValueError: a token id beyond the model's vocabulary.
         """
         self._forward.check_current(self)
         places = self._places(tokens)
         given = [list(reply) for reply in tokens.values()]
         if filled := [reply for reply in given if reply]:
-            self._forward.check_vocabulary(flatten(filled, "tokens")[0])
+            self._forward.check_tokens(flatten(filled, "tokens")[0])
         for at, reply in zip(places, given, strict=True):
             self._rows[at] = self._rows[at].with_reply([int(t) for t in reply])
 
@@ -156,11 +160,16 @@ class Rows:
             ValueError: max_new_tokens below 1.
             MemoryError: more rows than `max_rows`, or no room for so many tokens; nothing was
                 sampled.
-            RuntimeError: the model's weights changed since the start, so the kept keys are of other
-                weights; or the sampler started anew.
+            RuntimeError: the model's weights or active adapters changed since the start, so the
+                kept keys are of other weights; or the sampler started anew.
+            TypeError: stop is no list of integers.
         """
         self._forward.check_current(self)
         room = at_least_one("max_new_tokens", max_new_tokens)
+        try:
+            ends = frozenset(map(operator.index, stop))
+        except TypeError:
+            raise TypeError(f"stop takes a list of token ids, got {stop!r}") from None
         if rows is None:
             going = [at for at, row in enumerate(self._rows) if not row.stopped]
         else:
@@ -176,7 +185,7 @@ class Rows:
             self._read(going, room)
             for at in going:
                 self._rows[at] = replace(self._rows[at], new=())
-            self._decode(going, room, draws or Draws(), frozenset(map(int, stop)))
+            self._decode(going, room, draws or Draws(), ends)
         finally:
             self._growing.trim(going)
 
@@ -199,7 +208,13 @@ class Rows:
 
     @lasting
     def samples(self) -> Samples:
-        """Gathers the sequences of all rows, also while they grow."""
+        """Gathers the sequences of all rows, also while they grow.
+
+        Raises:
+            ForestError: all rows were dropped.
+        """
+        if not self._rows:
+            raise ForestError("all rows were dropped, so there are no samples")
         return samples_of([self._rows[at] for at in self._order])
 
     # ---- the model ---------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_updates_in_place_keep_graphs_and_others_do_not(recorded):
     check(5)
     rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4]]))
     inner.lm_head.weight = torch.nn.Parameter(inner.lm_head.weight.detach().clone())
-    with pytest.raises(RuntimeError, match="the model's weights changed since the sampler started"):
+    with pytest.raises(RuntimeError, match="the model's weights or adapters changed since"):
         rows.generate(2)
 
 

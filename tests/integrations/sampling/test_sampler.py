@@ -4,6 +4,7 @@ that depend on nothing but the seed and the tree."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,35 @@ def test_a_model_as_training_has_it():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
+def test_keys_of_another_adapter_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    ours, _ = models()
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(ours), config)
+    adapted.add_adapter("other", config)
+    adapted.set_adapter("default")
+    sampler = TreeSampler(adapted.eval(), 100)
+
+    def rescaled() -> Any:
+        layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+        layer.scale_layer(2.0)
+        return nullcontext()
+
+    for change in (adapted.disable_adapter, lambda: adapted.set_adapter("other"), rescaled):
+        rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
+        rows.generate(2)
+        with change() or nullcontext():
+            with pytest.raises(RuntimeError, match="weights or adapters changed"):
+                rows.generate(2)
+            # what was so from the start is fine, and other parts of a model's state are no weights
+            rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
+            adapted.train().requires_grad_(False)
+            rows.generate(2)
+            adapted.eval()
+
+
 def test_inference_mode_may_come_and_go():
     """What is kept outlives it."""
     ours, _ = models()
@@ -303,15 +333,26 @@ def test_inference_mode_may_come_and_go():
 
 
 def test_keys_of_other_weights_are_refused():
+    """Fused optimizers and `.data` leave the version of a parameter as it is."""
     ours, _ = models()
     model = copy.deepcopy(ours)
     sampler = TreeSampler(model, 1000)
-    rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-    rows.generate(2)
-    with torch.no_grad():
-        model.lm_head.weight.add_(0.1)
-    with pytest.raises(RuntimeError, match="weights changed since the sampler started"):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    fused = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    norm = model.model.layers[1].input_layernorm
+    changes: list[Any] = [
+        lambda: norm.weight.detach().add_(0.1),
+        fused.step,
+        lambda: norm.weight.data.mul_(1.1),
+        lambda: setattr(norm, "weight", copy.deepcopy(norm.weight)),
+    ]
+    for change in changes:
+        rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
         rows.generate(2)
+        change()
+        with pytest.raises(RuntimeError, match="weights or adapters changed since the sampler"):
+            rows.generate(2)
     again = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
     with pytest.raises(RuntimeError, match="keys of these rows are gone: the sampler started"):
         rows.append({0: [4]})
@@ -410,6 +451,25 @@ def test_an_interruption_while_keys_move_ends_the_rows(monkeypatch):
     assert len(rows.samples().sequences[0]) == 7
 
 
+def test_an_interruption_while_rows_branch_ends_them(monkeypatch):
+    """Rows would have the keys of others."""
+    ours, _ = models()
+    rows = TreeSampler(ours, 100).start(pt.PrefixForest.from_sequences([[3, 4, 5], [6, 7, 8]]))
+    original = GrowingForest.branch
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GrowingForest, "branch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rows.branch(2)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="interrupted while it moved keys or branched rows"):
+        rows.generate(1)
+    assert [s.tolist() for s in rows.samples().sequences] == [[3, 4, 5], [6, 7, 8]]
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -446,10 +506,14 @@ def test_forests_that_are_refused():
         _start(ours, pt.PrefixForest.from_sequences([[3, 9999]]))
     images = build("qwen3_vl").eval()
     token = images.config.image_token_id
-    with pytest.raises(
-        pt.UnsupportedError, match=r"holds image_token_id .*the sampler reads text alone"
+    for call in (
+        lambda: _start(images, pt.PrefixForest.from_sequences([[3, token]])),
+        lambda: _start(images).append({0: [3, token]}),
     ):
-        _start(images, pt.PrefixForest.from_sequences([[3, token]]))
+        with pytest.raises(
+            pt.UnsupportedError, match=r"hold image_token_id .*the sampler reads text alone"
+        ):
+            call()
 
 
 def test_models_that_are_refused(monkeypatch):
@@ -506,6 +570,9 @@ def test_calls_that_are_refused():
     ):
         with pytest.raises(IndexError, match=r"row -?\d does not exist; expected 0 to 1"):
             call()
+    for wrong in (5, None, ["5"], [5.0]):
+        with pytest.raises(TypeError, match=r"stop takes a list of token ids, got"):
+            rows.generate(3, stop=wrong)
     for number in (0, True, 1.5):
         with pytest.raises(ValueError, match="max_new_tokens must be an integer >= 1"):
             rows.generate(number)
@@ -516,6 +583,28 @@ def test_calls_that_are_refused():
     assert [len(s) for s in rows.samples().sequences] == [2, 1]
     with pytest.raises(ValueError, match="max_keys must be an integer >= 1"):
         TreeSampler(ours, 0)
+    rows.branch(np.int64(2))
+    assert len(rows) == 4
+    rows.drop(range(4))
+    rows.generate(3)
+    with pytest.raises(pt.ForestError, match="all rows were dropped, so there are no samples"):
+        rows.samples()
+
+
+def test_calls_of_another_autocast_are_refused():
+    ours, _ = models()
+    rows = _start(ours)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(
+            pt.UnsupportedError, match=r"kept in torch.float32, and .* the same tor"
+        ):
+            rows.generate(3)
+        samples = TreeSampler(ours, 100).sample([[3, 4]], 2, 3)
+        scores = pt.sequence_logprobs(ours, pt.pack(samples.forest), loss_mask=samples.loss_masks)
+    for new, old in zip(scores.logprobs, samples.logprobs, strict=True):
+        torch.testing.assert_close(new.detach(), old, atol=2e-2, rtol=0)
+    rows.generate(2)
+    assert [len(s) for s in rows.samples().sequences] == [5, 4]
 
 
 def test_rows_that_stopped_go_on_after_a_reply():
