@@ -33,7 +33,9 @@ def tree_rollouts(
 
     The trainer's `temperature`, `top_k`, `top_p`, `min_p` and `max_completion_length` hold, and its
     stop tokens. Seeds come from torch's generator, which the trainer seeds and keeps in
-    checkpoints. The model is in evaluation mode meanwhile.
+    checkpoints. The model is in evaluation mode meanwhile. As in TRL's `generate`, a model with
+    adapters samples without the autocast of `bf16=True`: its log-probabilities then differ from
+    training's by bfloat16's rounding.
 
     Args:
         prompts: as TRL hands them over, one per completion.
@@ -50,13 +52,17 @@ def tree_rollouts(
         `reply` also env_mask: 1 where a token was sampled.
 
     Raises:
-        UnsupportedError: images, `repetition_penalty`, `generation_kwargs`; what `TreeSampler`
-            refuses (sharded parameters, recurrent layers).
+        UnsupportedError: images or a processor of them, `tools`, `repetition_penalty`,
+            `generation_kwargs`; what `TreeSampler` refuses (sharded parameters, recurrent layers).
     """
     _check(trainer)
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-    if images is not None:
-        raise UnsupportedError("tree_rollouts samples from text: leave it out for images")
+    # with a processor TRL keeps `generate` from sampling image tokens
+    if trainer._is_vlm or images is not None:
+        raise UnsupportedError(
+            "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
+            "rollout_func out for images"
+        )
     prompt_ids = [[int(token) for token in ids] for ids in prompt_ids]
     forest = PrefixForest.from_sequences(prompt_ids)
     # a row's last token is not read, but its place in the pool is
@@ -92,6 +98,12 @@ def _check(trainer: GRPOTrainer) -> None:
                 f"tree_rollouts has no {name} ({value}): set it to {values[0]}, or leave "
                 "rollout_func out"
             )
+    if trainer.tools:
+        # it would join our log-probabilities with those of `generate`, which gives none
+        raise UnsupportedError(
+            "behind tree_rollouts TRL would sample what follows a tool's answer with generate: "
+            "call the tools in reply=, or leave rollout_func out"
+        )
 
 
 def _draws(trainer: GRPOTrainer) -> Draws:

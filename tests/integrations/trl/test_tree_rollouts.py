@@ -151,6 +151,22 @@ def test_settings_that_the_sampler_lacks(folder: Path, settings: Any, message: s
         tree_rollouts(chats(1), trainer)
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("tools", [print], "call the tools in reply="),
+        ("_is_vlm", True, "pass the tokenizer as processing_class"),
+    ],
+)
+def test_what_only_generate_does(
+    folder: Path, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(PrefixTreeGRPOTrainer, folder)
+    monkeypatch.setattr(trainer, name, value)
+    with pytest.raises(UnsupportedError, match=message):
+        tree_rollouts(chats(1), trainer)
+
+
 def test_a_model_of_another_attention(folder: Path) -> None:
     trainer = make(GRPOTrainer, folder)
     trainer.model.train()
