@@ -28,8 +28,8 @@ _SECOND = 0x94D049BB133111EB - 2**64
 _BRANCH = 0xD1B54A32D192ED03 - 2**64
 # behind the numbers of a short path
 _ENDED = -1
-# the least temperature: logits of 1e8 divided by it are float32
-_COLDEST = 1e-30
+# the least temperature: logits of 1e10 divided by it stay within 1e30, as kernels take them
+_COLDEST = 1e-20
 # logits whose noise is in memory at once, in some 32 bytes each
 _AT_ONCE = 2**25
 
@@ -43,7 +43,7 @@ class Draws:
     temperature.
 
     Attributes:
-        temperature: the divisor of the logits, at least 1e-30. 0: the likeliest token, whose
+        temperature: the divisor of the logits, at least 1e-20. 0: the likeliest token, whose
             log-probability is then that at temperature 1. Default: 1.0.
         seed: any integer; the same one gives the same noise, so every training step needs another
             one. Default: 0.

@@ -161,7 +161,7 @@ class Rows:
             MemoryError: more rows than `max_rows`, or no room for so many tokens; nothing was
                 sampled.
             RuntimeError: the model's weights or active adapters changed since the start, so the
-                kept keys are of other weights; or the sampler started anew.
+                kept keys are of other weights; or the sampler started anew; or logits are NaN.
             TypeError: stop is no list of integers.
         """
         self._forward.check_current(self)
@@ -188,6 +188,11 @@ class Rows:
             self._decode(going, room, draws or Draws(), ends)
         finally:
             self._growing.trim(going)
+        if wrong := sum(bool(np.isnan(self._rows[at].pieces[-1].logprobs).any()) for at in going):
+            raise RuntimeError(
+                f"the model gave NaN or infinite logits in {wrong} rows, so their tokens mean "
+                "nothing: look whether its weights are finite (isfinite)"
+            )
 
     # ---- what rows hold ----------------------------------------------------------------------
 

@@ -539,6 +539,17 @@ def test_models_that_are_refused(monkeypatch):
         _start(ours)
 
 
+@pytest.mark.parametrize("draws", [Draws(), Draws(top_p=0.5), GREEDY])
+def test_logits_that_are_no_numbers_are_refused(draws):
+    """As by `generate`: their argmax would be a token."""
+    ours, _ = models()
+    model = copy.deepcopy(ours)
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    with pytest.raises(RuntimeError, match="gave NaN or infinite logits in 2 rows"):
+        _start(model).generate(3, draws)
+
+
 def test_a_layer_that_attends_elsewhere_is_seen(monkeypatch):
     """In the prefill, and in a step alone."""
     ours, _ = models()
