@@ -88,12 +88,8 @@ def check_model(
         ValueError: tokens or a device that do not match the model.
     """
     _check_gathered(causal_lm)
+    check_parts(model, causal_lm)
     config, text = causal_lm.config, causal_lm.config.get_text_config()
-    check_config(config, causal_lm.training)
-    if text is not config:
-        check_config(text, causal_lm.training)
-    check_modules(model)
-    check_adapters(model)
     if causal_lm.training and torch.is_grad_enabled():
         check_checkpointing(causal_lm, text)
     if (tokens := packed.forest.tokens) is not None:
@@ -109,6 +105,16 @@ def check_model(
             f"the packed forest is on {packed.device}, the model on {device}: "
             "call packed = packed.to(model.device)"
         )
+
+
+def check_parts(model: nn.Module, causal_lm: Any) -> None:
+    """Refuses a configuration, layers, noise or adapters that are not exact; as `check_model`."""
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    check_config(config, causal_lm.training)
+    if text is not config:
+        check_config(text, causal_lm.training)
+    check_modules(model)
+    check_adapters(model)
 
 
 def runs_deepspeed(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from prefixtree.integrations.families import family_of, forward_inputs, placehol
 from prefixtree.integrations.model_checks import (
     attention_modules,
     check_model,
+    check_parts,
     check_vocabulary,
     every_layer_attends,
     find_causal_lm,
@@ -185,6 +186,7 @@ class CachedForward:
 
         Raises:
             RuntimeError: they are.
+            UnsupportedError: dropout, noise or adapters are active that were not before.
         """
         if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
@@ -196,6 +198,7 @@ class CachedForward:
                 "the model's weights or adapters changed since the sampler started, so its keys "
                 "are of other weights: call sampler.start again"
             )
+        check_parts(self._model, self._causal_lm)
 
     @torch.no_grad()
     def _weights_now(self) -> list[Any]:

@@ -163,6 +163,7 @@ class Rows:
             RuntimeError: the model's weights or active adapters changed since the start, so the
                 kept keys are of other weights; or the sampler started anew; or logits are NaN.
             TypeError: stop is no list of integers.
+            UnsupportedError: dropout has become active since the start.
         """
         self._forward.check_current(self)
         room = at_least_one("max_new_tokens", max_new_tokens)

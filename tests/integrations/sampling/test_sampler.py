@@ -525,6 +525,13 @@ def test_models_that_are_refused(monkeypatch):
     with pytest.raises(pt.UnsupportedError, match=r"config.attention_dropout is 0.1"):
         _start(build("qwen3", attention_dropout=0.1))
     _start(build("qwen3", attention_dropout=0.1).eval())
+    for noisy in (build("opt", dropout=0.1), build("mixtral", router_jitter_noise=0.1)):
+        rows = _start(noisy.eval())
+        rows.generate(2)
+        noisy.train()
+        with pytest.raises(pt.UnsupportedError, match=r"dropout|router_jitter_noise"):
+            rows.generate(2)
+        rows.samples()
     # as DeepSpeed's ZeRO-3 leaves a parameter
     model = copy.deepcopy(ours)
     model.lm_head.weight = torch.nn.Parameter(torch.empty(0))
