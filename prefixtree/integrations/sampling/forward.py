@@ -181,18 +181,25 @@ class CachedForward:
         # weak, so that a sampler's memory is free as soon as nobody has it or its rows
         self._owner = None if rows is None else weakref.ref(rows)
 
-    def check_current(self, rows: Any) -> None:
-        """Refuses rows whose keys are gone, or are of other weights than the model has now.
+    def check_owner(self, rows: Any) -> None:
+        """Refuses rows whose keys are gone.
 
         Raises:
             RuntimeError: they are.
-            UnsupportedError: dropout, noise or adapters are active that were not before.
         """
         if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
                 "the keys of these rows are gone: the sampler started anew, or was interrupted "
                 "while it moved keys or branched rows; rows.samples() still has what was sampled"
             )
+
+    def check_model(self) -> None:
+        """Refuses a model that is not what it was when it read the forest.
+
+        Raises:
+            RuntimeError: the keys are of other weights.
+            UnsupportedError: dropout, noise or adapters are active that were not before.
+        """
         if self._weights != self._weights_now():
             raise RuntimeError(
                 "the model's weights or adapters changed since the sampler started, so its keys "

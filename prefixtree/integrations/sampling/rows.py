@@ -73,8 +73,9 @@ class Rows:
             ValueError: a number below 0, or another number of counts than of rows.
             IndexError: a row that does not exist.
             MemoryError: no room for tokens that the model has not read yet; nothing was changed.
+            RuntimeError, UnsupportedError: as `generate`, where the model reads such tokens.
         """
-        self._forward.check_current(self)
+        self._forward.check_owner(self)
         every = [counts] * len(self) if isinstance(counts, (int, np.integer)) else counts
         given = every if isinstance(every, Mapping) else dict(enumerate(every))
         is_whole = isinstance(counts, Mapping) or len(given) == len(self)
@@ -128,7 +129,7 @@ class Rows:
             UnsupportedError: placeholders of images.
             ValueError: a token id beyond the model's vocabulary.
         """
-        self._forward.check_current(self)
+        self._forward.check_owner(self)
         places = self._places(tokens)
         given = [list(reply) for reply in tokens.values()]
         if filled := [reply for reply in given if reply]:
@@ -165,7 +166,7 @@ class Rows:
             TypeError: stop is no list of integers.
             UnsupportedError: dropout has become active since the start.
         """
-        self._forward.check_current(self)
+        self._forward.check_owner(self)
         room = at_least_one("max_new_tokens", max_new_tokens)
         try:
             ends = frozenset(map(operator.index, stop))
@@ -227,13 +228,15 @@ class Rows:
 
     def _read(self, rows: Sequence[int], room: int = 0) -> None:
         """Lets the model read what is pending in rows, and gives them room for tokens behind it."""
+        reading = [at for at in rows if self._rows[at].pending]
+        if reading or room:
+            self._forward.check_model()
         for row, length in ((self._rows[at], self._growing.length(at)) for at in rows):
             if length + len(row.pending) != sum(len(piece.tokens) for piece in row.pieces):
                 raise RuntimeError(
                     "an interruption left the keys of some rows behind their tokens: call "
                     "sampler.start again; rows.samples() has what was sampled"
                 )
-        reading = [at for at in rows if self._rows[at].pending]
         writing = rows if room else reading
         # an interruption while keys move would leave them nowhere
         self._forward.own(None)

@@ -353,6 +353,10 @@ def test_keys_of_other_weights_are_refused():
         change()
         with pytest.raises(RuntimeError, match="weights or adapters changed since the sampler"):
             rows.generate(2)
+        # the last token of the row is not read yet
+        with pytest.raises(RuntimeError, match="weights or adapters changed since the sampler"):
+            rows.branch(2)
+        assert len(rows) == 1
     again = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
     with pytest.raises(RuntimeError, match="keys of these rows are gone: the sampler started"):
         rows.append({0: [4]})
