@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -64,6 +64,12 @@ def flatten(
         raise ForestError(
             f"{name} must be a list of token id sequences, got {type(sequences).__name__}"
         )
+    if isinstance(sequences, Mapping):
+        raise ForestError(
+            f"{name} must be a list of token id sequences, got {type(sequences).__name__} with the "
+            f"keys {', '.join(map(repr, sequences))}; give its token ids: one list per sequence, "
+            "without padding"
+        )
     is_array = hasattr(sequences, "ndim") and getattr(sequences, "dtype", None) != np.dtype(object)
     if is_array:
         raise ForestError(
@@ -84,6 +90,8 @@ def flatten(
 
     if any(a.ndim != 1 for a in arrays):
         i = next(i for i, a in enumerate(arrays) if a.ndim != 1)
+        if arrays[i].dtype.kind in "US":
+            refuse(i, "is text; expected token ids: tokenise it first")
         refuse(i, f"has shape {list(arrays[i].shape)}; expected 1-D token ids")
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     if lengths.min() == 0:

@@ -284,6 +284,11 @@ def test_the_same_tree_from_tokens_and_from_structure() -> None:
         (np.ones(3, int), r"one array of shape \[3\]"),
         (torch.ones(2, 3, dtype=torch.long), r"one array of shape \[2, 3\]"),
         ("abc", "must be a list of token id sequences, got .*str"),
+        (
+            {"input_ids": [[1]], "attention_mask": [[1]]},
+            "got dict with the keys 'input_ids', 'attention_mask'; give its token ids: one list",
+        ),
+        (["hello", "hello you"], r"sequences\[0\] is text; expected token ids: tokenise it first"),
         (7, "must be a list of token id sequences, got .*int"),
         (None, "must be a list of token id sequences, got .*NoneType"),
         ([np.array([2**63], np.uint64)], r"9223372036854775808"),

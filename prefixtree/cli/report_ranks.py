@@ -42,5 +42,5 @@ def show_ranks(facts: dict[str, Any], console: Console) -> None:
         f"predicted efficiency [bold]{facts['efficiency']:.3f}[/] of {facts['ranks']:,} H100, "
         f"{facts['exchange_seconds']:.4g} s of exchanges not overlapped; a rank receives at most "
         f"{facts['received_share']:.1%} of what an all-gather of keys and values would bring. "
-        "This is a prediction: no trainer divides a forest over GPUs yet"
+        "This is a prediction; sequence_logprobs(group=) divides a forest like this"
     )

@@ -63,6 +63,7 @@ def test_the_table(rollout_file) -> None:
     text = run("report", rollout_file, "--ranks", 4, env={"COLUMNS": "120"}).stdout
     assert "one forest on 4 ranks, a model like Qwen3-8B" in text
     assert "rows borrowed, per layer" in text and "predicted efficiency" in text
+    assert "sequence_logprobs(group=) divides a forest like this" in " ".join(text.split())
 
 
 def test_what_cannot_be_divided(rollout_file) -> None:

@@ -8,6 +8,7 @@ import warnings
 from packaging.version import Version
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.requirements import missing
 
 #: Versions that the tests ran with, from the first to the last.
 TESTED = ("0.18.0", "0.19.2")
@@ -18,6 +19,7 @@ def check_version() -> None:
 
     Raises:
         UnsupportedError: with the versions that were tested.
+        ModuleNotFoundError: there is no Megatron-Core.
     """
     installed = _installed()
     first, last = (Version(v) for v in TESTED)
@@ -40,6 +42,9 @@ def _installed() -> str:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         # Megatron-LM's sources on the path, as trainers have them, bring no metadata
-        from megatron.core import __version__
-
+        try:
+            from megatron.core import __version__
+        except ImportError:
+            package, version = "megatron-core", f"megatron-core=={TESTED[1]}"
+            raise missing("prefixtree.integrations.megatron", package, version) from None
         return str(__version__)

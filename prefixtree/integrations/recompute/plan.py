@@ -170,8 +170,14 @@ def _recomputed(memory: ModelMemory, forest: PrefixForest) -> np.ndarray:
 def _too_large(memory: ModelMemory, work: Work, available: float, needed: float) -> str:
     tokens = work.forest.num_tokens
     fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
+    remedy = f"give at most {fit:,} tokens (max_tokens of plan_micro_batches)"
+    if fit == 0:
+        remedy = (
+            "not one token fits beside weights, gradients and what else is in memory: free some, "
+            "or shard the model over more devices (FSDP2)"
+        )
     return (
         f"a micro-batch of {tokens:,} distinct tokens needs about {needed / _GIB:.1f} GiB for "
         f"activations with every layer recomputed, and {max(0.0, available) / _GIB:.1f} GiB are "
-        f"available: give at most {fit:,} tokens (max_tokens of plan_micro_batches)"
+        f"available: {remedy}"
     )

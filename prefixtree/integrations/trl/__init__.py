@@ -9,12 +9,17 @@ attention is registered with transformers under the name that AsyncGRPO asks for
 names what they rely on; another TRL is refused where that has changed.
 """
 
-from prefixtree.integrations.trl.contract import TESTED
-from prefixtree.integrations.trl.dpo import PrefixTreeDPOTrainer
-from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer
-from prefixtree.integrations.trl.rollouts import tree_rollouts
-from prefixtree.integrations.trl.sft import PrefixTreeSFTTrainer
-from prefixtree.integrations.trl.tree_rows import use_tree_attention
+from prefixtree.integrations.requirements import require
+
+# before the modules that import it
+require(__name__, "trl", "prefixtree-attention[trl]")
+
+from prefixtree.integrations.trl.contract import TESTED  # noqa: E402
+from prefixtree.integrations.trl.dpo import PrefixTreeDPOTrainer  # noqa: E402
+from prefixtree.integrations.trl.grpo import PrefixTreeGRPOTrainer  # noqa: E402
+from prefixtree.integrations.trl.rollouts import tree_rollouts  # noqa: E402
+from prefixtree.integrations.trl.sft import PrefixTreeSFTTrainer  # noqa: E402
+from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E402
 
 __all__ = [
     "TESTED",

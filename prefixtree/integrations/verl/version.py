@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.requirements import missing
 
 # those that tests/integrations/verl passes with: engines change in patch releases too, and a
 # change that went unseen could train on wrong gradients
@@ -16,8 +17,14 @@ def check_version() -> None:
 
     Raises:
         UnsupportedError: with the versions that do.
+        ModuleNotFoundError: verl is not installed.
     """
-    installed = importlib.metadata.version("verl")
+    try:
+        installed = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        raise missing(
+            "prefixtree.integrations.verl", "verl", "prefixtree-attention[verl]"
+        ) from None
     if installed not in VERIFIED:
         raise UnsupportedError(
             f"prefixtree.integrations.verl extends the engines of verl {', '.join(VERIFIED)}; this "

@@ -422,6 +422,8 @@ def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
     with pytest.raises(torch.OutOfMemoryError, match=r"distinct tokens needs about .* GiB") as e:
         plan_recomputation(model, packed, memory=1 << 20)
     assert "with every layer recomputed" in str(e.value)
+    # logits alone take more
+    assert "not one token fits" in str(e.value) and "shard the model" in str(e.value)
     memory = trace_memory(model.config, torch.float32)
     for available in (1 << 30, 1 << 34):
         fit = tokens_that_fit(memory, available, 1.0)
