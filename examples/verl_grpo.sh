@@ -57,7 +57,7 @@ packing=(
   # a budget of distinct tokens: the longest sequence must fit
   actor_rollout_ref.actor.use_dynamic_bsz=True
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
-  # packed forests are not split over GPUs, fused kernels are refused, and Liger Kernel's layers are
+  # each GPU packs forests of its own; fused kernels are refused, and Liger Kernel's layers are
   # verified for some families only
   actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=1
   actor_rollout_ref.model.use_fused_kernels=False

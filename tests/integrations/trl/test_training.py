@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3 import modeling_qwen3
 from trl import GRPOTrainer
 
+import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -213,22 +215,40 @@ def test_adapters_with_their_reference(folder: Path, method: str, settings: dict
     assert_equal_runs(ours, theirs)
 
 
-@pytest.mark.parametrize("recompute", ["nothing", "auto"])
+@pytest.mark.parametrize(
+    ("recompute", "lora"), [("nothing", False), ("auto", False), ("auto", True)]
+)
 def test_layers_recompute_what_is_asked_for(
-    folder: Path, recompute: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, recompute: Any, lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another number of attentions, whatever TRL's checkpointing says, and the same run."""
+    peft = pytest.importorskip("peft")
     ran = count_attentions(monkeypatch)
     arguments = {**SGD, "max_steps": 2, "beta": 0.0, "num_iterations": 1}
     counts, runs = [], []
     for options in ({}, {"recompute": recompute}):
         given = {"rollout_func": rollouts, **options}
+        if lora:
+            given["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
         ran.clear()
         runs.append(train(PrefixTreeGRPOTrainer, folder, options=given, **arguments))
         counts.append(len(ran))
     # two layers, two steps of two micro-batches, which need old log-probabilities of none
     assert counts == [16, 8]
     assert_equal_runs(*runs, tolerance=1e-12)
+
+
+def test_compiled_layers(folder: Path) -> None:
+    """`compile_layers` on the trainer's model: every layer is compiled, and the run is the same."""
+    arguments = {**SGD, "max_steps": 2, "beta": 0.0, "num_iterations": 1}
+    given = {"rollout_func": rollouts, "recompute": "auto"}
+    plain = train(PrefixTreeGRPOTrainer, folder, options=given, **arguments)
+    compiled = make(PrefixTreeGRPOTrainer, folder, options=given, **arguments)
+    backend = CompileCounterWithBackend("aot_eager")
+    pt.compile_layers(compiled.model, backend=backend)
+    compiled.train()
+    assert backend.frame_count > 0
+    assert_equal_runs(compiled, plain)
 
 
 def test_mixed_precision(folder: Path) -> None:

@@ -20,6 +20,8 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.recompute import forward as recompute_forward
+from prefixtree.integrations.recompute.trace import trace_memory
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
 from tests.integrations.verl.compare import difference
@@ -298,8 +300,18 @@ def test_the_scaled_loss_is_what_goes_backward(models: Path) -> None:
     assert ends[0][0] > 0.1
 
 
-def test_layers_recompute_what_is_set(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_layers_recompute_what_is_set(
+    lora: dict[str, int], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same bits, and other operators that run; verl's checkpointing is set beside it."""
+    traced = []
+
+    def trace(*args: Any) -> Any:
+        traced.append(args[4])
+        return trace_memory(*args)
+
+    monkeypatch.setattr(recompute_forward, "trace_memory", trace)
     rows = rollouts(8, groups=2, size=4)
     ran = count_attentions(monkeypatch)
     ends, counts = [], []
@@ -307,9 +319,8 @@ def test_layers_recompute_what_is_set(models: Path, monkeypatch: pytest.MonkeyPa
         override = {"attn_implementation": "prefixtree", "prefixtree_recompute": recompute}
         if recompute is None:
             del override["prefixtree_recompute"]
-        settings = replace(
-            SETTINGS, tokens=10_000, checkpointing=True, model_options={"override_config": override}
-        )
+        options = {"override_config": override, **lora}
+        settings = replace(SETTINGS, tokens=10_000, checkpointing=True, model_options=options)
         worker = make_worker("prefixtree", models / "qwen3", settings)
         assert worker.engine.recompute == recompute
         assert not hasattr(worker.engine.model_config.hf_config, "prefixtree_recompute")
@@ -319,6 +330,8 @@ def test_layers_recompute_what_is_set(models: Path, monkeypatch: pytest.MonkeyPa
     assert all(difference(ends[0], end) == 0 for end in ends[1:])
     layers = counts[2]
     assert counts == [2 * layers, 2 * layers, layers, layers] and layers > 0
+    # "auto" knows the memory of adapters
+    assert traced and all((adapters is not None) == bool(lora) for adapters in traced)
 
 
 def test_recomputation_that_nothing_would_follow(models: Path) -> None:
