@@ -12,10 +12,11 @@ import prefixtree as pt
 from tests.support.spawn import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
+OWN_LOOP = README.parent / "docs/own-loop.md"
 
 
-def _code() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def _code(page: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def _ten_lines() -> dict[str, Any]:
@@ -89,6 +90,23 @@ def test_the_loop_over_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(got[name], expected, atol=1e-6, rtol=1e-4)
         assert torch.equal(first[name], second[name])
     assert max(float(g.abs().max()) for g in alone.values()) > 1e-2
+
+
+def test_the_code_of_your_own_loop() -> None:
+    """It continues that of README; its tensor parallelism wants several ranks, and is not run."""
+    names = _ten_lines()
+    _update(names, 0, 1)
+    model = names["model"].eval()
+    recomputing, compiling, spread, heads = _code(OWN_LOOP)
+    assert "DistributedConfig" in spread
+    exec(recomputing, names)
+    assert model.training and [len(x) for x in names["scores"].logprobs] == [5, 6, 4, 3]
+    names["value_head"] = torch.nn.Linear(64, 1)
+    exec(heads, names)
+    assert [len(x) for x in names["values"]] == [6, 7, 5, 4]
+    # compiled at the first forward
+    exec(compiling, names)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
 
 
 def test_the_families_named_are_the_families_verified() -> None:

@@ -238,7 +238,9 @@ def test_layers_recompute_what_is_asked_for(
     assert_equal_runs(*runs, tolerance=1e-12)
 
 
-def test_compiled_layers(folder: Path) -> None:
+# dynamo looks at it while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_compiled_one_by_one(folder: Path) -> None:
     """`compile_layers` on the trainer's model: every layer is compiled, and the run is the same."""
     arguments = {**SGD, "max_steps": 2, "beta": 0.0, "num_iterations": 1}
     given = {"rollout_func": rollouts, "recompute": "auto"}
