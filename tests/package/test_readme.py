@@ -32,6 +32,7 @@ def _update(names: dict[str, Any], rank: int, world_size: int) -> dict[str, torc
     names |= {
         "rank": rank,
         "world_size": world_size,
+        "device": torch.device("cpu"),
         # one prompt: one rank gets everything
         "groups": [0, 0, 0, 0],
         "advantages": [1.5, -0.5, 2.0, -1.0],

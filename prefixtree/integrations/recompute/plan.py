@@ -170,7 +170,10 @@ def _recomputed(memory: ModelMemory, forest: PrefixForest) -> np.ndarray:
 def _too_large(memory: ModelMemory, work: Work, available: float, needed: float) -> str:
     tokens = work.forest.num_tokens
     fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
-    remedy = f"give at most {fit:,} tokens (max_tokens of plan_micro_batches)"
+    remedy = (
+        f"give at most {fit:,} tokens (max_tokens of plan_micro_batches; in verl "
+        "ppo_max_token_len_per_gpu; in TRL a smaller per_device_train_batch_size)"
+    )
     if fit == 0:
         remedy = (
             "not one token fits beside weights, gradients and what else is in memory: free some, "
