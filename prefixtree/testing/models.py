@@ -123,7 +123,13 @@ def _build(setting: Setting, attention: str) -> Any:
                     setattr(part, name, max(spread, part.hidden_size**-0.5))
         model = auto_class.from_config(config, **options)
     else:
-        model = auto_class.from_pretrained(setting.model, **options)
+        try:
+            model = auto_class.from_pretrained(setting.model, **options)
+        except OSError as problem:
+            file = Path(setting.model) / "config.json"
+            if not file.is_file():
+                raise
+            raise OSError(f"{problem} {file} in the folder's place gives random weights") from None
     model.to(setting.device).eval()
     if setting.gradient_checkpointing:
         # transformers checkpoints in training mode alone

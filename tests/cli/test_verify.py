@@ -224,6 +224,7 @@ def test_verify_needs_a_model_that_exists(rollout_file, tmp_path):
     result = run("verify", "--model", tmp_path, rollout_file)
     assert result.exit_code == 2
     assert "no file named model.safetensors" in result.stderr
+    assert f"{tmp_path}/config.json in the folder's place gives random weights" in result.stderr
 
 
 def test_a_name_that_is_not_in_the_cache(monkeypatch, rollout_file):
