@@ -79,8 +79,8 @@ def tables(name: str) -> Parts:
 
 
 def speed() -> Parts:
-    """README's table, four rows of the tables above: agent rollouts on the whole model, a GRPO
-    group, an update with the optimizer, and a batch that shares nothing."""
+    """README's table, five rows of the tables above: agent rollouts on the whole model and with
+    every side at its best, a GRPO group, a batch that shares nothing, an update with the optimizer."""
     updates = {}
     for sides in cases_by_side(*read("h200/model.json", "h200/model_*_layers.json")):
         packed = sides["packed"]
@@ -91,6 +91,10 @@ def speed() -> Parts:
     def update_of(case: str, layers: int) -> list[float]:
         (found,) = (x for (name, n), x in updates.items() if name.startswith(case) and n == layers)
         return found
+
+    best = cases_by_side(*read("h200/update_best.json"))
+    (best_sides,) = (sides for sides in best if sides["packed"]["case"].startswith("airline"))
+    at_best = [best_sides.get(side, {}).get("seconds") for side in ("fa2", "fa4", "packed")]
 
     (whole,) = read("h200/update.json")
     seconds = {row["side"]: row["seconds"] for row in whole["rows"]}
@@ -120,6 +124,11 @@ def speed() -> Parts:
         ],
         [
             (f"Qwen3-8B shape, all 36 layers: {agents}", *update_of("airline", 36)),
+            (
+                "12 such layers, every side at its best (compiled layers, nothing recomputed): "
+                "the same agent rollouts",
+                *at_best,
+            ),
             (
                 "12 such layers: a prompt of 8K with 32 responses, micro-batches of 8",
                 *update_of("8K, 32 x 131-2048, micro-batch 8", 12),
