@@ -80,7 +80,7 @@ def tables(name: str) -> Parts:
 
 def speed() -> Parts:
     """README's table, five rows of the tables above: agent rollouts on the whole model and with
-    every side at its best, a GRPO group, a batch that shares nothing, an update with the optimizer."""
+    every side at its best, a GRPO group, nothing shared, and an update with the optimizer."""
     updates = {}
     for sides in cases_by_side(*read("h200/model.json", "h200/model_*_layers.json")):
         packed = sides["packed"]
