@@ -7,6 +7,7 @@ ranks agree on their number. How steps borrow from one another is in `parallel.s
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
@@ -173,11 +175,8 @@ def scores_in_steps(
     if steps is None:
         # other ranks have more than one
         steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
-    which, units = [], []
-    for part in steps:
-        scored, rows = part.scored(found.predictor)
-        which.append(move(torch.from_numpy(scored), device))
-        units.append(units_on_device(packed, found, scored, rows))
+    scored = [part.scored(found.predictor) for part in steps]
+    which = [move(torch.from_numpy(units), device) for units, _ in scored]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = _Wrapped(model, device)
 
@@ -190,7 +189,7 @@ def scores_in_steps(
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
             part = steps[step]
             inputs = part_inputs(share.inputs, part, PartMask(part, exchanges))
-            return forward(part.mask, inputs, units[step])
+            return forward(part.mask, inputs, units_on_device(packed, found, *scored[step]))
 
     store = LoanStore(steps, trains, on_host)
     run = StepRun(store, which, compute, num_runs, wrapped.check_parameters)
@@ -233,20 +232,40 @@ class _Wrapped:
         )
         ddp = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
-        self._versions = [(name, p, p._version) for name, p in model.named_parameters()]
+        # tensors made in inference mode have no versions, and no backward
+        versioned = ((name, p) for name, p in model.named_parameters() if not p.is_inference())
+        self._found = [(name, p, p._version, p.requires_grad) for name, p in versioned]
+        # fused optimizers change parameters and leave their versions as they are (torch 2.13)
+        updated = self._updated = set[int]()
+        hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: updated.update(
+                id(p)
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            )
+        )
+        weakref.finalize(self, hook.remove)
 
     def check_parameters(self) -> None:
         """Before each step of the backward.
 
         Raises:
-            RuntimeError: a parameter changed since the forward.
+            RuntimeError: a parameter changed since the forward, or whether it is trained.
         """
-        for name, parameter, version in self._versions:
-            if parameter._version != version:
+        for name, parameter, version, is_trained in self._found:
+            is_updated = is_trained and id(parameter) in self._updated
+            if parameter._version != version or is_updated:
                 raise RuntimeError(
                     f"{name} changed between sequence_logprobs(max_tokens=) and its backward, "
                     "which runs the steps again: call backward() before optimizer.step(), or "
                     "score again after it"
+                )
+            if parameter.requires_grad != is_trained:
+                raise RuntimeError(
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} "
+                    "in sequence_logprobs(max_tokens=), whose backward runs the steps again: call "
+                    "backward() with the same adapters and frozen parameters as the forward"
                 )
 
     @contextmanager

@@ -101,14 +101,14 @@ _FACTS = {
         "the ranks of a group must score the same tokens at the same temperatures: temperature or "
         "loss_mask of ranks {ranks} of the group differ from those of its rank 0"
     ),
+    "model": (
+        "the ranks of a group must have models of the same configuration, with parameters of the "
+        "same dtypes: those of ranks {ranks} of the group differ from those of its rank 0"
+    ),
     "options": (
         "the ranks of a group must pass the same group_mode, return_entropy, return_statistics and "
         "recompute, and have the same gradient mode, autocast, train() or eval(), and gradient "
         "checkpointing: those of ranks {ranks} of the group differ from those of its rank 0"
-    ),
-    "split": (
-        "the ranks of a group must have models of the same configuration: by those of ranks "
-        "{ranks} of the group, the forest is divided in another way than on its rank 0"
     ),
 }
 
@@ -247,6 +247,7 @@ def _part_of_rank(
     def prepare() -> tuple[tuple[Any, Any, Split], dict[str, int]]:
         inner, found = check()
         _check_served(model, inner, options[-1])
+        _check_averages(model, group)
         _check_mode(mode, inner.config.get_text_config(), packed, ranks)
         split = _split(inner, packed, found, ranks, mode)
         forest, scored = packed.forest, () if found is None else (found.token, found.temperature)
@@ -254,8 +255,9 @@ def _part_of_rank(
         return (inner, found, split), {
             "forest": digest(packed.num_tokens, *nodes, forest.tokens),
             "scored": digest(*scored),
-            "options": digest(mode, *options, *_modes(inner, packed)),
-            "split": digest(*split.runs),
+            "model": digest(*_costs(inner), *(p.dtype for p in inner.parameters())),
+            # the split follows from all of these
+            "options": digest(mode, *options, *_modes(inner, packed), *split.runs),
         }
 
     inner, found, split = agree(group, packed.device, prepare, _FACTS)
@@ -369,3 +371,30 @@ def _check_placements(model: nn.Module) -> None:
                 f"{name} is a DTensor with placements {placements}, as tensor parallelism makes "
                 "them, which is not verified with group: leave parallelize_module or group out"
             )
+
+
+def _check_averages(model: nn.Module, group: ProcessGroup) -> None:
+    """Refuses wrappers that average gradients over some ranks of the group alone."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not torch.is_grad_enabled():
+        return
+    averaged: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            averaged.update(dist.get_process_group_ranks(module.process_group))
+            # of FSDP1's hybrid sharding
+            if (others := getattr(module, "_inter_node_pg", None)) is not None:
+                averaged.update(dist.get_process_group_ranks(others))
+    meshes: Any = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+    for mesh in meshes - {None}:
+        averaged.update(mesh.mesh.flatten().tolist())
+    if averaged and (missing := set(dist.get_process_group_ranks(group)) - averaged):
+        raise UnsupportedError(
+            f"the model's wrapper averages gradients over the ranks {sorted(averaged)}, without "
+            f"{sorted(missing)} of the group, whose parts of the gradients would be lost: wrap the "
+            "model over all ranks that train it, those of the group included (FSDP2: a mesh of "
+            "both dimensions, or none)"
+        )

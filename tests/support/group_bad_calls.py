@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from prefixtree import PrefixForest, pack
 from prefixtree.integrations.transformers import sequence_logprobs
@@ -69,6 +70,28 @@ def _unknown_statistics(rank: int, group: Any) -> Any:
 def _odd_heads(rank: int, group: Any) -> Any:
     model = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
     return scored(rank, group, model=model, group_mode="heads")
+
+
+def _other_dtype(rank: int, group: Any) -> Any:
+    model = build("llama")
+    return scored(rank, group, model=model.bfloat16() if rank else model)
+
+
+def _other_heads(rank: int, group: Any) -> Any:
+    return scored(rank, group, model=build("llama", num_key_value_heads=2 - rank))
+
+
+def _averaged_over_others(rank: int, group: Any) -> Any:
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    model = nn.parallel.DistributedDataParallel(build("llama"), process_group=alone)
+    with torch.no_grad():
+        assert torch.cat(scored(rank, group, model=model).logprobs).isfinite().all()
+    return scored(rank, group, model=model)
+
+
+def _sharded_over_others(rank: int, group: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "dp"))
+    return scored(rank, group, model=fully_shard(build("llama"), mesh=mesh["dp"]))
 
 
 def _one_raises(rank: int, group: Any) -> Any:
@@ -151,6 +174,10 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "unknown group_mode": _unknown_group_mode,
     "unknown statistics": _unknown_statistics,
     "odd heads": _odd_heads,
+    "other dtype": _other_dtype,
+    "other heads": _other_heads,
+    "averaged over others": _averaged_over_others,
+    "sharded over others": _sharded_over_others,
     "one raises": _one_raises,
     "recurrent": _recurrent,
     "router loss": _router_loss,

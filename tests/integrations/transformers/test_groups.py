@@ -225,6 +225,7 @@ def test_statistics_without_gradients(results):
 
 _DIFFER = "of ranks 1 of the group differ from that of its rank 0"
 _SCORED = "temperature or loss_mask of ranks 1 of the group differ"
+_MODELS = "parameters of the same dtypes: those of ranks 1 of the group differ from those of its"
 _OPTIONS = "gradient checkpointing: those of ranks 1 of the group differ"
 # on each rank
 MESSAGES: dict[str, tuple[str, str]] = {
@@ -240,6 +241,10 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "other group_mode": (_OPTIONS, _OPTIONS),
     "unknown group_mode": ("group_mode must be one of 'parts', 'heads', got 'ring'",) * 2,
+    "other dtype": (_MODELS, _MODELS),
+    "other heads": (_MODELS, _MODELS),
+    "averaged over others": ("ranks [0], without [1] of the", "ranks [1], without [0] of the"),
+    "sharded over others": ("ranks [0], without [1] of the", "ranks [1], without [0] of the"),
     "odd heads": ("3 query heads and 3 kv heads do not divide among 2 ranks",) * 2,
     "one raises": (
         "RuntimeError: rank 1 of the group refused this call, so no rank computes it: ValueError: "

@@ -325,6 +325,21 @@ def test_second_derivatives_are_refused() -> None:
         torch.cat(scores.logprobs).sum().backward(create_graph=True)
 
 
+def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
+    model = build("qwen3")
+    expected = run(model, max_tokens=None)
+    scores, calls = score(model, ragged_objective()), []
+
+    def fails(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise MemoryError
+
+    with model.model.layers[1].mlp.register_forward_pre_hook(fails), pytest.raises(MemoryError):
+        loss_of(ragged_objective(), scores).backward()
+    assert_same(run(model), expected)
+
+
 def test_parameters_that_changed_are_refused() -> None:
     model = build("qwen3")
     scores = score(model, ragged_objective())
@@ -332,6 +347,43 @@ def test_parameters_that_changed_are_refused() -> None:
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     with pytest.raises(RuntimeError, match=r"layers.1.mlp.up_proj.weight changed between"):
         torch.cat(scores.logprobs).sum().backward()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_before_the_backward_is_refused(fused: bool) -> None:
+    """A fused one leaves the parameters' versions as they are."""
+    model, other = build("qwen3"), build("qwen3")
+    options = {"lr": 0.1, "fused": fused}
+    optimizer, of_other = (torch.optim.AdamW(m.parameters(), **options) for m in (model, other))
+    expected = run(model)
+    run(other)
+    scores = score(model, ragged_objective())
+    of_other.step()
+    model.zero_grad(set_to_none=True)
+    loss_of(ragged_objective(), scores).backward()
+    assert gradients(model).keys() == expected.gradients.keys()
+    scores = score(model, ragged_objective())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"embed_tokens.weight changed between"):
+        loss_of(ragged_objective(), scores).backward()
+
+
+def test_other_frozen_parameters_are_refused() -> None:
+    """As where another adapter is set between the forward and the backward."""
+    model = build("qwen3")
+    scores = score(model, ragged_objective())
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"requires_grad of model.layers.1.mlp.up_proj.weight "):
+        torch.cat(scores.logprobs).sum().backward()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_model_made_in_inference_mode(context: Any) -> None:
+    with torch.inference_mode():
+        model = build("qwen3").eval()
+    with context():
+        whole, stepped = (score(model, ragged_objective(), max_tokens=n) for n in (None, 20))
+    torch.testing.assert_close(stepped.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_are_found_in_the_parameters() -> None:
