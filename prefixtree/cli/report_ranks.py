@@ -18,8 +18,8 @@ def show_ranks(facts: dict[str, Any], console: Console) -> None:
         "most",
         "mean",
         "most / mean",
-        title=f"\none forest on {facts['ranks']:,} ranks, {whose}: {facts['chunks_per_rank']} "
-        f"chunks per rank",
+        title=f"\none forest on {facts['ranks']:,} ranks, {whose}: chunks per "
+        f"rank: {facts['chunks_per_rank']}",
         title_justify="left",
     )
     rows = [
