@@ -30,6 +30,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.adapters import check_adapters
+from prefixtree.integrations.compiled import compile_layers
 from prefixtree.integrations.families import check_checkpointing
 from prefixtree.integrations.model_checks import every_layer_attends, transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
@@ -46,7 +47,9 @@ from prefixtree.integrations.verl.batches import (
 from prefixtree.integrations.verl.metered import NAME, MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.refusals import (
+    COMPILE,
     RECOMPUTE,
+    check_compile,
     check_recompute,
     check_settings,
     check_step,
@@ -62,6 +65,7 @@ class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
 
     Attributes:
         recompute: as in `sequence_logprobs`.
+        compiles: whether layers are compiled.
         model_output: what the model gives per token.
     """
 
@@ -74,13 +78,19 @@ class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
         self._read_attention(hf_config)
         if self.packs:
             check_settings(model_config, engine_config)
+        is_served = self.packs and self.model_output == "log_probs"
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
-        check_recompute(
-            self.recompute,
-            self.packs and self.model_output == "log_probs",
-            engine_config.ulysses_sequence_parallel_size,
-        )
+        ranks = engine_config.ulysses_sequence_parallel_size
+        check_recompute(self.recompute, is_served, ranks)
+        compiles = vars(hf_config).pop(COMPILE, None)
+        self.compiles = check_compile(compiles, is_served, engine_config.strategy)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_model_optimizer(self) -> None:
+        """As verl builds it; then the layers are compiled in place, if that is set."""
+        super()._build_model_optimizer()
+        if self.compiles:
+            compile_layers(self.module)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False

@@ -43,7 +43,9 @@ from prefixtree.integrations.verl.batches import (
 from prefixtree.integrations.verl.metered import MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.refusals import (
+    COMPILE,
     RECOMPUTE,
+    check_compile,
     check_megatron_settings,
     check_recompute,
     check_step,
@@ -62,8 +64,9 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
     ) -> None:
         hf_config = model_config.hf_config
         self._read_attention(hf_config)
-        # Megatron has settings of its own for it
+        # Megatron has settings of its own for them
         check_recompute(vars(hf_config).pop(RECOMPUTE, None), False)
+        check_compile(vars(hf_config).pop(COMPILE, None), False, "megatron")
         if self.packs:
             check_megatron_settings(model_config, engine_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)

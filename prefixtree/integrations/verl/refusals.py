@@ -17,8 +17,8 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import LIGER_LAYERS, check_config, family_of
 from prefixtree.integrations.recompute.layers import MODES
 
-# of override_config: as in `sequence_logprobs`
-RECOMPUTE = "prefixtree_recompute"
+# of override_config: as in `sequence_logprobs`, and whether `compile_layers` compiles the layers
+RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"
 
 _PREFIX = 'attn_implementation="prefixtree": '
 
@@ -158,10 +158,7 @@ def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1)
         return
     setting = f"override_config.{RECOMPUTE}={recompute!r}"
     if not is_served:
-        raise UnsupportedError(
-            f"{setting} is for actors and references with attn_implementation=prefixtree: take it "
-            "out here; enable_gradient_checkpointing says what is recomputed"
-        )
+        raise _not_served(setting, "; enable_gradient_checkpointing says what is recomputed")
     if recompute not in (values := ("auto", *MODES)):
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
     if recompute == "auto" and sequence_parallel > 1:
@@ -170,6 +167,37 @@ def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1)
             f"ulysses_sequence_parallel_size={sequence_parallel} ranks must recompute the same "
             f"layers: set one of {', '.join(map(repr, MODES))}"
         )
+
+
+def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:
+    """Whether the layers are to be compiled, or an error where they would not be.
+
+    Args:
+        compiles: the value of the setting, None where it is not set.
+        is_served: whether the engine is a packed actor's or reference's.
+        strategy: of the engine, "fsdp" or "fsdp2".
+
+    Raises:
+        UnsupportedError: for a critic, without attn_implementation="prefixtree", or under FSDP1.
+        ValueError: neither True nor False.
+    """
+    if compiles not in (None, True, False):
+        raise ValueError(f"override_config.{COMPILE}={compiles!r}: expected True or False")
+    if not compiles:
+        return False
+    setting = f"override_config.{COMPILE}=True"
+    if not is_served:
+        raise _not_served(setting)
+    if strategy != "fsdp2":
+        raise UnsupportedError(f"{setting} is verified with strategy=fsdp2: set it, not {strategy}")
+    return True
+
+
+def _not_served(setting: str, more: str = "") -> UnsupportedError:
+    return UnsupportedError(
+        f"{setting} is for actors and references with attn_implementation=prefixtree: take it "
+        f"out here{more}"
+    )
 
 
 def check_batch(data: TensorDict) -> None:

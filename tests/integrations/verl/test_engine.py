@@ -7,12 +7,14 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from verl.utils import tensordict_utils as tu
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -20,9 +22,11 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.compiled import compile_layers
 from prefixtree.integrations.recompute import forward as recompute_forward
 from prefixtree.integrations.recompute.trace import trace_memory
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
+from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
@@ -334,9 +338,34 @@ def test_layers_recompute_what_is_set(
     assert traced and all((adapters is not None) == bool(lora) for adapters in traced)
 
 
-def test_recomputation_that_nothing_would_follow(models: Path) -> None:
-    def make(model_type: str, **override: str) -> None:
+def test_layers_are_compiled_where_that_is_set(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's checkpointing holds in compiled layers; a plan of recomputation too."""
+    # inductor would take its time on a CPU
+    monkeypatch.setattr(
+        engine_module, "compile_layers", partial(compile_layers, backend="aot_eager")
+    )
+    rows = rollouts(8, groups=2, size=4)
+    override: dict[str, Any] = {"attn_implementation": "prefixtree"}
+    ends = []
+    for more in ({}, {"prefixtree_compile": True, "prefixtree_recompute": "auto"}):
+        options = {"override_config": override | more, "lora_rank": 4}
+        settings = replace(SETTINGS, tokens=10_000, checkpointing=True, model_options=options)
+        torch._dynamo.reset()
+        counters.clear()
+        worker = make_worker("prefixtree", models / "qwen3", settings)
+        assert not hasattr(worker.engine.model_config.hf_config, "prefixtree_compile")
+        ends.append(update(worker, rows))
+        assert (counters["stats"]["unique_graphs"] > 0) == bool(more)
+    torch._dynamo.reset()
+    assert difference(*ends) < 1e-5
+
+
+def test_settings_that_nothing_would_follow(models: Path) -> None:
+    def make(model_type: str, engine: dict[str, Any] | None = None, **override: Any) -> None:
         settings = replace(SETTINGS, model_options={"override_config": override})
+        settings = replace(settings, engine=settings.engine | (engine or {}))
         make_worker("prefixtree", models / "qwen3", settings, model_type)
 
     packs = {"attn_implementation": "prefixtree"}
@@ -347,6 +376,12 @@ def test_recomputation_that_nothing_would_follow(models: Path) -> None:
         make("value_model", **packs, prefixtree_recompute="auto")
     with pytest.raises(pt.UnsupportedError, match=match):
         make("language_model", attn_implementation="sdpa", prefixtree_recompute="auto")
+    with pytest.raises(pt.UnsupportedError, match=match):
+        make("value_model", **packs, prefixtree_compile=True)
+    with pytest.raises(pt.UnsupportedError, match="is verified with strategy=fsdp2"):
+        make("language_model", {"strategy": "fsdp"}, **packs, prefixtree_compile=True)
+    with pytest.raises(ValueError, match="prefixtree_compile='yes': expected True or False"):
+        make("language_model", **packs, prefixtree_compile="yes")
 
 
 def test_what_packs_nothing_says_so_once(models: Path) -> None:
