@@ -214,6 +214,6 @@ class CachedForward:
         Fused optimizers and what writes to `.data` leave a parameter's version as it is.
         """
         parameters = list(self._causal_lm.parameters())
-        numbers = torch.cat([p.flatten()[:_SEEN] for p in parameters]).float().cpu().numpy()
+        numbers = torch.cat([p.flatten()[:_SEEN].float() for p in parameters]).cpu().numpy()
         written = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
         return [written, numbers.tobytes(), active_adapters(self._causal_lm)]
