@@ -132,6 +132,11 @@ def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:
     more: dict[str, Any] = {"mesh": init_device_mesh(kind, (ranks.count,)), "mp_policy": policy}
     for layer in model.model.layers:
         fully_shard(layer, **more)
+    # each gathered and reduced while layers run, and not at the ends of a step
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head.weight is not embedding.weight:
+        fully_shard(embedding, **more)
+        fully_shard(head, **more)
     fully_shard(model, **more)
     return model
 
