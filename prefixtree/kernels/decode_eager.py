@@ -73,10 +73,13 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
     row, slot = first_row[:, None] + lane, first_slot[:, None] + lane
     seen_to = last[row]
     item, piece = _ranges(first_piece, stop_piece - first_piece)
-    first, keys, first_depth = call.tables.pieces[piece].long().unbind(1)
+    first, keys, first_depth, *seers = call.tables.pieces[piece].long().unbind(1)
     # nothing is read that is not written yet
-    keys = keys.minimum(seen_to.amax(1)[item] + 1 - first_depth).clamp(min=0)
+    sees = (row[item] >= seers[0][:, None]) & (row[item] < seers[1][:, None])
+    deepest = seen_to[item].masked_fill(~sees, -1).amax(1)
+    keys = keys.minimum(deepest + 1 - first_depth).clamp(min=0)
     which, key = _ranges(first, keys)
+    seers = [rows[which] for rows in seers]
     depth = key + (first_depth - first)[which]
     length = torch.bincount(item[which], minlength=len(items))
     start = length.cumsum(0) - length
@@ -94,7 +97,9 @@ def _partial(call: DecodeCall, last: torch.Tensor, part: torch.Tensor, lse: torc
             # and its first key
             at = start[some, None] + lane * inside
             key_depth, newest = depth[at][:, None], seen_to[some, :most, None]
+            mine = row[some, :most, None]
             visible = (key_depth <= newest) & inside[:, None]  # [items, rows, L]
+            visible &= (mine >= seers[0][at][:, None]) & (mine < seers[1][at][:, None])
             if call.window:
                 visible &= key_depth > newest - call.window
             q = call.q[row[some, :most]].to(part.dtype).unflatten(2, (kv_heads, group))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree.packing.transfers import lasting, move
 
 # a run of keys is read once for all rows below it if that saves more than so many reads of a key
@@ -67,8 +68,8 @@ class DecodeTables(NamedTuple):
     Attributes:
         wide, narrow: [.., 5], items (first row, rows, first piece, stop piece, first slot); those
             that are not used have no rows.
-        pieces: [.., 3], (first key, keys, depth of the first key); keys of a tail reach to the end
-            of its room, written or not.
+        pieces: [.., 5], (first key, keys, depth of the first key, first row, stop row), the rows
+            that see the keys; keys of a tail reach to the end of its room, written or not.
         slot_ptr, slots: [B + 1] and [..], the slots of each row.
         tails: [B, 3], (first key, room, depth of the first key).
         written: [B], keys in each tail.
@@ -213,13 +214,11 @@ class DecodeWork:
         if (end := _end(runs, tails)) > self.num_keys:
             raise ValueError(f"runs and tails have {end} keys, the pool {self.num_keys}")
         spans = _spans(runs[runs[:, 1] > runs[:, 0]], tails, self.window)
-        # streams: keys that the same rows read, cut at even lengths
+        spans = _in_blocks(spans, len(tails), self.narrow_block, self.block)
+        # streams: keys that a block reads, cut at even lengths
         start = np.flatnonzero(_changes(spans[:, :2]))
-        first, stop = spans[start, :2].T
         keys = np.add.reduceat(spans[:, 3], start)
-        blocks = -(-(stop - first) // self.block)
-        most = -(-(stop - first) // blocks)
-        chunk = self._chunk or self._length(int((keys * blocks).sum()))
+        chunk = self._chunk or self._length(int(keys.sum()))
         step = min(STEP, chunk)
         size = -(-keys // (-(-keys // chunk) * step)) * step
         stream, number = _counted(-(-keys // size))
@@ -230,19 +229,20 @@ class DecodeWork:
         at = np.union1d(begin, cuts)
         span = np.searchsorted(begin, at, "right") - 1
         length, inside = np.diff(at, append=keys.sum()), at - begin[span]
-        pieces = np.stack([spans[span, 2] + inside, length, spans[span, 4] + inside], 1)
+        pieces = np.column_stack([spans[span, 2] + inside, length, spans[span, 4:]])
+        pieces[:, 2] += inside
 
-        # items: the keys behind every cut, with every block of the stream's rows
-        cut, block = _counted(blocks[stream])
-        of = stream[cut]
-        row = first[of] + block * most[of]
-        rows = np.minimum(most[of], stop[of] - row)
+        # items: the keys behind every cut, with those rows of the block that see some of them
         piece = np.searchsorted(at, np.append(cuts, keys.sum()))
-        items = np.stack([row, rows, piece[cut], piece[cut + 1], _before(rows)], 1)
+        first, stop = spans[start][stream, :2].T
+        first = np.maximum(first, np.minimum.reduceat(pieces[:, 3], piece[:-1]))
+        stop = np.minimum(stop, np.maximum.reduceat(pieces[:, 4], piece[:-1]))
+        rows = stop - first
+        items = np.stack([first, rows, piece[:-1], piece[1:], _before(rows)], 1)
         wide = rows > self.narrow_block
         # a slot per row of an item, in this order; each row lists its own
         item, number = _counted(rows)
-        row = row[item] + number
+        row = first[item] + number
         slot_ptr = np.append(0, np.cumsum(np.bincount(row, minlength=len(tails))))
         slots = np.argsort(row, kind="stable")
         needed = Capacity(len(tails), int(wide.sum()), int((~wide).sum()), len(pieces), len(slots))
@@ -261,7 +261,7 @@ class DecodeWork:
 def _shapes(room: Capacity) -> list[tuple[int, ...]]:
     """Of `DecodeTables` but `live`."""
     rows = [(room.rows, 3), (room.rows,)]
-    items = [(room.wide, 5), (room.narrow, 5), (room.pieces, 3)]
+    items = [(room.wide, 5), (room.narrow, 5), (room.pieces, 5)]
     return [*items, (room.rows + 1,), (room.slots,), *rows]
 
 
@@ -335,4 +335,35 @@ def _spans(runs: np.ndarray, tails: np.ndarray, window: int) -> np.ndarray:
     rows = np.where(shared[which, None], runs[which, 2:4], leaf_rows[below])
     out = np.concatenate([np.hstack([rows, spans[which]]), np.hstack([leaf_rows, tail])])
     out = out[out[:, 3] > 0]
+    return out[np.lexsort((out[:, 4], out[:, 1], out[:, 0]))]
+
+
+def _in_blocks(spans: np.ndarray, rows: int, few: int, most: int) -> np.ndarray:
+    """Spans by the block of rows that reads them, sorted; int64 [.., 7].
+
+    A block reads all its spans one after the other, so each of its rows has one partial result of
+    them. The rows of a span with at most `few` are a block; other spans stand in every block
+    of at most `most` rows that they reach into. These are cut where rows share few keys.
+
+    Args:
+        spans: [E, 5], (first row, stop row, first key, keys, depth).
+
+    Returns:
+        (first row and stop row of the block, first key, keys, depth, first row, stop row).
+    """
+    first, stop, keys = spans[:, 0], spans[:, 1], spans[:, 3]
+    is_wide = stop - first > few
+    # keys of wide spans that a row has in common with the one before it
+    shared = np.zeros(rows + 2, np.int64)
+    np.add.at(shared, first[is_wide] + 1, keys[is_wide])
+    np.subtract.at(shared, stop[is_wide], keys[is_wide])
+    cuts = loops.row_blocks.cheapest_cuts(shared.cumsum()[:-1], most, STEP)
+    begin = np.searchsorted(cuts, first, "right") - 1
+    end = np.searchsorted(cuts, stop)
+    which, number = _counted(np.where(is_wide, end - begin, 1))
+    block = begin[which] + number
+    bounds = np.where(
+        is_wide[which, None], np.stack([cuts[block], cuts[block + 1]], 1), spans[which, :2]
+    )
+    out = np.hstack([bounds, spans[which][:, [2, 3, 4, 0, 1]]])
     return out[np.lexsort((out[:, 4], out[:, 1], out[:, 0]))]

@@ -38,8 +38,9 @@ def reads(work: DecodeWork) -> dict[int, list[tuple[int, int]]]:
         for slot in tables.slots[ptr[r] : ptr[r + 1]].tolist():
             row, item = of_slot.pop(slot)
             assert row == r
-            for first, keys, depth in pieces[item[2] : item[3]]:
-                out[r] += [(first + i, depth + i) for i in range(keys)]
+            for first, keys, depth, *seers in pieces[item[2] : item[3]]:
+                if r in range(*seers):
+                    out[r] += [(first + i, depth + i) for i in range(keys)]
     assert not of_slot
     return out
 

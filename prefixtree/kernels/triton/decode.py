@@ -68,9 +68,6 @@ def partial_kernel(
         last = tl.load(TAILS + 3 * tail + 2, mask=alive, other=0)
         last += tl.minimum(tl.load(WRITTEN + tail, mask=alive, other=0), room - 1)
         alive_now = alive & (tl.load(LIVE + tail, mask=alive, other=0) != 0)
-        last = tl.where(alive_now, last, -1)
-        deepest = tl.max(last, 0)
-        shallowest = tl.min(tl.where(alive_now, last, 2147483647), 0)
         at_query = tail * (KV_HEADS * GROUP) + kv_head * GROUP + head
         q = load_rows(Q, at_query.to(tl.int64) * D, alive, D, D_PADDED)
 
@@ -79,12 +76,16 @@ def partial_kernel(
         acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
         lane = tl.arange(0, KEYS)
         for piece in range(tl.load(item + 2), tl.load(item + 3)):
-            begin = tl.load(PIECES + 3 * piece)
-            depth = tl.load(PIECES + 3 * piece + 2)
+            begin = tl.load(PIECES + 5 * piece)
+            depth = tl.load(PIECES + 5 * piece + 2)
+            sees = alive_now & (tail >= tl.load(PIECES + 5 * piece + 3))
+            sees = sees & (tail < tl.load(PIECES + 5 * piece + 4))
+            seen_to = tl.where(sees, last, -1)
             # a tail is listed with all its room: nothing behind the last written key is read
-            keys = tl.minimum(tl.load(PIECES + 3 * piece + 1), deepest + 1 - depth)
+            keys = tl.minimum(tl.load(PIECES + 5 * piece + 1), tl.max(seen_to, 0) + 1 - depth)
             low = 0
             if HAS_WINDOW:
+                shallowest = tl.min(tl.where(sees, last, 2147483647), 0)
                 low = tl.maximum(low, shallowest - window + 1 - depth)
             for at in range(low, keys, KEYS):
                 inside = at + lane < keys
@@ -92,9 +93,9 @@ def partial_kernel(
                 k = load_rows(K + first * D, lane * (KV_HEADS * D), inside, D, D_PADDED)
                 v = load_rows(V + first * DV, lane * (KV_HEADS * DV), inside, DV, DV_PADDED)
                 key_depth = depth + at + lane
-                seen = inside[None, :] & (key_depth[None, :] <= last[:, None])
+                seen = inside[None, :] & (key_depth[None, :] <= seen_to[:, None])
                 if HAS_WINDOW:
-                    seen = seen & (key_depth[None, :] > last[:, None] - window)
+                    seen = seen & (key_depth[None, :] > seen_to[:, None] - window)
                 scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
                 logits = tl.where(seen, scores * outer, MASKED)
                 top, total, acc = absorb(logits, 1.0, v, top, total, acc)

@@ -229,8 +229,13 @@ def test_an_interruption_while_lists_grow_leaves_no_old_graph(recorded, monkeypa
 def test_memory_is_free_when_nobody_has_the_sampler(recorded, monkeypatch):
     """At once: pools are most of a GPU, and the collector does not know."""
     ours, _ = models()
-    # the stand-in keeps the step, as a graph does not
-    monkeypatch.setattr(RecordedGraphs, "_capture", lambda self, step: lambda: None)
+
+    def capture(self, step):
+        # a graph does not keep the step, as the stand-in would
+        method = weakref.WeakMethod(step)
+        return lambda: method()()
+
+    monkeypatch.setattr(RecordedGraphs, "_capture", capture)
     gc.collect()
     gc.disable()
     try:
