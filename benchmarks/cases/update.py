@@ -52,6 +52,7 @@ from benchmarks.lib.policy import (
     Ranks,
     Samples,
     Update,
+    cost_of,
     shape_of,
     sharded,
     token_losses,
@@ -276,8 +277,10 @@ def run_side(
         optimizer.step()
         optimizer.zero_grad()
 
+    cost = cost_of(model)
+
     def whole() -> tuple[Update, dict[int, torch.Tensor]]:
-        update = Update.of_samples(side, model, samples, max_tokens, ranks, options)
+        update = Update.of_samples(side, model, samples, max_tokens, ranks, options, cost=cost)
         update.recompute = options.recompute
         logprobs = update()
         optimizer.step()
@@ -385,6 +388,12 @@ def run(options: argparse.Namespace, ranks: Ranks) -> int:
     return finish(report) if ranks.rank == 0 else 0
 
 
+def gpus(line: Any) -> str:
+    """Of a line's run."""
+    run = line[0]
+    return f"{run['ranks']}, FSDP2" if run["fsdp"] else "1"
+
+
 def tables(*runs: Row) -> Parts:
     """A line per side; runs on other numbers of GPUs follow the first."""
     names = {
@@ -423,7 +432,7 @@ def tables(*runs: Row) -> Parts:
     )
     yield Table(
         [
-            Column("GPUs", lambda line: f"{line[0]['ranks']}, FSDP2" if line[0]["fsdp"] else "1"),
+            Column("GPUs", gpus),
             Column("side", lambda line: names[line[1]["side"]]),
             Column("micro-batches", batches),
             of_row("tokens computed", lambda row: f"{row['computed']:,}"),
@@ -449,8 +458,12 @@ def settings(*runs: Row) -> Parts:
     def setting(run: Row) -> str:
         return f"{run['layers_by']}, {run['recompute'].replace('_', ' ')}"
 
+    def key(line: Any, fsdp: bool) -> tuple[Any, ...]:
+        run, row = line
+        return run["shape"], run["layers"], run["tasks"], setting(run), row["side"], fsdp
+
     alone = {
-        (run["shape"], run["layers"], run["tasks"], setting(run), row["side"]): row["seconds"]
+        key((run, row), run["fsdp"]): row["seconds"]
         for run in runs
         for row in run["rows"]
         if run["ranks"] == 1 and "seconds" in row
@@ -458,17 +471,18 @@ def settings(*runs: Row) -> Parts:
 
     def of_one(line: Any) -> str:
         run, row = line
-        key = (run["shape"], run["layers"], run["tasks"], setting(run), row["side"])
-        if run["ranks"] == 1 or "seconds" not in row or key not in alone:
+        # under FSDP2 as well where that was measured: weights and states in float32 on both
+        one = alone.get(key(line, True)) or alone.get(key(line, False))
+        if run["ranks"] == 1 or "seconds" not in row or one is None:
             return ""
-        return times_cell(alone[key] / row["seconds"])
+        return times_cell(one / row["seconds"])
 
     yield machine(runs[0]["environment"], "transformers")
     yield Table(
         [
             Column("shape", lambda line: f"{line[0]['shape']}, {line[0]['layers']} layers"),
             Column("tasks", lambda line: str(line[0]["tasks"])),
-            Column("GPUs", lambda line: f"{line[0]['ranks']}, FSDP2" if line[0]["fsdp"] else "1"),
+            Column("GPUs", gpus),
             Column("side", lambda line: SIDES[line[1]["side"]]),
             Column("layers by, recomputed", lambda line: setting(line[0])),
             Column("s", lambda line: number(line[1], "seconds", ".3f") or verdict(line[1])[:40]),

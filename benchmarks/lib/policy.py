@@ -272,8 +272,18 @@ class Step:
         return self.packed.num_tokens if self.indices else 0
 
 
+def cost_of(model: Any) -> CostModel:
+    """What micro-batches are planned by."""
+    return CostModel.from_config(model.config, gradient_checkpointing=True)
+
+
 def deal(
-    side: str, samples: Samples, max_tokens: int, ranks: Ranks, shape: Any, with_empty: bool
+    side: str,
+    samples: Samples,
+    max_tokens: int,
+    ranks: Ranks,
+    model: CostModel,
+    with_empty: bool,
 ) -> tuple[list[tuple[np.ndarray, PrefixForest]], np.ndarray]:
     """This rank's micro-batches: samples and forest; and one weight per sample for the loss."""
     if side != "packed":
@@ -286,7 +296,6 @@ def deal(
             for part in parts
         ]
         return list(zip(parts, forests, strict=True)), weights
-    model = CostModel.from_config(shape, gradient_checkpointing=True)
     plan = plan_micro_batches(samples.sequences, max_tokens, ranks.count, cost_model=model)
     if with_empty and not plan.stats.empty_steps:
         steps = plan.num_steps + 1
@@ -318,9 +327,13 @@ class Update:
         ranks: Ranks,
         options: argparse.Namespace,
         with_empty: bool = False,
+        cost: CostModel | None = None,
     ) -> Update:
-        """Of this rank's share of a mini-batch, split or planned as the side does it."""
-        mine, weights = deal(side, samples, max_tokens, ranks, model.config, with_empty)
+        """Of this rank's share of a mini-batch, split or planned as the side does it.
+
+        cost: `cost_of` of the model, which a trainer makes once.
+        """
+        mine, weights = deal(side, samples, max_tokens, ranks, cost or cost_of(model), with_empty)
         name = "fa2" if side == "fa2" else "packed"
         steps = []
         for indices, forest in mine:

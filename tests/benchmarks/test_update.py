@@ -17,7 +17,7 @@ import torch
 import prefixtree.integrations.transformers as adapter
 from benchmarks.cases import update
 from benchmarks.lib import policy
-from prefixtree import PrefixForest
+from prefixtree import CostModel, PrefixForest
 from prefixtree.packing.micro_batches import MicroBatchPlan
 from tests.benchmarks.support import ROOT, TINY, causal
 from tests.support.benchmark_runs import gpu_check, result
@@ -101,14 +101,13 @@ def test_all_sides_have_all_samples_and_one_loss(rollouts: Path) -> None:
     """However they are dealt; weights that the ranks' mean makes 1 over all scored tokens."""
     options = SimpleNamespace(rollouts=rollouts, tasks=2, scale=1.0, is_tiny=False)
     samples = policy.Samples.read(options, 512)
+    cost = CostModel.from_config(policy.config(True))
     for count in (1, 2, 3):
         for side in SIDES:
             found, empty = [], 0
             for rank in range(count):
                 ranks = policy.Ranks("cpu", count, rank)
-                steps, weights = policy.deal(
-                    side, samples, 60, ranks, policy.config(True), with_empty=True
-                )
+                steps, weights = policy.deal(side, samples, 60, ranks, cost, with_empty=True)
                 assert weights == pytest.approx(count / samples.num_scored)
                 for indices, forest in steps:
                     found += indices.tolist()

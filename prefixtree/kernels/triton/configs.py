@@ -222,7 +222,7 @@ def choose_decode(
     # 891 us for 1,023 with 64 keys and 4 warps on agent rollouts, 114 for 123 on 8 prompts of 2K)
     stages = 3 if capability in ((9, 0), (10, 0), (10, 3)) else 2
     if max(d, dv) * itemsize <= 256:
-        return Config(WIDE, 64, 4, stages), Config(NARROW, 16, 1, 3)
+        return Config(WIDE, 32, 4, stages), Config(NARROW, 16, 1, 3)
     # head dims above 128; float32, whose products spill even so
     keys = 32 if itemsize < 4 else 16
     return Config(WIDE, keys, 8, 2), Config(NARROW, keys, 4, 2)
