@@ -44,7 +44,7 @@ def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: 
     assert len(decoding) == 8 and all(row["stack"] <= 16 for row in decoding)
     if capability == 90:
         at_128 = {row["kernel"]: row["programs"] for row in decoding if row["dims"] == "128x128"}
-        assert at_128["decode wide"] == 2 and at_128["decode narrow"] >= 8
+        assert at_128["decode wide"] >= 3 and at_128["decode narrow"] >= 8
 
 
 def test_every_feature_compiles(tmp_path: Path) -> None:
