@@ -56,7 +56,12 @@ TABLES = {
     "decode": ("decode.tables", "h200/decode.json"),
     "decode_steps": ("decode.tables", "h200/decode_steps.json"),
     "decode_steps_compiled": ("decode.tables", "h200/decode_steps_compiled.json"),
-    "generate": ("decode_peers.tables", "h200/decode_peers.json", "h200/decode_peers_others.json"),
+    "generate": (
+        "decode_peers.tables",
+        "h200/decode_peers.json",
+        "h200/decode_peers_latest.json",
+        "h200/decode_peers_others.json",
+    ),
     "generate_256": ("decode_peers.tables", "h200/decode_peers_256*.json"),
     "histories": ("decode_peers.tables", "h200/histories.json"),
     "head_shapes": ("attention.head_shapes", "h200/shapes_*.json"),

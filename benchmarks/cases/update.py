@@ -65,6 +65,7 @@ from benchmarks.lib.tables import (
     Table,
     gib,
     machine,
+    machines,
     number,
     times_cell,
     verdict,
@@ -477,7 +478,7 @@ def settings(*runs: Row) -> Parts:
             return ""
         return times_cell(one / row["seconds"])
 
-    yield machine(runs[0]["environment"], "transformers")
+    yield machines(runs, "transformers")
     yield Table(
         [
             Column("shape", lambda line: f"{line[0]['shape']}, {line[0]['layers']} layers"),

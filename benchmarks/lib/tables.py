@@ -138,6 +138,12 @@ def machine(environment: Row, *packages: str) -> str:
     return ", ".join([where, *versions, environment["commit"] or "no commit"])
 
 
+def machines(runs: Sequence[Row], *packages: str) -> str:
+    """`machine` of the first of several runs, with the commits of all."""
+    commits = dict.fromkeys(run["environment"]["commit"] or "no commit" for run in runs)
+    return machine(runs[0]["environment"] | {"commit": ", ".join(commits)}, *packages)
+
+
 def by_key(rows: Iterable[Row], key: Callable[[Row], Any], side: str) -> dict[Any, dict[str, Row]]:
     """Rows that stand in one line: by `key`, then by what they have at `side`."""
     out: dict[Any, dict[str, Row]] = {}

@@ -14,6 +14,7 @@ from benchmarks.lib.tables import (
     by_key,
     gib,
     machine,
+    machines,
     number,
     times_cell,
     verdict,
@@ -70,7 +71,7 @@ def tables(*runs: Row) -> Parts:
         of_packed("tokens/s, replicated / distinct", rates),
         of_packed("MFU", lambda row: f"{row['mfu']:.1%}"),
     ]
-    yield machine(runs[0]["environment"], "transformers")
+    yield machines(runs, "transformers")
     yield Table(columns, lines)
 
 
@@ -179,7 +180,7 @@ def experts(*runs: Row) -> Parts:
 
 def recomputed(*runs: Row) -> Parts:
     """The packed update by what is recomputed, and the peak memory that was predicted for it."""
-    yield machine(runs[0]["environment"], "transformers")
+    yield machines(runs, "transformers")
     yield Table(
         [
             Column("layers by", lambda line: line[0]),
@@ -247,7 +248,7 @@ def best(*runs: Row) -> Parts:
         counts = line[2].get(True, {}).get("modes", {})
         return ", ".join(f"{n} {mode.replace('_', ' ')}" for mode, n in counts.items() if n)
 
-    yield machine(runs[0]["environment"], "transformers")
+    yield machines(runs, "transformers")
     yield Table(
         [
             Column("case", lambda line: line[0][0]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixtree import loops
 from prefixtree.packing import decode_work
 from prefixtree.packing.decode_work import Capacity, DecodeWork
 from tests.support.decode_cases import random_case, random_shape, visible
@@ -102,6 +105,44 @@ def test_a_run_is_shared_where_that_saves_enough() -> None:
     assert DecodeWork(same, tails, group=1).capacity.slots == 6
     # more rows than a narrow item has
     assert DecodeWork(far, tails, group=8).capacity.wide == 1
+
+
+@given(st.data())
+def test_blocks_are_cut_where_rows_share_least(data: st.DataObject) -> None:
+    """Against all ways to cut."""
+    rows, most = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 4))
+    numbers = st.lists(st.integers(0, 50), min_size=rows + 1, max_size=rows + 1)
+    shared, cost = np.array(data.draw(numbers)), data.draw(st.integers(0, 20))
+
+    def total(cuts: Sequence[int]) -> int:
+        return sum(int(shared[cut]) + cost for cut in cuts[1:])
+
+    cuts = loops.row_blocks.cheapest_cuts(shared, most, cost)
+    ways = [
+        [0, *inner, rows]
+        for count in range(rows)
+        for inner in itertools.combinations(range(1, rows), count)
+        if max(np.diff([0, *inner, rows])) <= most
+    ]
+    assert cuts[0] == 0 and cuts[-1] == rows and (np.diff(cuts) > 0).all()
+    assert max(np.diff(cuts), default=0) <= most
+    assert total(cuts.tolist()) == min(map(total, ways), default=0)
+
+
+def test_a_block_reads_all_that_its_rows_share_in_one_item() -> None:
+    """Turns of an agent, 4 rows below each: a run per turn, and a partial result per row."""
+    turns, keys = 14, 200
+    runs = [[keys * t, keys * (t + 1), 4 * t, 4 * turns, keys * t] for t in range(turns)]
+    depth = [keys * (t + 1) for t in range(turns) for _ in range(4)]
+    tails = [[keys * turns + 8 * r, 8, 3, depth[r]] for r in range(4 * turns)]
+    work = DecodeWork(np.array(runs), np.array(tails), group=2)
+    # two blocks of at most 32 rows; the last two turns, of at most 8, are narrow items
+    assert work.capacity.wide == 2 and work.capacity.narrow == 4 * turns + 2
+    assert work.capacity.slots <= (1 + 1) * 4 * turns + 8 + 4
+    first, second = work.tables.wide.tolist()
+    assert first[0] == 0 and second[0] == first[1] and first[1] + second[1] == 4 * turns
+    # as early as 32 rows allow, because later rows share more
+    assert second[0] == 4 * turns - 32
 
 
 def test_the_threshold_is_one_constant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,10 +217,10 @@ def choose_decode(
         d, dv: head dims, padded to powers of two, at most 256.
         itemsize: bytes per number of the pools.
     """
-    # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two (H200,
-    # 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow: a
-    # program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys and
-    # 4 warps, 114 for 123)
+    # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
+    # (H200, 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow:
+    # a program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys
+    # and 4 warps, 114 for 123)
     stages = 3 if capability in ((9, 0), (10, 0), (10, 3)) else 2
     if max(d, dv) * itemsize <= 256:
         return Config(WIDE, 32, 4, stages), Config(NARROW, 16, 1, 3)

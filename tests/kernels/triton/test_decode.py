@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixtree import UnsupportedError
+from prefixtree.packing import decode_work
 from prefixtree.packing.decode_work import Capacity
 from tests.conftest import Poison
 from tests.support.decode_cases import DecodeCase, assert_exact, random_case
@@ -78,6 +79,25 @@ def test_wide_items(tokens: int, rows: int, options: dict[str, Any]) -> None:
     case = small_case(8, rows, (8, 1), dtype=DTYPES[0], tokens=tokens, **options)
     work = case.work()
     assert work.capacity.wide > 0
+    assert_exact(case, LIMITS[DTYPES[0]], work, backend="triton")
+
+
+@pytest.mark.parametrize("feature", ["plain", "all"])
+@pytest.mark.parametrize("seed, tokens", [(3, 1), (4, 3)])
+def test_rows_of_a_block_see_their_own_runs(
+    seed: int, tokens: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items with runs that only some of their rows see."""
+    monkeypatch.setattr(decode_work, "SHARE_FROM", 0)
+    options = FEATURES[feature] | {"stopped": 0.2, "tokens": tokens}
+    case = small_case(seed, 16, (8, 1), dtype=DTYPES[0], most=40, **options)
+    work = case.work()
+    parts = [
+        work.tables.pieces[begin:stop]
+        for _, _, begin, stop, _ in work.tables.wide.tolist()
+        if len(work.tables.pieces[begin:stop, 3:].unique(dim=0)) > 1
+    ]
+    assert parts
     assert_exact(case, LIMITS[DTYPES[0]], work, backend="triton")
 
 
