@@ -32,23 +32,23 @@
 #   model        4     a policy update, of 8 or 4 layers; 9 with MODEL_ARGS="--layers 12 --cases ..."
 #   memory       2-4   the peak of a micro-batch
 #   update_best  ?     a policy update of 12 layers of an 8B model, every side with its defaults and at its best
-#   update_36    ?     the same two settings with 36 layers, packed alone; update_long, a prompt of 8K with 32 responses
-#   experts      ?     a policy update of Qwen3-30B-A3B's shape and where its time goes; experts_peers, through
+#   update_36    3     the same two settings with 36 layers, packed alone; update_long, a prompt of 8K with 32 responses
+#   experts      2.5   a policy update of Qwen3-30B-A3B's shape and where its time goes; experts_peers, through
 #                      flash-attn-4 and FA2; experts_best, packed with compiled layers. EXPERTS_ARGS="--layers 24"
 #   settings     ?     the update with AdamW of Qwen3-0.6B and of 12 layers of Qwen3-8B, with defaults and at its best
-#   settings_2gpu ?    the same under FSDP2, on two
+#   settings_2gpu 5    the same under FSDP2, on two
 #   update       2.5   a policy update with AdamW, on one GPU
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
-#   steps        ?     a tree larger than one forward, on one GPU
+#   steps        3     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
-#   decode       ?     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
-#   sampling     ?     the sampler's tests: captured steps, memory, families
-#   decode_steps ?     a whole decoding step, over the time of its bytes
+#   decode       1     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
+#   sampling     1     the sampler's tests: captured steps, memory, families
+#   decode_steps 1     a whole decoding step, over the time of its bytes
 #   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
-#   histories    ?     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
+#   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
