@@ -227,7 +227,7 @@ def run_side(
     forest = forest_named(case, options)
     work = Work(side, model, forest, options.max_tokens, options)
     device = torch.device(options.device)
-    # a cycle keeps the first check's model, whose memory is not this side's
+    # what numba compiled in the check keeps its frames, and so its model, until a collection
     gc.collect()
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     with Meter(device) as meter, wire() as arrived:
