@@ -366,6 +366,7 @@ def test_the_mask_is_built_of_rooms_one_on_another(room: str) -> None:
 def test_a_work_list_knows_no_mask() -> None:
     found = {target for target, _ in imports(MODULES[f"prefixtree.packing.{DECODE_ROOM}"])}
     assert {name for name in found if name.startswith("prefixtree")} == {
+        "prefixtree.loops",
         "prefixtree.packing.transfers",
     }
 
