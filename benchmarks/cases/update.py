@@ -289,7 +289,7 @@ def run_side(
         return update, logprobs
 
     held = torch.cuda.memory_allocated() if is_gpu else 0
-    first = Update.of_samples(side, model, samples, max_tokens, ranks, options)
+    first = Update.of_samples(side, model, samples, max_tokens, ranks, options, cost=cost)
     first.recompute = options.recompute
     predicted, plan = first.predicted()
     # AdamW's two, each as large as the weights

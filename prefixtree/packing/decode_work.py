@@ -229,8 +229,8 @@ class DecodeWork:
         at = np.union1d(begin, cuts)
         span = np.searchsorted(begin, at, "right") - 1
         length, inside = np.diff(at, append=keys.sum()), at - begin[span]
-        pieces = np.column_stack([spans[span, 2] + inside, length, spans[span, 4:]])
-        pieces[:, 2] += inside
+        key, depth = spans[span, 2] + inside, spans[span, 4] + inside
+        pieces = np.column_stack([key, length, depth, spans[span, 5:]])
 
         # items: the keys behind every cut, with those rows of the block that see some of them
         piece = np.searchsorted(at, np.append(cuts, keys.sum()))
