@@ -5,16 +5,21 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# one thread a process: the tests run in as many processes as there are cores
+# processes of a run of tests: as many as there are cores, of one thread each
+WORKERS ?= auto
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-transformers test-trl test-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families lint types images docs clean
+.PHONY: demo test test-full test-transformers test-trl test-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
 
 test: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# what takes long and few changes can break; `.ci/run` calls it when the files that decide it changed
+test-full: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --full -m full $(ARGS)
 
 # the families in older transformers: the lowest version supported, and one between
 TRANSFORMERS ?= 5.5.0 5.17.0
@@ -30,6 +35,10 @@ families: test-transformers
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/integrations/transformers/test_families.py $(RECORD)=.venvs/current.xml
 	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
+# tests/support/config_fields.json: every field of every configuration, packed against eager
+fields: $(READY)
+	$(TEST_ENV) $(BIN)/python -m tests.support.config_fields $(ARGS)
+
 # its own transformers and what that needs; everything else from $(VENV)
 .venvs/%/.ready: $(READY)
 	@echo "setting up .venvs/$*"
@@ -39,10 +48,12 @@ families: test-transformers
 	  "$$(.venvs/$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@touch $@
 
-# the adapter for TRL, which the main environment does not have
+# the adapter for TRL, which the main environment does not have. DeepSpeed compiles a helper: a folder
+# of its own, as a run that was killed leaves a lock for which all others wait
 TRL ?= 1.16.0
 test-trl: .venvs/trl-$(TRL)/.ready
-	$(TEST_ENV) .venvs/trl-$(TRL)/bin/python -m pytest -n auto --dist worksteal tests/integrations/trl $(ARGS)
+	$(TEST_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.venvs/trl-$(TRL)/extensions \
+	  .venvs/trl-$(TRL)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/integrations/trl $(ARGS)
 
 # everything from $(VENV), which comes first, so that only what is missing there is installed. DeepSpeed
 # comes as a source, for which nothing is compiled
@@ -60,7 +71,7 @@ DEEPSPEED ?= 0.19.8
 # the adapter for veRL, with real verl; a file a process, as some start ranks or Ray
 VERL ?= 0.9.1
 test-verl: .venvs/verl-$(VERL)/.ready
-	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n 2 --dist loadfile tests/integrations/verl $(ARGS)
+	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/verl $(ARGS)
 
 # the adapter with hybrid models: verl asks for a transformers that does not hand recurrent layers the
 # tree, so that of $(VENV) stands before it
@@ -114,7 +125,7 @@ test-verl-megatron: .venvs/megatron-$(VERL_MEGATRON)/.ready .venvs/verl-$(VERL)/
 # the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36
 test-flash: .venvs/fa4-$(FLASH)/.ready
-	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n auto --dist worksteal tests/kernels/flash/fa4 $(ARGS)
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/flash/fa4 $(ARGS)
 
 # torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
 # ptxas comes with the CuTe DSL, the disassembler is for whoever looks
@@ -124,7 +135,7 @@ test-flash: .venvs/fa4-$(FLASH)/.ready
 	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  "$$(.venvs/fa4-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/fa4-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-	  "nvidia-cutlass-dsl[cu13]==4.8.1" einops apache-tvm-ffi torch-c-dlpack-ext nvidia-cuda-nvdisasm
+	  "nvidia-cutlass-dsl[cu13]==4.8.1" einops "apache-tvm-ffi>=0.1.11,<0.1.13" torch-c-dlpack-ext nvidia-cuda-nvdisasm
 	@.venvs/fa4-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  quack-kernels==0.6.5 "flash-attn-4==$*"
 	@touch $@
@@ -132,7 +143,7 @@ test-flash: .venvs/fa4-$(FLASH)/.ready
 # the backend "fla" through the kernels of fla-core, in Triton's interpreter
 FLA ?= 0.6.0
 test-fla: .venvs/fla-$(FLA)/.ready
-	$(TEST_ENV) .venvs/fla-$(FLA)/bin/python -m pytest -n auto --dist worksteal tests/kernels/recurrence/fla $(ARGS)
+	$(TEST_ENV) .venvs/fla-$(FLA)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/kernels/recurrence/fla $(ARGS)
 
 # torch from $(VENV), which comes first
 .venvs/fla-%/.ready: $(READY)

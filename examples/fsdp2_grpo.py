@@ -52,10 +52,26 @@ def next_rollouts(step: int, options: argparse.Namespace) -> list[dict[str, Any]
     """
     if options.rollouts is None:
         return make_rollouts(np.random.default_rng(step), options.tasks)
-    rows = [json.loads(line) for line in options.rollouts.read_text().splitlines()]
+    rows = read_rollouts(options.rollouts)
     groups = list(dict.fromkeys(row["group"] for row in rows))
     taken = {groups[(step * options.tasks + i) % len(groups)] for i in range(options.tasks)}
     return [row for row in rows if row["group"] in taken]
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a ValueError for one that lacks something."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        row = json.loads(line)
+        needed = ("token_ids", "loss_mask", "group", "reward")
+        if missing := [name for name in needed if name not in row]:
+            raise ValueError(
+                f"{path}, line {number}, has no {', '.join(missing)}: expected "
+                f"{', '.join(needed)}. Rewards are compared within a group, which is what the "
+                "responses to one prompt have in common: a number or a text"
+            )
+        rows.append(row)
+    return rows
 
 
 def make_rollouts(draw: np.random.Generator, tasks: int) -> list[dict[str, Any]]:
@@ -273,6 +289,9 @@ def main(arguments: list[str] | None = None) -> None:
     if parser.parse_known_args(arguments)[0].tiny:
         parser.set_defaults(model=TINY_MODEL, **TINY)
     options = parser.parse_args(arguments)
+    if options.rollouts is not None:
+        # before a model is loaded
+        read_rollouts(options.rollouts)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from prefixtree._tokens import to_numpy
+from prefixtree._numbers import check_unmasked, number, numbers, to_numpy
 from prefixtree.errors import UnsupportedError
 
 Modality = Literal["image", "video"]
@@ -78,10 +78,13 @@ def picture_key(pixels: Any, grid: Any, modality: Modality = "image", seconds: A
 
     Returns:
         32 bytes (SHA-256).
+
+    Raises:
+        ValueError: pixels or seconds that are no numbers, or a grid that is no integers.
     """
-    pixels = torch.as_tensor(pixels).detach().cpu().contiguous()
-    steps = np.ascontiguousarray(to_numpy(grid), np.int64)
-    time = None if seconds is None else float(seconds)
+    pixels = _pixels("pixels", pixels).detach().cpu().contiguous()
+    steps = np.ascontiguousarray(_integers("grid", grid))
+    time = None if seconds is None else float(number("seconds", seconds, or_none=True))
     head = modality, str(pixels.dtype), tuple(pixels.shape), steps.shape, time
     digest = hashlib.sha256(repr(head).encode())
     digest.update(steps.tobytes())
@@ -152,7 +155,7 @@ class PictureRule:
             raise UnsupportedError(
                 f"videos are not verified in model type {self.model_type!r}: give images alone"
             )
-        steps = torch.as_tensor(to_numpy(grids)).to(torch.int64)
+        steps = torch.from_numpy(_integers(names[1], grids))
         read = self._by_positions if self.model_type in _POSITIONS else self._by_grids
         parts, sizes = read(modality, pixels, steps)
         others = {"second_per_grid_ts": seconds, f"{modality}_keys": keys}
@@ -161,6 +164,10 @@ class PictureRule:
                 raise ValueError(
                     f"{name} must have one entry per {modality}: got {len(values)} for {len(steps)}"
                 )
+        if seconds is not None:
+            read_seconds = numbers("second_per_grid_ts", seconds, "one number per video")
+            if not np.isfinite(read_seconds).all():
+                raise ValueError(f"second_per_grid_ts must be finite, got {read_seconds.tolist()}")
         found: list[Picture] = []
         known: dict[Hashable, bytes] = {}
         for i, (part, (runs, tokens)) in enumerate(zip(parts, sizes, strict=True)):
@@ -221,7 +228,7 @@ class PictureRule:
                 f"{list(positions.shape)} do not fit: expected [images, patches, values] and "
                 "[images, patches, 2]"
             )
-        parts = [torch.as_tensor(part) for part in pixels]
+        parts = [_pixels(f"{pixel_name}[{i}]", part) for i, part in enumerate(pixels)]
         real = (positions != -1).all(-1).sum(1)
         for i, (part, count) in enumerate(zip(parts, real.tolist(), strict=True)):
             if part.ndim != 2 or len(part) != positions.shape[1]:
@@ -258,6 +265,22 @@ def check_served(model_type: str, text_config: Any) -> None:
         )
 
 
+def _integers(name: str, grid: Any) -> np.ndarray:
+    """Integers of any shape, int64."""
+    array = to_numpy(grid, name)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    return array.astype(np.int64)
+
+
+def _pixels(name: str, pixels: Any) -> torch.Tensor:
+    check_unmasked(name, pixels)
+    try:
+        return torch.as_tensor(pixels)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise ValueError(f"{name} must be a tensor or an array of numbers: {problem}") from None
+
+
 def _parts(
     pixels: Any, patches: list[int], pixel_name: str, grid_name: str, modality: str
 ) -> list[torch.Tensor]:
@@ -267,7 +290,7 @@ def _parts(
             raise ValueError(
                 f"{pixel_name} has {len(pixels)} {modality}s, {grid_name} {len(patches)}"
             )
-        parts = [torch.as_tensor(part) for part in pixels]
+        parts = [_pixels(f"{pixel_name}[{i}]", part) for i, part in enumerate(pixels)]
         # as_tensor gives an array a new tensor every time; equal objects stay equal objects
         same: dict[int, torch.Tensor] = {}
         parts = [same.setdefault(id(p), part) for p, part in zip(pixels, parts, strict=True)]
@@ -279,7 +302,7 @@ def _parts(
                     "its grid"
                 )
         return parts
-    whole = torch.as_tensor(pixels)
+    whole = _pixels(pixel_name, pixels)
     if whole.ndim != 2 or len(whole) != sum(patches):
         raise ValueError(
             f"{pixel_name} has shape {list(whole.shape)}; {grid_name} asks for "

@@ -1,9 +1,11 @@
-"""Old names of public things, which work for one release and warn with the new name."""
+"""Names that are not today's: old ones work for one release and warn, mistyped ones get a hint."""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -51,6 +53,26 @@ def renamed_arguments(**new_of: str) -> Callable[[Callable[_P, _R]], Callable[_P
         return call
 
     return decorate
+
+
+def with_hints(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates a function: for a keyword that it does not have, its TypeError names the nearest.
+
+    Python 3.13 does so for every function.
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for unknown in kwargs.keys() - set(known):
+            for near in difflib.get_close_matches(unknown, known, 1):
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {unknown!r}; "
+                    f"did you mean {near}=?"
+                )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def renamed_attribute(new: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from prefixtree._tokens import to_numpy
+from prefixtree._numbers import entries, to_numpy
 from prefixtree.errors import ForestError
 
 _LARGEST = 2**15 - 1
@@ -33,7 +33,8 @@ def join_routes(routes: Iterable[Any], lengths: np.ndarray) -> np.ndarray:
         ForestError: routes of another number or length than the sequences, of several numbers of
             layers or experts per token, experts below 0, or one that is named twice.
     """
-    given = [to_numpy(route) for route in routes]
+    listed = entries("routes", routes, "a list of one array per sequence")
+    given = [to_numpy(route, f"routes[{i}]") for i, route in enumerate(listed)]
     if len(given) != len(lengths):
         raise ForestError(
             f"routes must have one array per sequence: got {len(given)} for {len(lengths)} "
@@ -64,7 +65,7 @@ def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
     Raises:
         ForestError: as `join_routes`.
     """
-    given = to_numpy(routes)
+    given = to_numpy(routes, "routes")
     _check(given, "routes", num_tokens, given.shape[1:])
     if len(given) != num_tokens:
         raise ForestError(f"routes has {len(given)} rows; lengths add up to {num_tokens}")

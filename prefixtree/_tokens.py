@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from prefixtree._numbers import entries, to_numpy
 from prefixtree.errors import ForestError
 
 _LARGEST = 2**63 - 1
@@ -17,36 +18,14 @@ def is_nested(tokens: Any) -> bool:
     return isinstance(tokens, (list, tuple)) and len(tokens) > 0 and np.ndim(tokens[0]) > 0
 
 
-def to_numpy(array: Any) -> np.ndarray:
-    """numpy view of a list, an array or a torch tensor on any device, without importing torch."""
-    if hasattr(array, "detach"):
-        array = array.detach().cpu()
-        # numpy has no bfloat16; floating point is refused by its kind where it matters
-        return (array.float() if array.is_floating_point() else array).numpy()
-    try:
-        return np.asarray(array)
-    except ValueError:
-        raise ForestError("got ragged lists where one rectangular array was expected") from None
-
-
-def integers(values: Any, name: str) -> np.ndarray:
-    """1-D int64, checked."""
-    array = to_numpy(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ForestError(
-            f"{name} must be 1-D integers, got shape {list(array.shape)} of {array.dtype}"
-        )
-    return array.astype(np.int64)
-
-
-def check_tokens(flat: np.ndarray) -> np.ndarray:
+def check_tokens(flat: np.ndarray, name: str = "token ids") -> np.ndarray:
     """Token ids as contiguous int32 or int64, checked."""
     if flat.dtype.kind not in "iu":
-        raise ForestError(f"token ids must be integers, got {flat.dtype}")
+        raise ForestError(f"{name} must be integers, got {flat.dtype}")
     if flat.dtype.kind == "i" and flat.min() < 0:
-        raise ForestError(f"token ids must be >= 0, got {flat.min()}; is it padding?")
+        raise ForestError(f"{name} must be >= 0, got {flat.min()}; is it padding?")
     if flat.dtype == np.uint64 and flat.max() > _LARGEST:
-        raise ForestError(f"token ids must be below 2^63, got {flat.max()}")
+        raise ForestError(f"{name} must be below 2^63, got {flat.max()}")
     if flat.dtype not in (np.int32, np.int64):
         flat = flat.astype(np.int64)
     return np.ascontiguousarray(flat)
@@ -79,9 +58,11 @@ def flatten(
     arrays: list[np.ndarray] = []
     for sequence in sequences:
         try:
-            arrays.append(sequence if type(sequence) is np.ndarray else to_numpy(sequence))
+            arrays.append(sequence if type(sequence) is np.ndarray else to_numpy(sequence, name))
         except ForestError:
-            raise ForestError(f"{label(len(arrays))} is ragged; expected 1-D token ids") from None
+            # its name is made only now that there is a culprit
+            to_numpy(sequence, label(len(arrays)))
+            raise
     if not arrays:
         raise ForestError(f"{name} is empty; expected at least one sequence of token ids")
 
@@ -92,6 +73,12 @@ def flatten(
         i = next(i for i, a in enumerate(arrays) if a.ndim != 1)
         if arrays[i].dtype.kind in "US":
             refuse(i, "is text; expected token ids: tokenise it first")
+        if arrays[i].ndim == 0 and arrays[i].dtype.kind in "iuf":
+            refuse(
+                i,
+                f"is one number, {arrays[i]}; {name} is a list of sequences of token ids: put one "
+                "sequence into a list too, as [[1, 2, 3]]",
+            )
         refuse(i, f"has shape {list(arrays[i].shape)}; expected 1-D token ids")
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     if lengths.min() == 0:
@@ -128,15 +115,18 @@ def label_numbers(
         none_is_no_label: None gets -1.
 
     Raises:
-        ForestError: another number of labels than S, or one that is not hashable.
+        ForestError: another number of labels than S, or one that is not hashable or NaN.
     """
-    # elements of an array or a tensor would hash by identity
-    labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+    given = entries(name, labels, f"a list that names one {name.removesuffix('s')} per sequence")
+    # elements of arrays and tensors would hash by identity
+    labels = [label.tolist() if hasattr(label, "tolist") else label for label in given]
     if len(labels) != count:
         raise ForestError(
             f"{name} must name one {name.removesuffix('s')} per sequence: got {len(labels)} {name} "
             f"for {count} sequences"
         )
+    for bad in (i for i, label in enumerate(labels) if isinstance(label, float) and label != label):
+        raise ForestError(f"{name}[{bad}] is nan, which equals no other label; give it a name")
     numbers: dict[Hashable, int] = {None: -1} if none_is_no_label else {}
     unlabelled = len(numbers)
     try:

@@ -14,9 +14,10 @@ import numpy as np
 
 from prefixtree import loops
 from prefixtree._invariants import check_invariants
-from prefixtree._renamed import renamed_arguments, renamed_attribute
+from prefixtree._numbers import entries, integer, integers, selection, to_numpy
+from prefixtree._renamed import renamed_arguments, renamed_attribute, with_hints
 from prefixtree._routes import check_packed_routes, join_routes, numbers_of
-from prefixtree._tokens import check_tokens, flatten, integers, is_nested, label_numbers, to_numpy
+from prefixtree._tokens import check_tokens, flatten, is_nested, label_numbers
 from prefixtree.errors import ForestError
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class PrefixForest:
 
     @classmethod
     @renamed_arguments(keys="namespaces")
+    @with_hints
     def from_sequences(
         cls,
         sequences: Iterable[Any],
@@ -124,6 +126,7 @@ class PrefixForest:
 
     @classmethod
     @renamed_arguments(keys="namespaces")
+    @with_hints
     def from_padded(
         cls,
         input_ids: Any,
@@ -136,7 +139,7 @@ class PrefixForest:
 
         Args:
             input_ids: [B, L] integers, numpy or torch, padded left, right or on both sides.
-            attention_mask: [B, L], nonzero on tokens; each row one unbroken run of them.
+            attention_mask: [B, L], 1 on tokens and 0 elsewhere; each row one unbroken run of them.
             namespaces: as in `from_sequences`, one per row.
             order: as in `from_sequences`.
 
@@ -148,7 +151,8 @@ class PrefixForest:
             ForestError: shapes that differ, a row without tokens or with a hole, and whatever
                 `from_sequences` raises.
         """
-        ids, mask = to_numpy(input_ids), to_numpy(attention_mask)
+        ids = to_numpy(input_ids, "input_ids")
+        mask = selection("attention_mask", attention_mask)
         if ids.ndim != 2 or mask.shape != ids.shape:
             raise ForestError(
                 "from_padded expects input_ids and attention_mask of one shape [B, L], got "
@@ -158,7 +162,6 @@ class PrefixForest:
             raise ForestError(
                 f"from_padded expects at least one row and one column, got shape {list(ids.shape)}"
             )
-        mask = mask != 0
         lengths = mask.sum(1)
         first = mask.argmax(1)
         last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
@@ -169,11 +172,12 @@ class PrefixForest:
                 f"row {bad} of attention_mask has a hole between columns {first[bad]} and "
                 f"{last[bad]}; expected one unbroken run of ones (left or right padding)"
             )
-        forest = cls._from_flat(check_tokens(ids[mask]), lengths, namespaces, order)
+        forest = cls._from_flat(check_tokens(ids[mask], "input_ids"), lengths, namespaces, order)
         columns = (ids.shape[1], first.astype(np.int64))
         return cls(**{**vars(forest), "columns": columns})
 
     @classmethod
+    @with_hints
     def from_groups(
         cls,
         prompts: Iterable[Any],
@@ -200,7 +204,12 @@ class PrefixForest:
             ForestError: as `from_sequences`, and where the lists do not match or a prompt has no
                 response.
         """
-        prompts, responses = list(prompts), [list(group) for group in responses]
+        each = "sequences of token ids"
+        prompts = entries("prompts", prompts, f"a list of {each}")
+        responses = [
+            entries(f"responses[{i}]", group, f"a list of {each}")
+            for i, group in enumerate(entries("responses", responses, f"a list of lists of {each}"))
+        ]
         if len(prompts) != len(responses):
             raise ForestError(
                 "from_groups expects one list of responses per prompt, got "
@@ -231,6 +240,7 @@ class PrefixForest:
         return cls._assemble(parent, length, first, leaves, order, flat, source)
 
     @classmethod
+    @with_hints
     def from_parents(
         cls,
         parents: Any,
@@ -261,7 +271,7 @@ class PrefixForest:
             ForestError: a cycle, an index out of range, a length below 1, tokens or routes of
                 another number, a leaf at which no sequence ends.
         """
-        parent, length = integers(parents, "parents"), integers(lengths, "lengths")
+        parent, length = integers("parents", parents), integers("lengths", lengths)
         n = len(parent)
         if n == 0:
             raise ForestError("from_parents expects at least one node, got none")
@@ -297,7 +307,7 @@ class PrefixForest:
         if sequence_ends is None:
             ends = np.setdiff1d(np.arange(n), parent)
         else:
-            ends = integers(sequence_ends, "sequence_ends")
+            ends = integers("sequence_ends", sequence_ends)
             if len(ends) == 0:
                 raise ForestError(
                     "sequence_ends is empty; expected one node per sequence, or None for the leaves"
@@ -450,7 +460,16 @@ class PrefixForest:
 
         Returns:
             int64 node indices, one per node of the path.
+
+        Raises:
+            ValueError: no integer.
+            IndexError: a sequence that does not exist.
         """
+        sequence = integer("sequence", sequence)
+        if not 0 <= sequence < self.num_sequences:
+            raise IndexError(
+                f"sequence {sequence} does not exist; expected 0 to {self.num_sequences - 1}"
+            )
         nodes = []
         node = int(self.sequence_node[sequence])
         while node >= 0:

@@ -36,9 +36,15 @@ settings.register_profile("explore", max_examples=1000, **_SETTINGS)
 settings.load_profile("suite")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what few changes can break")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("full") and not item.config.getoption("--full"):
+        pytest.skip("runs with --full")
 
 
 class Poison:

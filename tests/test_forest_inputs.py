@@ -278,8 +278,8 @@ def test_the_same_tree_from_tokens_and_from_structure() -> None:
         ([["a"]], r"sequences\[0\] has <U1 values"),
         ([[None]], r"sequences\[0\] has object values"),
         ([[1], [[2, 3]]], r"sequences\[1\] has shape \[1, 2\]; expected 1-D"),
-        ([[1], 2], r"sequences\[1\] has shape \[\]; expected 1-D"),
-        ([[1], [[2], [3, 4]]], r"sequences\[1\] .*expected 1-D"),
+        ([[1], 2], r"sequences\[1\] is one number, 2; .* as \[\[1, 2, 3\]\]"),
+        ([[1], [[2], [3, 4]]], r"sequences\[1\] is ragged"),
         (np.ones((2, 3), int), r"one array of shape \[2, 3\]; for a padded batch use from_padded"),
         (np.ones(3, int), r"one array of shape \[3\]"),
         (torch.ones(2, 3, dtype=torch.long), r"one array of shape \[2, 3\]"),
@@ -338,7 +338,7 @@ def test_bad_order_names_the_orders() -> None:
         ([[1, 2, 3]], [[1, 0, 1]], "row 0 of attention_mask has a hole between columns 0 and 2"),
         ([[1, 2, 3], [1, -7, 3]], [[1, 1, 0], [0, 1, 1]], "must be >= 0, got -7; is it padding"),
         ([[1.0, 2.0]], [[1, 1]], "must be integers, got float64"),
-        ([[1, 2], [3]], [[1, 1], [1]], "ragged lists where one rectangular array was expected"),
+        ([[1, 2], [3]], [[1, 1], [1]], "input_ids is ragged; expected one rectangular array"),
     ],
 )
 def test_bad_padded_batches_say_expected_and_got(ids: Any, mask: Any, message: str) -> None:

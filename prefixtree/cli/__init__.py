@@ -63,10 +63,11 @@ _File = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="JSON lines of rollouts, gzipped or not, or parquet; - is standard input. A line or "
-        "row holds token_ids (or input_ids), or prompt_ids with response_ids (or completion_ids), "
-        "or messages (with --tokenizer), which may hold pictures; optional: loss_mask, turn_ends, "
-        "id, group.",
+        help="Rollouts in JSON lines or one JSON array, gzipped or not, or in parquet; - is "
+        "standard input. A line, entry or row holds token_ids (or input_ids), or prompt_ids with "
+        "response_ids (or completion_ids), or, with --tokenizer, a chat: messages (which may hold "
+        "pictures), TRL's prompt with completion or chosen with rejected, or ShareGPT's "
+        "conversations; optional: loss_mask, turn_ends, id, group.",
         show_default=False,
     ),
 ]
@@ -347,7 +348,7 @@ def _verify(
 
 @app.command("demo")
 def _demo(
-    seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the rollouts.")] = 3,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the first rollouts there, for report and verify."),

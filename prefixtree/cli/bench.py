@@ -36,7 +36,7 @@ def show(facts: dict[str, Any], source: str, console: Console) -> None:
     if not facts["passed"]:
         return
     table = Table(
-        "", f"replicated\n{facts['replicated_by']}", f"packed\nbackend {facts['backend']}", "saved"
+        "", f"replicated\n{facts['replicated_by']}", f"packed\nbackend {facts['backend']}", "ratio"
     )
     both = facts["replicated"], facts["packed"]
     values = [side["seconds"] for side in both]

@@ -98,13 +98,12 @@ def _updates_table(facts: dict[str, Any]) -> Table:
 
 
 def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
-    rewards, taken, best = learnt["mean_rewards"], learnt["parcels_taken"], learnt["best"]
+    taken, best = learnt["parcels_taken"], learnt["best"]
     console.print(
         f"\nThe packed model then went on alone for {learnt['seconds_alone']:.1f} s. Mean reward "
-        f"per batch: [bold]{rewards[0]:.2f}[/] → "
-        + " → ".join(f"{reward:.2f}" for reward in rewards[1:-1])
-        + f" → [bold]{rewards[-1]:.2f}[/]. Parcels taken, of {learnt['rollouts_per_batch']} "
-        f"rollouts per batch: {', '.join(map(str, taken))}."
+        f"per batch: {_course(learnt['mean_rewards'], '.2f')}. It is paid first for turns that "
+        f"call a tool: {_course(learnt['tool_calls'], '.0%')} of them. In all, {sum(taken):,} of "
+        f"{len(taken) * learnt['rollouts_per_batch']:,} rollouts took their parcel."
     )
     what = "took its parcel" if best["taken"] else "came nearest"
     console.print(
@@ -115,6 +114,12 @@ def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
     for turn in best["turns"]:
         console.print(f"  [bold]agent :[/] {turn['agent']}")
         console.print(f"  depot : {turn['depot']}")
+
+
+def _course(values: list[float], form: str) -> str:
+    """What changed from the first batch to the last."""
+    first, *between, last = (f"{value:{form}}" for value in values)
+    return " → ".join([f"[bold]{first}[/]", *between, f"[bold]{last}[/]"])
 
 
 def _show_next(saved: Path | None, console: Console) -> None:

@@ -123,9 +123,9 @@ def show_near_misses(facts: dict[str, Any], console: Console) -> None:
             "\n[bold]near misses[/]: none; no branches of a fork run the same tokens again"
         )
         return
-    whose = "without the differences"
-    if facts["policy_tokens_known"]:
-        whose = "at differences that the policy did not sample"
+    whose = "at differences that the policy did not sample"
+    if not facts["policy_tokens_known"]:
+        whose = "without the differences (an upper bound: no loss mask tells what was sampled)"
     if sampled := facts["tokens_to_win_at_sampled_forks"]:
         whose += f", and {sampled:,} at forks where the policy's own tokens differ too"
     console.print(
@@ -157,7 +157,7 @@ def show_estimate(
         "one update, estimated",
         "replicated",
         "packed",
-        "saved",
+        "ratio",
         title=f"\n{facts['model_type']}, {facts['parameters']:,} parameters of "
         f"{facts['element_bytes']} bytes, {short} gradient checkpointing",
         title_justify="left",
@@ -177,8 +177,8 @@ def show_estimate(
         rows.pop()
     for name, key, unit in rows:
         one, other = (side[key] / unit for side in sides)
-        saved = f"{one / other:.2f}x" if other else "-"
-        table.add_row(name, f"{one:,.4g}", f"{other:,.4g}", saved)
+        ratio = f"{one / other:.2f}x" if other else "-"
+        table.add_row(name, f"{one:,.4g}", f"{other:,.4g}", ratio)
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)

@@ -38,8 +38,12 @@ def show_ranks(facts: dict[str, Any], console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     console.print(table)
+    rates = facts["assumed"]
     console.print(
-        f"predicted efficiency [bold]{facts['efficiency']:.3f}[/] of {facts['ranks']:,} H100, "
+        f"predicted efficiency [bold]{facts['efficiency']:.3f}[/] of {facts['ranks']:,} GPUs with "
+        f"{rates['linear_flops'] / 1e12:,.0f} TFLOP/s in linear layers, "
+        f"{rates['attention_flops'] / 1e12:,.0f} in attention and {rates['bytes'] / 1e9:,.0f} GB/s "
+        "between them (about an H100 or H200 with NVLink), "
         f"{facts['exchange_seconds']:.4g} s of exchanges not overlapped; a rank receives at most "
         f"{facts['received_share']:.1%} of what an all-gather of keys and values would bring. "
         "This is a prediction; sequence_logprobs(group=) divides a forest like this"

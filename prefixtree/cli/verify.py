@@ -27,7 +27,7 @@ def show(facts: dict[str, Any], console: Console) -> None:
         table.add_row(name + where, difference, limit, verdict)
     console.print(table)
     attention = facts["replicated"]["attention"]
-    table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "saved")
+    table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "ratio")
     sides = facts["replicated"], facts["packed"]
     rows = [("tokens", [tokens["replicated"], tokens["distinct"]], "{:,}")]
     if (pictures := facts.get("pictures")) is not None:

@@ -288,9 +288,11 @@ def _go_on(
 
 
 def _learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
-    """Mean rewards and parcels taken, one per batch, and the last batch's best rollout in words."""
+    """Mean rewards, the share of turns that called a tool and parcels taken, one per batch; a
+    rollout in words."""
     paths = [[path for turns in trees for path in _paths(turns)] for trees in played]
     rewards = [[path[-1].state.reward for path in batch] for batch in paths]
+    called = [sum(path[-1].state.calls for path in batch) / sum(map(len, batch)) for batch in paths]
     taken = [sum(path[-1].state.taken for path in batch) for batch in paths]
     # the last batch with a parcel, or else the last
     batch = max((n for n, count in enumerate(taken) if count), default=len(played) - 1)
@@ -299,6 +301,7 @@ def _learnt(played: list[list[list[Turn]]]) -> dict[str, Any]:
     shown = _until_taken(best)
     return {
         "mean_rewards": [float(np.mean(batch)) for batch in rewards],
+        "tool_calls": called,
         "parcels_taken": taken,
         "rollouts_per_batch": len(paths[0]),
         "best": {

@@ -58,7 +58,7 @@ def check_adapters(model: nn.Module) -> None:
     Raises:
         UnsupportedError: a PEFT method or a variant of LoRA that is not verified, or dropout.
     """
-    if "peft" not in sys.modules:
+    if not _has_adapters(model):
         return
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -87,18 +87,10 @@ def check_adapters(model: nn.Module) -> None:
             _check_dropouts(name, config)
 
 
-def active_adapters(model: nn.Module) -> list[Any]:
-    """Which adapters of a model take part in the forward, and by how much. It can be compared."""
-    if "peft" not in sys.modules:
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [
-        # of several adapters a copy, as PEFT changes their dictionary in place
-        (module.disable_adapters, list(module.active_adapters), str(vars(module).get("scaling")))
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer)
-    ]
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether a module is of PEFT. Models without adapters need nothing of it."""
+    kinds = {type(module) for module in model.modules()} if "peft" in sys.modules else set()
+    return any(c.__module__.startswith("peft.") for kind in kinds for c in kind.__mro__)
 
 
 def _check_method(name: str, config: Any) -> None:

@@ -14,13 +14,13 @@ heads, D and Dv head dims.
 from __future__ import annotations
 
 import itertools
-import operator
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from prefixtree._numbers import integer, number
 from prefixtree._renamed import renamed_arguments, renamed_names
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
@@ -96,8 +96,11 @@ def flash_attn_dualkv_varlen_func(
         raise UnsupportedError(
             f"causal={causal!r}: responses attend causally to themselves here; use causal=True"
         )
+    if softmax_scale is not None:
+        softmax_scale = number("softmax_scale", softmax_scale, or_none=True)
+    _check_tensor("q", q)
     _check_shapes(q, k_context, v_context, k_decoded, v_decoded)
-    context = _count(context_seqlen, "context_seqlen")
+    context = integer("context_seqlen", context_seqlen, 0, wrong=TypeError)
     if context != k_context.shape[0]:
         raise ValueError(
             f"context_seqlen is {context}, k_context and v_context have {k_context.shape[0]} rows; "
@@ -149,7 +152,7 @@ def dualkv_mask(
     ends = _read(cu_seqlens, cu_seqlens)
     _check_ends(ends, ends[-1], None, None)
     where = cu_seqlens.device if device is None else torch.empty(0, device=device).device
-    return _mask(ends, _count(context_seqlen, "context_seqlen"), where)
+    return _mask(ends, integer("context_seqlen", context_seqlen, 0, wrong=TypeError), where)
 
 
 # numbers out of tensors are no graph; compiled code without a mask breaks here and goes on behind
@@ -179,18 +182,6 @@ def _mask(ends: tuple[int, ...], context: int, device: torch.device) -> TreeMask
     return TreeMask(subtree_end).for_queries(queries).to(device)
 
 
-def _count(value: Any, name: str) -> int:
-    # an int as it is: operator.index would fix a length that torch.compile holds as a symbol
-    if not isinstance(value, int):
-        try:
-            value = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    return value
-
-
 def _check_shapes(
     q: torch.Tensor,
     k_context: torch.Tensor,
@@ -201,6 +192,7 @@ def _check_shapes(
     """Checks shapes that `tree_attention` cannot see once context and responses are one tensor."""
     for name, context, decoded in (("k", k_context, k_decoded), ("v", v_context, v_decoded)):
         for part, x in (("context", context), ("decoded", decoded)):
+            _check_tensor(f"{name}_{part}", x)
             if x.ndim != 3:
                 raise ValueError(
                     f"{name}_{part} must be [tokens, heads, head dim], got {x.ndim} dimensions"
@@ -225,9 +217,13 @@ def _check_shapes(
         )
 
 
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
 def _check_cu(cu: Any, name: str) -> torch.Tensor:
-    if not isinstance(cu, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(cu).__name__}")
+    _check_tensor(name, cu)
     if cu.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu.dtype}")
     if cu.ndim != 1 or cu.shape[0] == 0:
@@ -272,7 +268,7 @@ def _check_ends(
         raise ValueError(f"cu_seqlens end at {ends[-1]}, q and the decoded keys have {rows} rows")
     longest = max(lengths, default=0)
     for name, given in (("max_seqlen_q", longest_q), ("max_seqlen_k_decoded", longest_k)):
-        if given is not None and _count(given, name) < longest:
+        if given is not None and integer(name, given, 0, wrong=TypeError) < longest:
             raise ValueError(f"{name} is {given}, the longest response has {longest} tokens")
 
 

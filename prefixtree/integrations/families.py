@@ -17,6 +17,7 @@ from packaging import version
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.low_precision import check_low_precision
 from prefixtree.integrations.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
@@ -38,8 +39,8 @@ class Family:
 
     Attributes:
         softcap: config attribute holding c in c tanh(logits / c), or None.
-        scale: attribute logits are multiplied by, of the model (or of the configuration where the
-            model has none), or None.
+        scale: attribute logits are multiplied by, or None: of the first that has it of the model,
+            its base model and the configuration.
         divisor: config attribute logits are divided by, or None.
         position_rows: rows of position_ids that the text model takes: those of the text, which
             its attention gets, and those of a multi-dimensional RoPE.
@@ -102,7 +103,7 @@ _FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family(),
     "exaone4": Family(),
     "exaone_moe": Family(),
-    "falcon_h1": _hybrid(_SSD, "hybrid"),
+    "falcon_h1": _hybrid(_SSD, "hybrid", scale="lm_head_multiplier"),
     "flex_olmo": Family(),
     "flint": Family(),
     "gemma": Family(),
@@ -262,6 +263,11 @@ _DROPOUTS = (
     "dropout",
     "layerdrop",
 )
+# the layers of torch that draw, each by its public name
+DROPOUT_LAYERS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 _JITTERS = ("router_jitter_noise", "input_jitter_noise", "jitter_noise", "moe_jitter_eps")
 
 
@@ -346,8 +352,22 @@ def check_config(config: Any, training: bool) -> None:
                 f"RoPE type {rope!r} looks at the longest sequence of the batch, so that packed "
                 f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
             )
+    _check_groups(config)
     if training:
         check_noise(config)
+
+
+def _check_groups(config: Any) -> None:
+    """Refuses experts that do not divide into their groups: routers would reach over tokens."""
+    groups = getattr(config, "n_group", None) or 1
+    if groups == 1 or getattr(config, "topk_method", None) == "greedy":
+        return
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if (getattr(config, name, None) or 0) % groups:
+            raise UnsupportedError(
+                f"config.{name} ({getattr(config, name)}) does not divide into config.n_group "
+                f"({groups}) groups: transformers' router would mix the scores of several tokens"
+            )
 
 
 def check_noise(config: Any, name: str = "config") -> None:
@@ -395,10 +415,15 @@ def check_tokens(config: Any, tokens: np.ndarray) -> None:
 
 def check_modules(model: nn.Module) -> None:
     """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
-    included; quantised weights and layers replaced by kernels of the hub."""
+    included; linear layers of low precision that mix tokens, models that transformers loaded
+    quantised, and layers replaced by kernels of the hub."""
     for name, module in model.named_modules():
+        check_low_precision(name, module)
         if vars(module).get("hf_quantizer") is not None:
-            raise UnsupportedError("quantised weights are not verified: load the model unquantised")
+            raise UnsupportedError(
+                "models that transformers loads quantised (quantization_config) are not verified: "
+                "load it unquantised; torchao's quantize_ may then quantise its weights"
+            )
         if vars(module).get("_use_kernels"):
             raise UnsupportedError("use_kernels replaces layers of the model: load it without")
         if module.training and (alpha := vars(module).get("neftune_noise_alpha")):
@@ -407,7 +432,7 @@ def check_modules(model: nn.Module) -> None:
                 "draw one noise where the replicated batch draws several; leave "
                 "neftune_noise_alpha at None or call model.eval()"
             )
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        is_dropout = isinstance(module, DROPOUT_LAYERS)
         if is_dropout and module.training and module.p > 0:
             raise UnsupportedError(
                 f"{name} is an active dropout (p = {module.p}): a shared token would draw one mask "
@@ -432,6 +457,15 @@ def check_checkpointing(model: nn.Module, config: Any) -> None:
             f"reentrant checkpointing loses gradients in {config.model_type} with "
             'num_kv_shared_layers > 0: enable it with {"use_reentrant": False}'
         )
+
+
+def checkpoint_wrappers(model: nn.Module) -> list[Any]:
+    """torch's CheckpointWrappers in a model, which recompute what they hold whatever is planned.
+
+    Known by name: the class is not public, and FSDP2 puts a subclass in its place.
+    """
+    name = "CheckpointWrapper"
+    return [m for m in model.modules() if name in (c.__name__ for c in type(m).__mro__)]
 
 
 def checkpoints_reentrantly(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree._picture_inputs import Modality, Picture, check_served
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.integrations.model_checks import runs_deepspeed
 from prefixtree.integrations.recompute.forward import Recompute
@@ -59,6 +60,7 @@ class PlacedPictures:
         self.inputs: dict[str, Any] = {}
         if family_of(config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
+        self._causal_lm = causal_lm
         attribute, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
         self._tower, self._vision = getattr(causal_lm.model, attribute), config.vision_config
         self._encodings = [
@@ -95,15 +97,10 @@ class PlacedPictures:
         def after(tower: nn.Module, args: Any, output: Any) -> None:
             current.pop().repeat(output)
 
-        hooks = [
-            self._tower.register_forward_pre_hook(before, with_kwargs=True),
-            self._tower.register_forward_hook(after),
-        ]
-        try:
+        with changing(self._causal_lm) as changes:
+            changes.hook(self._tower.register_forward_pre_hook, before, with_kwargs=True)
+            changes.hook(self._tower.register_forward_hook, after)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if left:
             raise UnsupportedError(f"{_UNEXPECTED} {len(left)} times less")
 

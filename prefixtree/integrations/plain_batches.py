@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 )
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import ATTENDING_TYPES, check_config
+from prefixtree.integrations.families import ATTENDING_TYPES, check_config, family_of
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
@@ -60,7 +60,8 @@ def plain_attention(
     """
     if torch.is_grad_enabled():
         raise ValueError(f'attn_implementation="prefixtree" needs the forest\'s mask: {_FIX}')
-    check_config(module.config, training=False)
+    config: Any = module.config
+    check_config(config, training=False)
     length, keys = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.shape[-1] != keys:
         raise ValueError(
@@ -68,7 +69,14 @@ def plain_attention(
             f"{_LOST_CACHE}"
         )
     if shows_positions(module) and (length > 1 or attention_mask is None):
-        _check_positions_do_not_jump(shown_positions(kwargs), attention_mask, length)
+        positions = shown_positions(kwargs)
+        if positions is None and family_of(config).hides_positions:
+            raise UnsupportedError(
+                f"{config.model_type} does not pass position_ids to its attention, which "
+                "tell ordinary batches from packed ones, until the model is prepared: call "
+                "prefixtree.prepare(model) once before it generates"
+            )
+        _check_positions_do_not_jump(positions, attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or length != keys):
         # fewer queries than keys: the last ones, of a model that drops rows where layers share keys

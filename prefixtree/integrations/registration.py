@@ -53,9 +53,14 @@ class _AfterModels(MetaPathFinder):
 def _register() -> None:
     try:
         importlib.import_module(_ADAPTER)
-    except Exception as problem:  # of whatever transformers is installed: others use it too
+    except Exception as problem:  # of whatever is installed: others use transformers too
+        found = ", ".join(
+            f"{name} {getattr(sys.modules.get(name), '__version__', '(unknown)')}"
+            for name in ("torch", "transformers")
+        )
         warnings.warn(
-            'prefixtree: attn_implementation="prefixtree" could not be registered '
-            f"({type(problem).__name__}: {problem}); expected transformers >= 5.5, < 6",
+            'prefixtree: attn_implementation="prefixtree" could not be registered, because of '
+            f"{type(problem).__name__}: {problem}. Expected are torch >= 2.11 and "
+            f"transformers >= 5.5, < 6; found are {found}",
             stacklevel=2,
         )

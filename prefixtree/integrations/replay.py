@@ -190,8 +190,10 @@ def _prepare(causal_lm: Any) -> int:
     _, attentions, routers = _routers_of(causal_lm)
     _, weights = _RULES[causal_lm.config.get_text_config().model_type]
     for number, (attention, router) in enumerate(zip(attentions, routers, strict=True)):
+        # each by itself: an interrupt may have come between the two
         if not any(isinstance(hook, _Keep) for hook in attention._forward_pre_hooks.values()):
             attention.register_forward_pre_hook(_Keep(number, len(routers)), with_kwargs=True)
+        if not any(isinstance(hook, _Choose) for hook in router._forward_hooks.values()):
             router.register_forward_hook(_Choose(weights))
     for _, module in attention_modules(causal_lm):
         setattr(module, REPLAYS, True)

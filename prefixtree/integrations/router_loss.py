@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import transformers
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-)
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import COUNTS_COPIES, checkpoints_reentrantly
+from prefixtree.integrations.families import (
+    COUNTS_COPIES,
+    checkpoint_wrappers,
+    checkpoints_reentrantly,
+)
 from prefixtree.packing.layout import PackedForest
 
 _FUNCTION = "load_balancing_loss_func"
@@ -57,10 +57,8 @@ class RouterLoss:
         Raises:
             UnsupportedError: reentrant checkpointing, of transformers or of torch's wrapper.
         """
-        wrapped = any(
-            isinstance(m, CheckpointWrapper) and m.checkpoint_impl is CheckpointImpl.REENTRANT
-            for m in self.causal_lm.modules()
-        )
+        wrappers = checkpoint_wrappers(self.causal_lm)
+        wrapped = any(wrapper.checkpoint_impl.name == "REENTRANT" for wrapper in wrappers)
         if torch.is_grad_enabled() and (wrapped or checkpoints_reentrantly(self.causal_lm)):
             raise UnsupportedError(
                 "the load-balancing loss has no gradient under reentrant checkpointing, where "

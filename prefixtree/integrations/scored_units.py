@@ -7,13 +7,13 @@ predictors, d hidden size, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from prefixtree._numbers import numbers
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
@@ -192,7 +192,10 @@ def scores_of(
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
-    values = _as_numbers(temperature)
+    with np.errstate(over="ignore"):
+        # float32, in which the logits are divided
+        expected = "a number or one number per sequence"
+        values = numbers("temperature", temperature, expected, TypeError).astype(np.float32)
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
             f"temperature must be one number or one per sequence ({count}), got shape "
@@ -203,15 +206,4 @@ def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarra
             f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
             f"divided by them overflow float32), got {temperature}"
         )
-    return np.broadcast_to(values, count)
-
-
-def _as_numbers(temperature: Any) -> np.ndarray:
-    """The temperature as float64, rounded to float32, in which the logits are divided."""
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.tolist()
-    with suppress(TypeError, ValueError):
-        # numpy takes truth values and the digits of a string for numbers
-        if np.asarray(temperature).dtype.kind not in "bcSU":
-            return np.asarray(temperature, np.float32).astype(np.float64)
-    raise TypeError(f"temperature must be a number or one number per sequence, got {temperature!r}")
+    return np.broadcast_to(values.astype(np.float64), count)

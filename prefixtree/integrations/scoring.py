@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from prefixtree._numbers import integer
+from prefixtree._renamed import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm
@@ -34,6 +36,7 @@ from prefixtree.integrations.scoring_lm_head import logit_rule, scoring_lm_head
 from prefixtree.integrations.scoring_steps import scores_in_steps
 from prefixtree.integrations.shares import GroupMode, check_group_mode, share_of_rank, whole
 from prefixtree.kernels.logit_statistics import check_statistics
+from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@with_hints
 def sequence_logprobs(
     model: nn.Module,
     packed: PackedForest,
@@ -81,8 +85,8 @@ def sequence_logprobs(
             take them in the place of their own choice.
         temperature: the divisor of the logits, above 0: one number, or one per sequence.
             Default: 1.0.
-        loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
-            predictor and is ignored. Default: every token is scored.
+        loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
+            has no predictor and is ignored. Default: every token is scored.
         return_entropy: whether to compute entropies too. Default: False.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the
             Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
@@ -105,12 +109,13 @@ def sequence_logprobs(
             divide the query heads. Default: "parts".
         max_tokens: what one step may hold, in own tokens. A borrowed token counts
             `borrow_cost.weight`. Ranks of DDP and FSDP take as many steps as the rank with most.
-            Not together with `group`. Default: the forest in one forward.
+            Where the forests of all fit, each is computed in one forward. Not together with
+            `group`. Default: the forest in one forward.
         borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
         pictures: the images and videos of a batch that the forest's sequences belong to; the forest
             is then one of `pictures.sequences`, or of some of them. Each distinct picture is
-            encoded once. Not together with `group` or `max_tokens`. Ranks of DDP and FSDP2 either
-            all pass pictures or none does. Default: text alone.
+            encoded once. Not together with `group`, or with `max_tokens` below the forest. Ranks of
+            DDP and FSDP2 either all pass pictures or none does. Default: text alone.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
@@ -120,9 +125,11 @@ def sequence_logprobs(
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
             with the reason.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
-        ForestError: masks that do not match the sequences, or a forest without token ids; a path
-            that fits no steps of max_tokens; a forest that was not made of pictures.sequences.
-        ValueError: temperatures that do not match the sequences, or are not finite and above 0; a
+        ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
+            without token ids; a path that fits no steps of max_tokens; a forest that was not made
+            of pictures.sequences.
+        ValueError: temperatures that do not match the sequences, are not finite and above 0, or
+            require a gradient, which they do not get; a chunk_size that is no integer >= 1; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
@@ -131,12 +138,7 @@ def sequence_logprobs(
         torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
             recomputed; nothing was computed.
     """
-    if not isinstance(packed, PackedForest):
-        raise TypeError(
-            f"sequence_logprobs takes a packed forest, got {type(packed).__name__}; "
-            "pack(PrefixForest.from_sequences(sequences)) makes one"
-        )
-
+    check_packed(packed, "sequence_logprobs", subset=True)
     if borrow_cost is not None and max_tokens is None:
         raise ValueError("borrow_cost goes with max_tokens, and only with it")
     if max_tokens is not None and group is not None:
@@ -145,37 +147,46 @@ def sequence_logprobs(
             "max_tokens"
         )
     in_group = group is not None and num_ranks(group) > 1
-    divided = in_group or max_tokens is not None
+
+    def check_divided() -> None:
+        if router_loss(find_causal_lm(model), packed, output_router_logits) is not None:
+            raise UnsupportedError(
+                "the load-balancing loss of experts is not verified where a forest is divided: "
+                "pass output_router_logits=False, or leave out group and max_tokens"
+            )
+        if packed.forest.routes is not None:
+            raise UnsupportedError(
+                "routes of experts are not verified where a forest is divided: make the forest "
+                "without routes, or leave out group and max_tokens"
+            )
+        if pictures is not None:
+            raise UnsupportedError(
+                "pictures are not verified where a forest is divided: leave out group and "
+                "max_tokens, and score in micro-batches (plan_micro_batches)"
+            )
 
     def check() -> tuple[Any, ScoredUnits]:
         check_group_mode(group_mode)
         check_statistics(return_statistics)
+        if chunk_size is not None:
+            integer("chunk_size", chunk_size, 1, or_none=True)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures, recompute)
         check_model(model, causal_lm, packed, pictures)
         check_routes(model, causal_lm, packed)
-        if divided and router_loss(causal_lm, packed, output_router_logits) is not None:
-            raise UnsupportedError(
-                "the load-balancing loss of experts is not verified where a forest is divided: "
-                "pass output_router_logits=False, or leave out group and max_tokens"
-            )
-        if divided and packed.forest.routes is not None:
-            raise UnsupportedError(
-                "routes of experts are not verified where a forest is divided: make the forest "
-                "without routes, or leave out group and max_tokens"
-            )
-        if divided and pictures is not None:
-            raise UnsupportedError(
-                "pictures are not verified where a forest is divided: leave out group and "
-                "max_tokens, and score in micro-batches (plan_micro_batches)"
-            )
+        if in_group:
+            check_divided()
         return causal_lm, find_units(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
     encoded: Callable[[], AbstractContextManager[None]] = nullcontext
     if group is not None and in_group:
-        options = return_entropy, tuple(return_statistics), recompute
+        options = {
+            "return_entropy": return_entropy,
+            "return_statistics": tuple(return_statistics),
+            "recompute": recompute,
+        }
         causal_lm, share = share_of_rank(model, packed, group, check, options, group_mode)
     else:
         causal_lm, found = check()
@@ -207,13 +218,17 @@ def sequence_logprobs(
             if loss is not None:
                 loss.check()
             output = model(**inputs, **keywords, logits_to_keep=units.predictors)
-        return handed.returned(output)
+        # what a wrapper changed in place is its fault, not the model's
+        scores = handed.returned(output)
+        handed.check_treatment(causal_lm, rule)
+        return scores
 
     if max_tokens is None:
         scores = share.gathered(forward(share.mask, share.inputs, share.units))
     else:
         whole_forest = model, causal_lm, packed, found, share
-        scores = scores_in_steps(forward, *whole_forest, max_tokens, borrow_cost, recompute)
+        options_of_steps = max_tokens, borrow_cost, recompute
+        scores = scores_in_steps(forward, *whole_forest, *options_of_steps, check_divided)
     found_scores = scores_of(scores, share.to_sequences, share.lengths, return_entropy, statistics)
     if loss is None:
         return found_scores

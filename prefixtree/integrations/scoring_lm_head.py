@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.model_checks import check_hook
 from prefixtree.integrations.parallel_lm_head import is_linear, sliced_head
@@ -35,12 +36,14 @@ class Handed:
         output: [1, U, columns], what the model returns in the place of logits.
         version: of `output` when it was handed over; None where torch keeps none.
         times: how often the lm_head was called.
+        treated: what the model made of `output` as if it were logits, until it was looked at.
     """
 
     values: torch.Tensor | None = None
     output: torch.Tensor | None = None
     version: int | None = None
     times: int = 0
+    treated: torch.Tensor | None = None
 
     def give(self, scores: torch.Tensor) -> torch.Tensor:
         """What the output embedding returns for scores [U, columns], before the hooks of its
@@ -67,6 +70,34 @@ class Handed:
             )
         self._hold(output)
         self.times += 1
+
+    def check_treatment(self, causal_lm: Any, rule: LogitRule) -> None:
+        """Holds what the model made of the lm_head's output against `rule`, which stands for it.
+
+        The host waits for a GPU at the first scoring of a model that changes logits at all.
+
+        Raises:
+            UnsupportedError: the model makes something else of it.
+        """
+        treated, self.treated = self.treated, None
+        if treated is None or self.values is None or _followed.get(causal_lm) == rule:
+            return
+        if rule == LogitRule() and self._is_unchanged(treated):
+            return
+        expected = rule.apply(self.values)[None]
+        rounding = max(1e-5, 4 * torch.finfo(treated.dtype).eps)
+        if treated.shape != expected.shape or not torch.allclose(
+            treated.detach().float(), expected, rtol=rounding, atol=1e-6, equal_nan=True
+        ):
+            raise UnsupportedError(
+                f"{type(causal_lm).__name__} changes its lm_head's output otherwise than is known "
+                f"of its model type ({rule}): log-probabilities would be those of other logits. "
+                "Use transformers' class, or name the attributes that its forward multiplies, "
+                f"divides or caps logits by: allow_model_type({causal_lm.config.model_type!r}, "
+                "scale=..., divisor=..., softcap=...)"
+            )
+        if treated.numel() > 0:
+            _followed[causal_lm] = rule
 
     def returned(self, output: Any) -> torch.Tensor:
         """The scores [U, columns] of what the outermost module returned.
@@ -109,6 +140,10 @@ class Handed:
         return (same and scores._version == self.version) or torch.equal(scores[0], self.values)
 
 
+# rules that models were seen to follow
+_followed: weakref.WeakKeyDictionary[nn.Module, LogitRule] = weakref.WeakKeyDictionary()
+
+
 def logit_rule(causal_lm: Any) -> LogitRule:
     """How the model's forward turns its lm_head's output into logits.
 
@@ -127,7 +162,9 @@ def logit_rule(causal_lm: Any) -> LogitRule:
     scale = 1.0
     if family.scale is not None:
         # models multiply by what they were made with, whatever their configuration says now
-        value = getattr(causal_lm, family.scale, getattr(config, family.scale, None))
+        owners = causal_lm, causal_lm.base_model, config
+        owner = next((o for o in owners if hasattr(o, family.scale)), None)
+        value = getattr(owner, family.scale, None)
         scale = scale if value is None else float(value)
     return LogitRule(scale / (configured(family.divisor) or 1.0), configured(family.softcap) or 0.0)
 
@@ -148,7 +185,7 @@ def scoring_lm_head(
     For the thread that entered: forwards of others run as they would without, and another that
     wants to score the same model waits.
     """
-    with _lock_of(causal_lm):
+    with changing(causal_lm) as changes:
         lm_head = causal_lm.get_output_embeddings()
         for hook in lm_head._forward_hooks.values():
             check_hook(hook, "the output embedding")
@@ -192,45 +229,18 @@ def scoring_lm_head(
                     f"in one forward and returned a {type(output).__name__}; expected once, and an "
                     "output with logits (config.return_dict)"
                 )
-            # the scores themselves: the family's forward would change them as if they were logits
-            output.logits = handed.output
+            # the scores themselves: the family's forward changed them as if they were logits
+            output.logits, handed.treated = handed.output, output.logits
             if loss is not None:
                 loss.put_into(output)
             return output
 
         # they are other functions in every call, which torch.compile(model) would trace anew each
         # time; the model's forward, called inside, is compiled
-        handle = lm_head.register_forward_hook(torch.compiler.disable(keep))
-        outer = torch.compiler.disable(forward, recursive=False)
-        inner = torch.compiler.disable(own_score)
-        with _own_forward(lm_head, inner), _own_forward(causal_lm, outer):
-            try:
-                yield handed
-            finally:
-                handle.remove()
-
-
-_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_lock = threading.Lock()
-
-
-def _lock_of(causal_lm: nn.Module) -> threading.RLock:
-    with _locks_lock:
-        return _locks.setdefault(causal_lm, threading.RLock())
-
-
-@contextmanager
-def _own_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Gives one module another forward; what wrapped it before (accelerate's autocast) returns."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        changes.hook(lm_head.register_forward_hook, torch.compiler.disable(keep))
+        changes.set(lm_head, forward=torch.compiler.disable(own_score))
+        changes.set(causal_lm, forward=torch.compiler.disable(forward, recursive=False))
+        yield handed
 
 
 def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:

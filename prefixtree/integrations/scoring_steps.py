@@ -7,7 +7,6 @@ ranks agree on their number. How steps borrow from one another is in `parallel.s
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.families import family_of, forward_inputs
+from prefixtree.integrations.changes import changing
+from prefixtree.integrations.families import checkpoint_wrappers, family_of, forward_inputs
 from prefixtree.integrations.model_checks import runs_deepspeed
+from prefixtree.integrations.model_stamp import ModelStamp
 from prefixtree.integrations.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.integrations.recompute.layers import Mode, layers_of
 from prefixtree.integrations.recompute.plan import RecomputePlan
@@ -46,40 +45,63 @@ Forward = Callable[[TreeMask, dict[str, Any], Units], torch.Tensor]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
+# keywords of the model with a column per packed token
+_TOKENS = "input_ids", "position_ids"
+_INSTEAD = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
 
 
-def check_steps(model: nn.Module, causal_lm: Any, recompute: Recompute) -> None:
-    """Refuses what is not verified to run in steps.
+def check_call(model: nn.Module, recompute: Recompute) -> None:
+    """Refuses what does not go with `max_tokens`, however large the forest is.
 
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
         ValueError: recompute="auto".
     """
-    config = causal_lm.config.get_text_config()
-    instead = "score without max_tokens, in micro-batches (plan_micro_batches)"
-    if family_of(config).rules:
-        raise UnsupportedError(
-            f"{config.model_type} has recurrent layers, whose states are not handed from step to "
-            f"step: {instead}"
-        )
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise UnsupportedError(
-                "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and steps have several: leave static_graph at False, or {instead}"
-            )
     if runs_deepspeed(model):
+        # its ranks cannot agree on a number of steps
         raise UnsupportedError(
             "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
-            f"{instead}"
+            f"{_INSTEAD}"
         )
     if recompute == "auto":
         raise ValueError(
             "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
             "the memory: give recompute='all', 'all_but_attention', 'nothing' or a RecomputePlan"
         )
+
+
+def check_steps(model: nn.Module, causal_lm: Any) -> None:
+    """Refuses what is not verified to run in several steps.
+
+    Raises:
+        UnsupportedError: with what stands in the way and the way to mend it.
+    """
+    config = causal_lm.config.get_text_config()
+    if family_of(config).rules:
+        raise UnsupportedError(
+            f"{config.model_type} has recurrent layers, whose states are not handed from step to "
+            f"step: {_INSTEAD}"
+        )
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise UnsupportedError(
+                "DistributedDataParallel with static_graph=True expects one backward per update, "
+                f"and steps have several: leave static_graph at False, or {_INSTEAD}"
+            )
+
+
+def _refusal(
+    check_divided: Callable[[], None], model: nn.Module, causal_lm: Any
+) -> UnsupportedError | None:
+    """Why a forest cannot be computed in several steps; None where it can."""
+    try:
+        check_divided()
+        check_steps(model, causal_lm)
+    except UnsupportedError as refusal:
+        return refusal
+    return None
 
 
 def step_cost_of(
@@ -112,7 +134,7 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
     if recompute is not None and torch.is_grad_enabled():
         mode: Any = recompute
         return (mode,) * len(layers)
-    wrapped = any(isinstance(module, CheckpointWrapper) for module in model.modules())
+    wrapped = bool(checkpoint_wrappers(model))
     return tuple(
         "all" if wrapped or (layer.training and layer.gradient_checkpointing) else "nothing"
         for layer in layers
@@ -129,6 +151,7 @@ def scores_in_steps(
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
+    check_divided: Callable[[], None],
 ) -> torch.Tensor:
     """The scores of all units, computed in steps of at most `max_tokens`.
 
@@ -139,32 +162,41 @@ def scores_in_steps(
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
+        check_divided: refuses what is not verified where a forest is divided.
 
     Returns:
         [U, columns], with one node of the graph behind it where gradients are enabled.
 
     Raises:
-        UnsupportedError, ValueError: see `check_steps`.
-        ForestError: a path that fits no steps, on this rank or another.
+        UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
+            `check_steps`.
+        ForestError: steps that are refused or do not fit, on another rank.
     """
     device = packed.device
-    steps, problem = None, None
+    steps, problem, undivided = None, None, None
+    count = 1
     try:
         max_tokens = at_least_one("max_tokens", max_tokens)
-        check_steps(model, causal_lm, recompute)
+        check_call(model, recompute)
         # what each forward would refuse
         recomputed_forward(model, causal_lm, packed, 0, recompute)
+        undivided = _refusal(check_divided, model, causal_lm)
         if packed.num_tokens > max_tokens:
-            cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
-            steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
+            count = 2
+            if undivided is None:
+                cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
+                steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
+                count = len(steps)
     except Exception as failure:
         # raised once the others know
-        problem = failure
-    count = _FAILED if problem is not None else 1 if steps is None else len(steps)
-    num_runs = _most_of_all_ranks(model, count, device)
+        problem, count = failure, _FAILED
+    num_runs, refuses = _most_of_all_ranks(model, [count, undivided is not None], device)
+    if problem is None and 1 < num_runs < _FAILED:
+        # a forest that fits is divided too where that of another rank is
+        problem = undivided
     if problem is not None:
         raise problem
-    if num_runs == _FAILED:
+    if num_runs == _FAILED or (num_runs > 1 and refuses):
         raise ForestError(
             f"another rank cannot compute its forest in steps of max_tokens {max_tokens}, and no "
             "rank can go on without it; its own message says what it needs"
@@ -179,6 +211,9 @@ def scores_in_steps(
     which = [move(torch.from_numpy(units), device) for units, _ in scored]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = _Wrapped(model, device)
+    # what the second forward of a step reads
+    inputs = {f"packed.{n}, or what shares its memory,": share.inputs[n] for n in _TOKENS}
+    stamp = ModelStamp(model, inputs, for_backward=True) if trains else None
 
     def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
         with wrapped.as_in_the_forward(is_last=step == 0):
@@ -188,12 +223,23 @@ def scores_in_steps(
                 nothing = units_on_device(packed, found, rows, rows)
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
             part = steps[step]
-            inputs = part_inputs(share.inputs, part, PartMask(part, exchanges))
-            return forward(part.mask, inputs, units_on_device(packed, found, *scored[step]))
+            of_part = part_inputs(share.inputs, part, PartMask(part, exchanges))
+            return forward(part.mask, of_part, units_on_device(packed, found, *scored[step]))
+
+    def check() -> None:
+        if stamp is not None and (change := stamp.change()) is not None:
+            raise RuntimeError(
+                f"{change} between sequence_logprobs(max_tokens=) and its backward, which runs the "
+                "steps again: call backward() before such a change (before optimizer.step(), "
+                "within the same adapters and mode), or score again after it"
+            )
 
     store = LoanStore(steps, trains, on_host)
-    run = StepRun(store, which, compute, num_runs, wrapped.check_parameters)
-    return run_in_steps(run, device, trains)
+    run = StepRun(store, which, compute, num_runs, check)
+    scores = run_in_steps(run, device, trains)
+    if stamp is not None:
+        stamp.settle()
+    return scores
 
 
 # ---- a part through a model ----------------------------------------------------------------------
@@ -202,7 +248,7 @@ def scores_in_steps(
 def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
     """The keywords of a forward over a part, from those of the whole forest."""
     own = part.tables().own_tokens
-    rows = {name: inputs[name].index_select(-1, own) for name in ("input_ids", "position_ids")}
+    rows = {name: inputs[name].index_select(-1, own) for name in _TOKENS}
     return {**inputs, **rows, "tree_mask": mask}
 
 
@@ -217,14 +263,14 @@ def _dummy(packed: PackedForest) -> PackedForest:
 
 
 class _Wrapped:
-    """What a backward must find as its forward did: weights, autocast, and DDP's synchronisation.
+    """What a backward has as its forward did: autocast, and DDP's synchronisation.
 
     The gradients of all steps but the last stay local under DDP. FSDP reduces those of every step
     where it is set to: a whole gradient that waits would take the memory of all its shards.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._type = device.type
+        self._model, self._type = model, device.type
         self._autocast = (
             torch.get_autocast_dtype(device.type),
             torch.is_autocast_enabled(device.type),
@@ -232,75 +278,31 @@ class _Wrapped:
         )
         ddp = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
         self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
-        # tensors made in inference mode have no versions, and no backward
-        versioned = ((name, p) for name, p in model.named_parameters() if not p.is_inference())
-        self._found = [(name, p, p._version, p.requires_grad) for name, p in versioned]
-        # fused optimizers change parameters and leave their versions as they are (torch 2.13)
-        updated = self._updated = set[int]()
-        hook = register_optimizer_step_post_hook(
-            lambda optimizer, *_: updated.update(
-                id(p)
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            )
-        )
-        weakref.finalize(self, hook.remove)
-
-    def check_parameters(self) -> None:
-        """Before each step of the backward.
-
-        Raises:
-            RuntimeError: a parameter changed since the forward, or whether it is trained.
-        """
-        for name, parameter, version, is_trained in self._found:
-            is_updated = is_trained and id(parameter) in self._updated
-            if parameter._version != version or is_updated:
-                raise RuntimeError(
-                    f"{name} changed between sequence_logprobs(max_tokens=) and its backward, "
-                    "which runs the steps again: call backward() before optimizer.step(), or "
-                    "score again after it"
-                )
-            if parameter.requires_grad != is_trained:
-                raise RuntimeError(
-                    f"requires_grad of {name} is {parameter.requires_grad}, and was {is_trained} "
-                    "in sequence_logprobs(max_tokens=), whose backward runs the steps again: call "
-                    "backward() with the same adapters and frozen parameters as the forward"
-                )
 
     @contextmanager
     def as_in_the_forward(self, is_last: bool) -> Iterator[None]:
-        """A context for every forward of a step.
-
-        Raises:
-            RuntimeError: a parameter changed since the first pass.
-        """
+        """A context for every forward of a step."""
         if not torch.is_grad_enabled():
             with warnings.catch_warnings():
                 # reentrant checkpointing, which has nothing to recompute here
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
                 yield
             return
-        self.check_parameters()
-        before = [module.require_backward_grad_sync for module, _ in self._ddp]
-        for module, synchronises in self._ddp:
-            module.require_backward_grad_sync = synchronises and is_last
-        try:
-            with torch.autocast(self._type, *self._autocast):
-                yield
-        finally:
-            for (module, _), value in zip(self._ddp, before, strict=True):
-                module.require_backward_grad_sync = value
+        with changing(self._model) as changes, torch.autocast(self._type, *self._autocast):
+            for module, synchronises in self._ddp:
+                changes.set(module, require_backward_grad_sync=synchronises and is_last)
+            yield
 
 
-def _most_of_all_ranks(model: nn.Module, count: int, device: torch.device) -> int:
-    """The most steps of any rank: those that shard or copy the model run it equally often."""
+def _most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
+    """The largest of each number of any rank: those that shard or copy the model run it equally
+    often."""
     if not (groups := groups_of(model)):
-        return count
-    most = torch.tensor(count, device=device)
+        return numbers
+    most = torch.tensor(numbers, device=device)
     for group in groups:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return int(most)
+    return [int(number) for number in most.tolist()]
 
 
 def groups_of(model: nn.Module) -> list[Any]:

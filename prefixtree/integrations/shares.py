@@ -25,7 +25,7 @@ from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.split import Split, split_tokens
-from prefixtree.parallel.agreement import agree, digest
+from prefixtree.parallel.agreement import Parts, agree
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.heads import HeadsMask, heads_problem
 from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
@@ -93,23 +93,15 @@ def whole(packed: PackedForest, found: ScoredUnits, config: Any) -> Share:
 
 _FACTS = {
     "forest": (
-        "the ranks of a group must pass the same forest, its sequences in the same order: the "
-        "forests of ranks {ranks} of the group differ from that of its rank 0. Ranks with other "
-        "data belong to other groups"
+        "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
+        "with other data belong to other groups)"
     ),
-    "scored": (
-        "the ranks of a group must score the same tokens at the same temperatures: temperature or "
-        "loss_mask of ranks {ranks} of the group differ from those of its rank 0"
-    ),
-    "model": (
-        "the ranks of a group must have models of the same configuration, with parameters of the "
-        "same dtypes: those of ranks {ranks} of the group differ from those of its rank 0"
-    ),
-    "options": (
-        "the ranks of a group must pass the same group_mode, return_entropy, return_statistics and "
-        "recompute, and have the same gradient mode, autocast, train() or eval(), and gradient "
-        "checkpointing: those of ranks {ranks} of the group differ from those of its rank 0"
-    ),
+    "loss_mask": "the ranks of a group must score the same tokens",
+    "temperature": "the ranks of a group must score the same tokens at the same temperatures",
+    "model": "the ranks of a group must have the same model",
+    "options": "the ranks of a group must make the same call, of models in the same state",
+    # it follows from all of these
+    "division": "the ranks of a group must divide the tokens alike, in the same versions of all",
 }
 
 
@@ -118,7 +110,7 @@ def share_of_rank(
     packed: PackedForest,
     group: ProcessGroup,
     check: Callable[[], tuple[Any, ScoredUnits]],
-    options: tuple[Any, ...],
+    options: dict[str, Any],
     mode: GroupMode,
 ) -> tuple[Any, Share]:
     """This rank's part of what the ranks of a group score together.
@@ -128,7 +120,7 @@ def share_of_rank(
         packed: the packed forest.
         group: the process group, of two ranks or more.
         check: gives the causal language model and what is scored, or raises.
-        options: further arguments that must be the same on all ranks; the last is `recompute`.
+        options: further arguments that must be the same on all ranks, `recompute` among them.
         mode: what ranks exchange.
 
     Returns:
@@ -174,7 +166,9 @@ def token_share_of_rank(
     def found() -> tuple[Any, None]:
         return check(), None
 
-    (transformer, _), part = _part_of_rank(model, packed, group, found, (None,), "parts")
+    (transformer, _), part = _part_of_rank(
+        model, packed, group, found, {"recompute": None}, "parts"
+    )
     # of the forest that may be padded, so that every rank has a token
     num_tokens = part.split.packed.num_tokens
     row_of_token, gathered = part.gathering(np.arange(num_tokens))
@@ -236,7 +230,7 @@ def _part_of_rank(
     packed: PackedForest,
     group: ProcessGroup,
     check: Callable[[], tuple[Any, Any]],
-    options: tuple[Any, ...],
+    options: dict[str, Any],
     mode: GroupMode,
 ) -> tuple[tuple[Any, Any], _RankPart]:
     """The part of this rank, once all ranks agree; and what `check` gave."""
@@ -244,20 +238,18 @@ def _part_of_rank(
 
     ranks = dist.get_world_size(group)
 
-    def prepare() -> tuple[tuple[Any, Any, Split], dict[str, int]]:
+    def prepare() -> tuple[tuple[Any, Any, Split], dict[str, Parts]]:
         inner, found = check()
-        _check_served(model, inner, options[-1])
+        _check_served(model, inner, options["recompute"])
         _check_averages(model, group)
         _check_mode(mode, inner.config.get_text_config(), packed, ranks)
         split = _split(inner, packed, found, ranks, mode)
-        forest, scored = packed.forest, () if found is None else (found.token, found.temperature)
-        nodes = forest.node_parent, forest.node_start, forest.sequence_node
         return (inner, found, split), {
-            "forest": digest(packed.num_tokens, *nodes, forest.tokens),
-            "scored": digest(*scored),
-            "model": digest(*_costs(inner), *(p.dtype for p in inner.parameters())),
-            # the split follows from all of these
-            "options": digest(mode, *options, *_modes(inner, packed), *split.runs),
+            "forest": _parts_of_forest(packed),
+            **_parts_of_scores(found),
+            "model": _parts_of_model(inner),
+            "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
+            "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
     inner, found, split = agree(group, packed.device, prepare, _FACTS)
@@ -300,15 +292,56 @@ def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
     return _known_costs[model]
 
 
-def _modes(model: nn.Module, packed: PackedForest) -> tuple[Any, ...]:
+# ---- what all ranks of a group must have alike ---------------------------------------------------
+
+
+def _parts_of_forest(packed: PackedForest) -> Parts:
+    forest = packed.forest
+    return {
+        "its number of packed tokens": packed.num_tokens,
+        "its token ids": forest.tokens,
+        "its nodes' parents": forest.node_parent,
+        "its nodes' lengths": forest.node_start,
+        "the order of its sequences": forest.sequence_node,
+    }
+
+
+def _parts_of_scores(found: ScoredUnits | None) -> dict[str, Parts]:
+    if found is None:
+        return {"loss_mask": {}, "temperature": {}}
+    units = np.stack([found.token, found.temperature])
+    return {
+        "loss_mask": {"loss_mask": np.unique(found.token)},
+        "temperature": {"temperature": units},
+    }
+
+
+def _parts_of_model(model: Any) -> Parts:
+    costs = {name: value for cost in _costs(model) for name, value in vars(cost).items()}
+    return {f"{name} by its configuration": value for name, value in costs.items()} | {
+        f"dtype of {name}": p.dtype for name, p in model.named_parameters()
+    }
+
+
+def _parts_of_state(model: nn.Module, packed: PackedForest) -> Parts:
     """What decides which collectives a forward and a backward have, and of which dtype."""
-    kind = packed.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    checkpointed = [getattr(m, "gradient_checkpointing", None) for m in model.modules()]
-    trained = [p.requires_grad for p in model.parameters()]
-    mask = packed.mask
-    modes = torch.is_grad_enabled(), model.training, autocast, mask.backend, mask.deterministic
-    return *modes, checkpointed, trained
+    kind, mask = packed.device.type, packed.mask
+    parts = {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        "model.training": model.training,
+        "backend of the packed forest": mask.backend,
+        "deterministic of the packed forest": mask.deterministic,
+    }
+    for name, module in model.named_modules():
+        key = f"gradient_checkpointing of {name or 'the model'}"
+        parts[key] = getattr(module, "gradient_checkpointing", None)
+    for name, parameter in model.named_parameters():
+        parts[f"requires_grad of {name}"] = parameter.requires_grad
+    return parts
+
+
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def check_group_mode(mode: Any) -> None:

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, __version__
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -39,6 +37,7 @@ from prefixtree.integrations.plain_batches import (
     shown_positions,
     shows_positions,
 )
+from prefixtree.integrations.requirements import check_transformers
 from prefixtree.integrations.sampling.forest_cache import ForestCache
 from prefixtree.integrations.scoring import SequenceScores, sequence_logprobs
 from prefixtree.kernels.attention import tree_attention
@@ -55,6 +54,9 @@ __all__ = [
 ]
 
 _NAME = "prefixtree"
+
+# of the tensors of a trace, which have shapes and no values
+_TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 
 
 def prefixtree_attention(
@@ -225,7 +227,7 @@ def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) 
         )
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    if isinstance(position_ids, (FakeTensor, FunctionalTensor)):
+    if type(position_ids).__module__ in _TRACED:
         return
     depths = tree_mask.position_ids
     if tree_mask.query_tokens is not None:
@@ -269,5 +271,7 @@ def prefixtree_mask(
     )
 
 
+# others import as well and call both functions with other arguments
+check_transformers(__version__)
 AttentionInterface.register(_NAME, prefixtree_attention)
 AttentionMaskInterface.register(_NAME, prefixtree_mask)

@@ -9,6 +9,7 @@ from typing import Literal, overload
 
 import torch
 
+from prefixtree._numbers import number
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import operator
 from prefixtree.kernels.backends import REFERENCE, TRITON
@@ -91,7 +92,7 @@ def tree_attention(
         inputs): the natural log of the sum of exponentials over the keys, without the sink.
 
     Raises:
-        TypeError: a mask that is no TreeMask.
+        TypeError: a mask that is no TreeMask; q, k, v or sinks that are no tensors.
         ValueError: arguments that do not fit together, with what was expected.
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
@@ -222,6 +223,8 @@ def _check(
     Returns scale, window and softcap as numbers; 0 stands for no window or no soft cap.
     """
     check_mask(mask)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
     dtype, device = q.dtype, mask.device
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
@@ -238,21 +241,25 @@ def _check(
             raise ValueError(
                 f"{name} is on {x.device}, the mask on {device}; use packed.to({x.device})"
             )
-    (rows, heads, dim), (k_rows, k_heads, k_dim), (v_rows, v_heads, _) = q.shape, k.shape, v.shape
+    (rows, heads, dim), (k_rows, k_heads, k_dim) = q.shape, k.shape
+    v_rows, v_heads, v_dim = v.shape
     if rows != mask.num_queries:
         raise ValueError(f"q has {rows} rows, the mask has {mask.num_queries} queries")
     expected = rows if part else mask.num_tokens
     if k_rows != v_rows or k_rows != expected:
         whose = "the part owns" if part else "the mask has"
         raise ValueError(f"k and v have {k_rows} and {v_rows} rows, {whose} {expected} tokens")
-    if k_heads != v_heads or k_heads == 0 or heads % k_heads != 0:
+    if k_heads != v_heads or k_heads == 0 or heads == 0 or heads % k_heads != 0:
         raise ValueError(
-            "the query heads must be a multiple of the kv heads, which k and v share; got "
-            f"{heads} query heads, {k_heads} heads of k and {v_heads} of v"
+            "the query heads must be at least 1 and a multiple of the kv heads, which k and v "
+            f"share; got {heads} query heads, {k_heads} heads of k and {v_heads} of v"
         )
     if dim != k_dim:
         raise ValueError(f"q and k differ in head dim: {dim} and {k_dim}")
+    if dim == 0 or v_dim == 0:
+        raise ValueError(f"head dims must be at least 1, got {dim} of q and k, {v_dim} of v")
     if sinks is not None:
+        _check_tensor("sinks", sinks)
         if sinks.shape != (heads,) or not sinks.is_floating_point():
             raise ValueError(
                 f"sinks must be floating point [{heads}], one per query head, got "
@@ -260,7 +267,11 @@ def _check(
             )
         if sinks.device != device:
             raise ValueError(f"sinks are on {sinks.device}, q is on {device}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be None or above 0, got {softcap}")
-    scale = float(scale) if scale is not None else dim**-0.5
-    return scale, check_window(window), float(softcap or 0.0)
+    scale = dim**-0.5 if scale is None else number("scale", scale, or_none=True)
+    softcap = 0.0 if softcap is None else number("softcap", softcap, above=0, or_none=True)
+    return float(scale), check_window(window), float(softcap)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -48,7 +48,11 @@ class LazyBackend:
     def refuses(self, call: AttentionCall) -> str | None:
         if self.package is not None and not installed(self.package):
             return f"it needs the package {self.package}"
-        return self.load().refusal(call)
+        try:
+            kernels = self.load()
+        except (ImportError, AttributeError) as problem:
+            return f"its kernels cannot be imported ({problem})"
+        return kernels.refusal(call)
 
     def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         return self.load().forward(call)

@@ -29,8 +29,8 @@ def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
     """Gives a function that returns the number of forward calls over `mask` so far, in the thread
     that entered: of `tree_attention`, and of recurrent operators."""
     before = _watch.mask, _watch.calls, _watch.recurrent
-    _watch.mask, _watch.calls, _watch.recurrent = mask, 0, 0
     try:
+        _watch.mask, _watch.calls, _watch.recurrent = mask, 0, 0
         yield lambda: (_watch.calls, _watch.recurrent)
     finally:
         _watch.mask, _watch.calls, _watch.recurrent = before

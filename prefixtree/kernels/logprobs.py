@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from prefixtree._numbers import integer
 from prefixtree.kernels import device_info
 from prefixtree.kernels import lm_head as eager
 from prefixtree.kernels.lm_head import LogitRule
@@ -103,10 +103,7 @@ def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) 
         ValueError: a chunk that is neither None nor an integer >= 1.
     """
     if chunk is not None:
-        is_integer = isinstance(chunk, (int, np.integer)) and not isinstance(chunk, bool)
-        if not is_integer or chunk < 1:
-            raise ValueError(f"chunk_size must be None or an integer >= 1, got {chunk!r}")
-        return int(chunk)
+        return integer("chunk_size", chunk, 1, or_none=True)
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
 
 

@@ -12,7 +12,7 @@ import torch
 from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.choice import choose
 from prefixtree.kernels.protocol import AttentionCall, reach
-from prefixtree.kernels.torch_library import as_given, new_library, register
+from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
 from prefixtree.packing.host_mask import host_of
 
 # One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
@@ -21,6 +21,8 @@ from prefixtree.packing.host_mask import host_of
 # that is compiled in parts.
 
 _library = new_library("_library")
+# a torch that does not say is asked by way of the dispatcher, which is right and slower
+_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 
 def _forward(
@@ -46,7 +48,7 @@ def _forward(
         return choose(backend, call).backend.forward(call)
 
 
-@torch._disable_dynamo
+@uncompiled
 def _backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -107,7 +109,7 @@ TREE_ATTENTION_BACKWARD = register(
 )
 
 
-@torch._disable_dynamo
+@uncompiled
 def _differentiable(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -193,7 +195,7 @@ def attend(
     Differentiable once; through lse only if `lse_used`.
     """
     # unless something transforms the call, what the dispatcher would come to first: less work
-    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable
     options = scale, window, softcap, deterministic, backend, False, lse_used
     return run(q, k, v, sinks, handle, *options)

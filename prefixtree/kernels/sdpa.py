@@ -141,7 +141,8 @@ def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, boo
 
 
 def _flash_serves(call: AttentionCall) -> bool:
-    plain = call.window == 0 and call.softcap == 0.0
+    # it scales masked scores too: -inf times 0 or less
+    plain = call.window == 0 and call.softcap == 0.0 and call.scale > 0
     same_dim = call.q.shape[2] == call.v.shape[2]
     return plain and same_dim and call.q.device.type == "cpu" and _flash_works()
 

@@ -14,6 +14,9 @@ import torch
 _NAMESPACE: Any = torch.ops.prefixtree
 _NOTHING = contextlib.nullcontext()
 
+# Keeps Dynamo out of a function. The public one loads Dynamo at once, which takes seconds
+uncompiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
 
 def new_library(name: str) -> torch.library.Library:
     """A library of the namespace "prefixtree"; one of this name that is there already goes.

@@ -46,3 +46,7 @@ def __getattr__(name: str) -> Any:
         # the import makes the module an attribute, so this runs once per module
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
+from prefixtree._numbers import integer
 from prefixtree.packing.transfers import lasting, move_all
 
 
@@ -27,7 +28,7 @@ class TileShape:
             into another piece; 0 never cuts.
 
     Raises:
-        ValueError: tile_q or tile_k below 1, or piece_tiles below 0.
+        ValueError: numbers that are no integers, tile_q or tile_k below 1, or piece_tiles below 0.
     """
 
     tile_q: int
@@ -36,6 +37,8 @@ class TileShape:
     piece_tiles: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("tile_q", "tile_k", "piece_tiles"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.tile_q < 1 or self.tile_k < 1 or self.piece_tiles < 0:
             raise ValueError(f"a tile has at least one query and one key, got {self}")
 

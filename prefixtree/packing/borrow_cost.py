@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefixtree._numbers import integer, number
 from prefixtree.cost import ModelCost
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest
@@ -16,7 +17,8 @@ class BorrowCost:
     """What it costs a part to borrow a token, beside what a `CostModel` counts.
 
     The defaults are those of a model like Qwen3-8B in bfloat16, with gradient checkpointing, on
-    H100 GPUs of one host. The time of an update on n ranks is predicted as
+    GPUs of one host that are joined by NVLink and as fast as an H100 or H200. The time of an update
+    on n ranks is predicted as
 
         max over ranks (linear FLOPs / linear_rate + attention FLOPs / attention_rate)
         + layers x (3 latency + busiest x (2 row_bytes + gradient_row_bytes) / link_rate)
@@ -46,8 +48,8 @@ class BorrowCost:
         latency: seconds per exchange without a byte.
 
     Raises:
-        ValueError: a number that is negative or not finite, or a rate, `layers` or `token_bytes`
-            of 0.
+        ValueError: counts and bytes per element that are no integers; a number that is negative or
+            not finite, or a rate, `layers` or `token_bytes` of 0.
     """
 
     layers: int = 36
@@ -65,14 +67,18 @@ class BorrowCost:
     latency: float = 4e-5
 
     def __post_init__(self) -> None:
-        values = np.array([x for x in vars(self).values() if x is not None], np.float64)
-        rates = (self.linear_rate, self.attention_rate, self.link_rate)
-        needed = (self.layers, self.token_bytes is None or self.token_bytes, *rates)
-        if not (np.isfinite(values) & (values >= 0)).all() or not all(needed):
-            raise ValueError(
-                "costs must be finite and >= 0, and layers, token_bytes and rates above 0, got "
-                f"{self}"
-            )
+        read: dict[str, float] = {"layers": integer("layers", self.layers, 1)}
+        for name in ("kv_heads", "head_dim", "value_dim", "element_bytes"):
+            read[name] = integer(name, getattr(self, name), 0)
+        read["kept_copies"] = number("kept_copies", self.kept_copies, 0, most=1)
+        for name in ("lm_head", "latency"):
+            read[name] = number(name, getattr(self, name), 0)
+        for name in ("linear_rate", "attention_rate", "link_rate"):
+            read[name] = number(name, getattr(self, name), above=0)
+        if self.token_bytes is not None:
+            read["token_bytes"] = number("token_bytes", self.token_bytes, above=0, or_none=True)
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
 
     @property
     def row_bytes(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from prefixtree._numbers import integer, number
 from prefixtree._renamed import renamed_arguments
 from prefixtree.cost import ModelCost, model_cost, pairs_per_run
 
@@ -29,8 +31,8 @@ class CostModel:
             one.
 
     Raises:
-        ValueError: costs that are negative, not finite or all 0; `windowed` without a window, or
-            of another number than the windows.
+        ValueError: costs that are no numbers, negative, not finite or all 0; windows that are no
+            integers; `windowed` without a window, or of another number than the windows.
     """
 
     linear: float = 4.7e10
@@ -39,10 +41,12 @@ class CostModel:
     window: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("linear", "attention", "windowed"):
+            object.__setattr__(self, name, _each(getattr(self, name), _cost, name))
+        object.__setattr__(self, "window", _each(self.window, _window, "window"))
         windowed, windows = _entries(self.windowed), _entries(self.window)
-        parts = (self.linear, self.attention, *windowed)
-        if not all(np.isfinite(part) and part >= 0 for part in parts) or sum(parts) == 0:
-            raise ValueError(f"costs must be finite, >= 0 and not all 0, got {self}")
+        if sum((self.linear, self.attention, *windowed)) == 0:
+            raise ValueError(f"costs must not all be 0, got {self}")
         if self.window is None and not any(windowed):
             return
         fit = len(windowed) == len(windows) > 0 and all(part > 0 for part in windowed)
@@ -73,8 +77,10 @@ class CostModel:
             The cost model, in FLOPs per update.
 
         Raises:
-            ValueError: a config that transformers builds no language model from.
+            ValueError: a config that transformers builds no language model from, or a scored_share
+                out of its range.
         """
+        scored_share = number("scored_share", scored_share, 0, most=1)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [name for name in names if getattr(text, name, None) is None]
@@ -139,6 +145,21 @@ def cost_model_of(
         windowed=windowed,
         window=windows,
     )
+
+
+def _cost(name: str, value: Any) -> float:
+    return number(name, value, 0)
+
+
+def _window(name: str, value: Any) -> int | None:
+    return None if value is None else integer(name, value, or_none=True)
+
+
+def _each(value: Any, read: Callable[[str, Any], Any], name: str) -> Any:
+    """What was read of one value, or of a tuple's values."""
+    if isinstance(value, tuple):
+        return tuple(read(name, entry) for entry in value)
+    return read(name, value)
 
 
 def _entries(value: Any) -> tuple[Any, ...]:

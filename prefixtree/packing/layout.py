@@ -5,7 +5,6 @@ Legend: S sequences, T packed tokens (padding included), R replicated tokens, E 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,12 +13,21 @@ import numpy as np
 import torch
 
 from prefixtree import loops
+from prefixtree._numbers import (
+    check_unmasked,
+    check_without_gradient,
+    entries,
+    integer,
+    integers,
+    number,
+)
+from prefixtree._renamed import with_hints
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.mask import TreeMask
 from prefixtree.packing.no_labels import NoLabels
-from prefixtree.packing.per_sequence import check_lengths, flat_selection
+from prefixtree.packing.per_sequence import check_lengths, flat_selection, per_sequence
 from prefixtree.packing.transfers import lasting, move
 
 
@@ -78,12 +86,11 @@ class PackedForest:
     @lasting
     def __init__(self, forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> None:
         self.forest = forest
-        self.mask = mask
         self._buffer = buffer
         columns = _columns(buffer)
         self.input_ids = columns.token if forest.tokens is not None else None
         self.position_ids = columns.position
-        mask.note_given(self.position_ids)
+        self.mask = mask.given_with(self.position_ids)
         self.subtree_end = columns.subtree_end
         self.predictor = columns.predictor
         self.multiplicity = columns.multiplicity
@@ -139,11 +146,25 @@ class PackedForest:
         """The same packed forest, whose tokens a model gets under other ids.
 
         Args:
-            input_ids: int64 [T].
+            input_ids: integers [T], a tensor.
 
         Returns:
             A PackedForest with these `input_ids`; `forest` is the same.
+
+        Raises:
+            TypeError: anything but a tensor.
+            ForestError: another shape or dtype, or a forest without token ids.
         """
+        if not isinstance(input_ids, torch.Tensor):
+            raise TypeError(f"input_ids must be a torch tensor, got {type(input_ids).__name__}")
+        # copying would broadcast one number, and cut fractions off
+        wide = input_ids.dtype.is_floating_point or input_ids.dtype.is_complex
+        if input_ids.shape != (self.num_tokens,) or wide or input_ids.dtype == torch.bool:
+            raise ForestError(
+                f"input_ids must be integers [T] with T = {self.num_tokens} packed tokens, got "
+                f"shape {list(input_ids.shape)} of {input_ids.dtype}"
+            )
+        self._token_ids()
         buffer = self._buffer.clone()
         _columns(buffer).token.copy_(input_ids)
         return PackedForest(self.forest, buffer, self.mask)
@@ -159,10 +180,8 @@ class PackedForest:
         Raises:
             ForestError: the forest has no token ids.
         """
-        if self.input_ids is None:
-            raise ForestError("this forest has no token ids; give from_parents its tokens=")
         inputs = {
-            "input_ids": self.input_ids[None],
+            "input_ids": self._token_ids()[None],
             "position_ids": self.position_ids[None],
             "tree_mask": self.mask,
             "use_cache": False,
@@ -181,20 +200,22 @@ class PackedForest:
         padding = np.broadcast_to(unused, (self.num_padding, *routes.shape[1:]))
         return move(torch.from_numpy(np.concatenate([routes, padding])), self.device)
 
+    @with_hints
     def edges(self, loss_mask: Sequence[Any] | None = None) -> Edges:
         """Lists the edges to score, each once.
 
         Args:
-            loss_mask: one mask per sequence, [n], nonzero where a token is scored (a list, an array
-                or a tensor, aligned with the tokens). A shared token is scored where any of its
-                sequences asks for it. Entry 0 has no predictor and is ignored. Default: every
-                token is scored, except the first token of each root.
+            loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere (a
+                list, an array or a tensor, aligned with the tokens). A shared token is scored where
+                any of its sequences asks for it. Entry 0 has no predictor and is ignored. Default:
+                every token is scored, except the first token of each root.
 
         Returns:
             The edges on the packed forest's device, ascending by `token`.
 
         Raises:
-            ForestError: masks of another number or length than the sequences.
+            ForestError: masks of another number or length than the sequences, or that hold anything
+                but 0 and 1.
         """
         scored = self.mask.host.predictor >= 0
         if loss_mask is not None:
@@ -203,6 +224,7 @@ class PackedForest:
         both = np.concatenate([self.mask.host.predictor[token], token])
         return Edges(*move(torch.from_numpy(both), self.device).view(2, -1))
 
+    @with_hints
     def unpack(
         self,
         values: torch.Tensor,
@@ -224,9 +246,9 @@ class PackedForest:
             One tensor [n, ...] per sequence, in the dtype of `values`.
 
         Raises:
-            TypeError: values that are no tensor, booleans as indices.
-            ForestError: values of another length than T or on another device; masks of another
-                number or length than the sequences.
+            TypeError: values that are no tensor.
+            ForestError: values of another length than T or on another device; sequences that are no
+                integers; masks as in `edges`.
             IndexError: a sequence that does not exist.
         """
         self._check_values(values)
@@ -236,6 +258,7 @@ class PackedForest:
         flat = gather(values, GatherIndex(index, self.num_tokens, self.device))
         return list(flat.split(counts.tolist()))
 
+    @with_hints
     def unpack_padded(
         self,
         values: torch.Tensor,
@@ -259,15 +282,18 @@ class PackedForest:
         Raises:
             TypeError: as `unpack`.
             ForestError: as `unpack`.
-            ValueError: an unknown side, or a length below the longest sequence.
+            ValueError: an unknown side, a padding_value that is no number, or a length that is no
+                integer or below the longest sequence.
         """
         self._check_values(values)
+        if not isinstance(padding_value, bool):
+            padding_value = number("padding_value", padding_value, finite=False)
         lengths = self.forest.sequence_lengths
         columns = self.forest.columns
         if columns is not None and padding_side is None and length is None:
             length, first = columns
         else:
-            length = int(lengths.max()) if length is None else length
+            length = int(lengths.max()) if length is None else integer("length", length)
             if padding_side not in (None, "left", "right"):
                 raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
             if length < lengths.max():
@@ -298,14 +324,13 @@ class PackedForest:
             [T, ...] on the packed forest's device; 0 at padding.
 
         Raises:
-            ForestError: values that require a gradient, another number or length than the
-                sequences, or a shared token whose copies differ (NaN equals NaN).
+            ForestError: values that are no numbers or require a gradient, another number or length
+                than the sequences, or a shared token whose copies differ (NaN equals NaN).
         """
-        tensors = [torch.as_tensor(v, device=self.device) for v in values]
+        given = per_sequence("values", values, self.forest.num_sequences)
+        tensors = [self._tensor(f"values[{i}]", v) for i, v in enumerate(given)]
         lengths = [t.shape[0] if t.ndim else -1 for t in tensors]
         check_lengths("values", lengths, self.forest.sequence_lengths)
-        if any(t.requires_grad for t in tensors):
-            raise ForestError("pack_values takes values without a gradient; detach them")
         flat = torch.cat(tensors)
         forest = self.forest
         at = loops.sequence_copies.first_copy(*self._nodes, self._offsets, forest.num_tokens)
@@ -396,15 +421,26 @@ class PackedForest:
         count = self.forest.num_sequences
         if sequences is None:
             return np.arange(count)
-        sequences = list(sequences)
-        if any(isinstance(s, (bool, np.bool_)) for s in sequences):
-            raise TypeError(
-                "sequences must be integer indices, got booleans; np.flatnonzero makes them"
-            )
-        wanted = np.array([operator.index(s) for s in sequences], np.int64)
+        listed = entries("sequences", sequences, "a list of integer indices")
+        wanted = integers("sequences", listed)
         for bad in wanted[(wanted < 0) | (wanted >= count)][:1]:
             raise IndexError(f"sequence {bad} does not exist; expected indices 0 to {count - 1}")
         return wanted
+
+    def _tensor(self, name: str, values: Any) -> torch.Tensor:
+        """One entry of `pack_values`, on the device."""
+        check_unmasked(name, values)
+        try:
+            tensor = torch.as_tensor(values, device=self.device)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise ForestError(f"{name} is no tensor, array or list of numbers: {problem}") from None
+        check_without_gradient(name, tensor)
+        return tensor
+
+    def _token_ids(self) -> torch.Tensor:
+        if self.input_ids is None:
+            raise ForestError("this forest has no token ids; give from_parents its tokens=")
+        return self.input_ids
 
     def _check_values(self, values: torch.Tensor) -> None:
         if not isinstance(values, torch.Tensor):
@@ -427,6 +463,7 @@ def _rebuild(forest: PrefixForest, buffer: torch.Tensor, mask: TreeMask) -> Pack
 
 
 @lasting
+@with_hints
 def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedForest:
     """Lays a forest out in preorder, each distinct token once.
 
@@ -441,15 +478,15 @@ def pack(forest: PrefixForest, pad_to_multiple_of: int | None = None) -> PackedF
 
     Raises:
         TypeError: anything but a PrefixForest.
-        ValueError: pad_to_multiple_of below 1.
+        ValueError: pad_to_multiple_of that is neither None nor an integer >= 1.
     """
     if not isinstance(forest, PrefixForest):
-        raise TypeError(
-            f"pack takes a PrefixForest, got {type(forest).__name__}; "
-            "PrefixForest.from_sequences makes one"
-        )
-    if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of must be None or >= 1, got {pad_to_multiple_of}")
+        mend = "PrefixForest.from_sequences makes one"
+        if hasattr(forest, "packed"):
+            mend = "batch.packed is its packed forest"
+        raise TypeError(f"pack takes a PrefixForest, got {type(forest).__name__}; {mend}")
+    if pad_to_multiple_of is not None:
+        pad_to_multiple_of = integer("pad_to_multiple_of", pad_to_multiple_of, 1, or_none=True)
     padding = 0 if pad_to_multiple_of is None else -forest.num_tokens % pad_to_multiple_of
     num_tokens = forest.num_tokens + padding
     subtree_end = np.arange(1, num_tokens + 1, dtype=np.int32)

@@ -5,13 +5,13 @@ Legend: T packed tokens, Tq query rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
+from prefixtree._numbers import entries, integer, integers
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape, visited_tiles
 from prefixtree.packing.host_mask import HostMask, make_handle
@@ -45,16 +45,13 @@ class TreeMask:
     """
 
     def __init__(self, subtree_end: Any) -> None:
-        array = subtree_end.cpu().numpy() if hasattr(subtree_end, "cpu") else subtree_end
         try:
-            array = np.asarray(array)
-        except ValueError:  # sequences of several lengths
-            array = np.asarray(array, object)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            array = integers("subtree_end", subtree_end)
+        except ForestError as problem:
             raise ForestError(
-                f"subtree_end must be 1-D integers, got shape {list(array.shape)} of {array.dtype};"
-                " pack(PrefixForest.from_sequences(sequences)).mask is the mask of sequences"
-            )
+                f"{problem}; pack(PrefixForest.from_sequences(sequences)).mask is the mask of "
+                "sequences"
+            ) from None
         for bad in np.flatnonzero(array > len(array))[:1]:
             raise ForestError(
                 f"subtree_end[{bad}] is {array[bad]}, beyond the {len(array)} tokens there are"
@@ -81,13 +78,19 @@ class TreeMask:
         self._given: tuple[torch.Tensor, int] | None = None
         return self
 
-    def note_given(self, position_ids: torch.Tensor) -> None:
-        """Notes the positions that models are given, int64 [T]: those of this mask's tokens."""
+    def given_with(self, position_ids: torch.Tensor) -> TreeMask:
+        """The same mask, which knows the positions that models are given beside it.
+
+        Args:
+            position_ids: int64 [T], those of this mask's tokens.
+        """
+        mask = self.with_options()
         if not position_ids.is_inference():
-            self._given = position_ids, position_ids._version
+            mask._given = position_ids, position_ids._version
+        return mask
 
     def is_given(self, position_ids: torch.Tensor) -> bool:
-        """Whether these are the positions that were noted: the same memory, not written to since.
+        """Whether these are the known positions: the same memory, not written to since.
 
         False says nothing. No value is read, so a GPU is not waited for.
 
@@ -181,12 +184,13 @@ class TreeMask:
             A TreeMask with the same T keys and Tq queries.
 
         Raises:
-            ForestError: ranges out of order or out of bounds, or a mask that is a subset already.
+            ForestError: ranges that are no pairs of integers, out of order or out of bounds, or a
+                mask that is a subset already.
         """
         if self.query_tokens is not None:
             raise ForestError("for_queries takes the whole mask; this one holds a subset already")
         runs, row, last = [], 0, 0
-        for start, end in ((operator.index(a), operator.index(b)) for a, b in ranges):
+        for start, end in map(_pair, entries("ranges", ranges, "a list of (start, end)")):
             if not last <= start < end <= self.num_tokens:
                 raise ForestError(
                     f"for_queries expects ascending, separate, non-empty ranges within 0 and "
@@ -305,11 +309,15 @@ def check_window(window: int | None) -> int:
     """The window as a number, 0 for none."""
     if window is None:
         return 0
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(
-            f"window must be None or an integer >= 1 (it counts the token itself), got {window!r}"
-        )
-    return window
+    return integer("window", window, 1, or_none=True, note=" (it counts the token itself)")
+
+
+def _pair(given: Any) -> tuple[int, int]:
+    """A range of `for_queries`."""
+    pair = entries("ranges", given, "a list of (start, end)")
+    if len(pair) != 2:
+        raise ForestError(f"ranges must be a list of (start, end), got {given!r} in it")
+    return integer("a start in ranges", pair[0]), integer("an end in ranges", pair[1])
 
 
 def dense_mask(host: HostMask, device: torch.device, window: int) -> torch.Tensor:

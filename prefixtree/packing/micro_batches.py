@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._renamed import renamed_arguments
+from prefixtree._numbers import integer, number
+from prefixtree._renamed import renamed_arguments, with_hints
 from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
@@ -24,7 +25,7 @@ from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.borrow_cost import BorrowCost
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.per_sequence import flat_selection
+from prefixtree.packing.per_sequence import flat_selection, per_sequence, zeros_like
 from prefixtree.packing.plan_stats import PlanStats, ReuseStats
 from prefixtree.packing.steps import StepStats, plan_any_steps
 
@@ -54,9 +55,11 @@ class MicroBatch:
         cost: float,
         steps: StepStats | None = None,
         forest: PrefixForest | None = None,
+        num_planned: int | None = None,
     ) -> None:
         self._source = source
         self._forest = forest
+        self._num_planned = source.num_sequences if num_planned is None else num_planned
         self.sequence_indices = sequence_indices
         self.num_tokens = num_tokens
         self.cost = cost
@@ -91,24 +94,26 @@ class MicroBatch:
         """Selects the entries of a per-sequence list that belong to this micro-batch.
 
         Args:
-            values: S entries, for all sequences that were planned: numbers, lists, arrays or
-                tensors.
+            values: S entries, for all sequences that were planned: numbers, lists, arrays, tensors
+                or anything else.
 
         Returns:
             One entry per sequence of `packed`, in their order. For the dummy of an empty step one
-            entry of zeros: a number for numbers, one token's worth ([1, ...]) for per-token values.
-            So a training loop needs no special case.
+            entry of zeros, without a gradient: a number for numbers, one token's worth ([1, ...])
+            for per-token values, None for what has no zero. So a training loop needs no special
+            case.
+
+        Raises:
+            ForestError: another number of entries than S, as of values that were taken already.
         """
-        if not self.is_empty:
-            return [values[i] for i in self.sequence_indices.tolist()]
-        first = values[0]
-        if isinstance(first, (list, tuple)):
-            return [[0]]
-        return [first[:1] * 0 if getattr(first, "ndim", 0) else first * 0]
+        given = per_sequence("values", values, self._num_planned)
+        if self.is_empty:
+            return [zeros_like(given[0])]
+        return [given[i] for i in self.sequence_indices.tolist()]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # to another process goes this micro-batch's part of the forest, not the whole
-        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps
+        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps, self._num_planned
         return _rebuild, (self.forest, *sizes)
 
     def __repr__(self) -> str:
@@ -124,8 +129,21 @@ def _rebuild(
     num_tokens: int,
     cost: float,
     steps: StepStats | None,
+    num_planned: int,
 ) -> MicroBatch:
-    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest)
+    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
+
+
+class _RankMicroBatches(tuple[MicroBatch, ...]):
+    """The micro-batches of one rank, step after step."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"plan[rank] has no {name}: it is the micro-batches of a rank, one per step, and a "
+            "plan's entries are its ranks; write `for batch in plan[rank]`"
+        )
 
 
 class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
@@ -165,7 +183,10 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         self._ranks = ranks
 
     def __getitem__(self, rank: Any) -> Any:
-        if isinstance(rank, int) and not -len(self) <= rank < len(self):
+        if isinstance(rank, slice):
+            return self._ranks[rank]
+        rank = integer("rank", rank, wrong=TypeError)
+        if not -len(self) <= rank < len(self):
             raise IndexError(
                 f"rank {rank} of a plan for {len(self)} rank{'s' * (len(self) > 1)}: plan with "
                 "num_ranks= the number of data-parallel ranks, on every one of them"
@@ -193,24 +214,27 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         """S, the sequences of the whole mini-batch: the denominator of a mean over sequences."""
         return self.forest.num_sequences
 
+    @with_hints
     def num_loss_tokens(self, loss_mask: Sequence[Any] | None = None) -> int:
         """Counts the scored tokens of the whole mini-batch: the denominator of a token mean.
 
         A shared token counts once per sequence that holds it.
 
         Args:
-            loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
-                predictor and does not count. Default: every token is scored, except the first
-                token of each sequence.
+            loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry
+                0 has no predictor and does not count. Default: every token is scored, except the
+                first token of each sequence.
 
         Returns:
             The number of scored tokens over all sequences.
 
         Raises:
-            ForestError: masks of another number or length than the sequences.
+            ForestError: masks of another number or length than the sequences, or that hold anything
+                but 0 and 1.
         """
         return int(self._scored(loss_mask).sum())
 
+    @with_hints
     def loss_weights(
         self,
         normalization: str = "token-mean",
@@ -242,7 +266,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
             float64 [S], one weight per sequence, in input order.
 
         Raises:
-            ForestError: masks of another number or length than the sequences.
+            ForestError: masks as in `num_loss_tokens`.
             ValueError: unknown names, a constant missing or not above 0, nothing scored at all.
         """
         if rank_reduction not in ("mean", "sum"):
@@ -252,8 +276,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         if (normalization == "constant") != (constant is not None):
             raise ValueError("constant= goes with normalization='constant', and only with it")
         if constant is not None:
-            if not constant > 0:
-                raise ValueError(f"constant must be above 0, got {constant}")
+            constant = number("constant", constant, above=0)
             return np.full(count, scale / (constant * count))
         scored = self._scored(loss_mask)
         if scored.sum() == 0:
@@ -284,6 +307,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
 
 @renamed_arguments(keys="namespaces")
+@with_hints
 def plan_micro_batches(
     sequences: Iterable[Any] | PrefixForest,
     max_tokens: int,
@@ -413,7 +437,7 @@ def plan_micro_batches(
                 for weight in (tree.length, tree.cost)
             )
         stats = replace(stats, reuse=_reuse_stats(ranks, cut, tree.unit_cost))
-    return MicroBatchPlan(forest, max_tokens, tuple(map(tuple, ranks)), stats)
+    return MicroBatchPlan(forest, max_tokens, tuple(map(_RankMicroBatches, ranks)), stats)
 
 
 def _reuse_stats(

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree._tokens import to_numpy
+from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
-from prefixtree.packing.arguments import at_least_one, check_indices, check_packed
+from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask, make_mask
 from prefixtree.packing.transfers import lasting, move_all
@@ -197,8 +197,7 @@ class Part:
         Raises:
             ForestError: predictors that are not 1-D integers, or no packed tokens.
         """
-        tokens = to_numpy(predictor)
-        check_indices("predictor", tokens, self._host.num_tokens, "packed tokens")
+        tokens = integers("predictor", predictor, self._host.num_tokens, "packed tokens")
         if not self.num_tokens:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         place = np.searchsorted(self.own_tokens, tokens)
@@ -235,8 +234,7 @@ class Parts:
     def __init__(self, packed: PackedForest, owner: Any, num_parts: int) -> None:
         check_packed(packed, type(self).__name__)
         num_parts = at_least_one("num_parts", num_parts)
-        owner = to_numpy(owner)
-        check_indices("owner", owner, num_parts, "parts")
+        owner = integers("owner", owner, num_parts, "parts")
         if len(owner) != packed.num_tokens:
             raise ForestError(
                 f"owner must name a part for each of the {packed.num_tokens} packed tokens, got "
@@ -244,7 +242,7 @@ class Parts:
             )
         change = np.flatnonzero(owner[1:] != owner[:-1]) + 1
         first = np.concatenate([np.zeros(min(1, len(owner)), np.int64), change])
-        self._init(packed, first, owner[first].astype(np.int64), num_parts)
+        self._init(packed, first, owner[first], num_parts)
 
     def _init(
         self, packed: PackedForest, start: np.ndarray, part: np.ndarray, num_parts: int

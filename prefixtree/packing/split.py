@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from prefixtree import loops
-from prefixtree._tokens import to_numpy
+from prefixtree._numbers import integers
 from prefixtree.errors import ForestError
-from prefixtree.packing.arguments import at_least_one, check_indices, check_packed
+from prefixtree.packing.arguments import at_least_one, check_packed
 from prefixtree.packing.borrow_cost import BorrowCost, run_flops
 from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import Edges, PackedForest
@@ -227,8 +227,7 @@ def _work(
             f"borrow_cost.lm_head {borrow_cost.lm_head:.3g}, got {cost_model.linear:.3g}; give a "
             "borrow_cost of the same model, or leave scored out"
         )
-    predictor = to_numpy(scored.predictor)
-    check_indices("scored.predictor", predictor, packed.num_tokens, "packed tokens")
+    predictor = integers("scored.predictor", scored.predictor, packed.num_tokens, "packed tokens")
     edges = np.bincount(predictor, minlength=packed.num_tokens)
     unscored = np.diff(border) - np.add.reduceat(edges, border[:-1])
     less = borrow_cost.lm_head * unscored

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _REFUSED, _READY = 0, 1
+# differences that a message names
+_NAMED = 4
+
+#: What must be the same on all ranks: the name of each part, and an array or what has a repr.
+Parts = Mapping[str, Any]
 
 
 def num_ranks(group: Any) -> int:
@@ -46,7 +51,7 @@ def num_ranks(group: Any) -> int:
 def agree(
     group: ProcessGroup,
     device: torch.device,
-    prepare: Callable[[], tuple[_T, Mapping[str, int]]],
+    prepare: Callable[[], tuple[_T, Mapping[str, Parts]]],
     facts: Mapping[str, str],
 ) -> _T:
     """Prepares a call on every rank, and goes on only if it is the same call on all of them.
@@ -56,10 +61,11 @@ def agree(
     Args:
         group: the process group. All its ranks must call this.
         device: where the group's collectives take tensors.
-        prepare: prepares the call, and gives a digest (`digest`) by the name of each fact. It may
-            raise, but must not communicate.
-        facts: name of each fact that must be the same on all ranks -> the message of the error
-            where it is not; "{ranks}" stands for the ranks that differ from the group's first.
+        prepare: prepares the call, and gives the parts of each fact by its name. It may raise, but
+            must not communicate.
+        facts: name of each fact that must be the same on all ranks -> how the message of the error
+            begins where it is not. It ends with the ranks that differ from the group's first, and
+            in which parts.
 
     Returns:
         What `prepare` returned.
@@ -74,10 +80,10 @@ def agree(
     problem: Exception | None = None
     numbers = np.zeros(1 + len(facts), np.int64)
     try:
-        prepared, digests = prepare()
+        prepared, parts = prepare()
         numbers[0] = _READY
         for at, name in enumerate(facts, 1):
-            numbers[at] = digests[name]
+            numbers[at] = digest(*parts[name].values())
     except Exception as raised:
         problem = raised
         numbers[0] = _REFUSED
@@ -97,11 +103,38 @@ def agree(
             f"rank {first} of the group refused this call, so no rank computes it: "
             f"{messages[first]}"
         )
-    for at, message in enumerate(facts.values(), 1):
+    for at, (name, message) in enumerate(facts.items(), 1):
         others = np.flatnonzero(found[:, at] != found[0, at]).tolist()
         if others:
-            raise ValueError(message.format(ranks=", ".join(map(str, others))))
+            raise ValueError(f"{message}; {_differences(group, parts[name], others)}")
     return prepared
+
+
+def _differences(group: ProcessGroup, parts: Parts, others: list[int]) -> str:
+    """In what `others` differ from the first rank of the group. All its ranks must call this."""
+    import torch.distributed as dist
+
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    mine = {name: (digest(value), _text(value)) for name, value in parts.items()}
+    dist.all_gather_object(of_ranks, mine, group=group)
+    first, other = of_ranks[0], of_ranks[others[0]]
+    names = [name for name in first | other if first.get(name) != other.get(name)]
+    named = [_difference(name, first.get(name), other.get(name)) for name in names[:_NAMED]]
+    if len(names) > _NAMED:
+        named.append(f"{len(names) - _NAMED} more")
+    said = f"rank {others[0]} of the group differs from its rank 0 in {', '.join(named)}"
+    return said if len(others) == 1 else f"{said}; so do ranks {', '.join(map(str, others[1:]))}"
+
+
+def _difference(name: str, *found: tuple[int, str | None] | None) -> str:
+    """Found on rank 0 and on another."""
+    first, other = ("nothing" if one is None else one[1] for one in found)
+    return name if first is None or other is None else f"{name} ({other}, on rank 0 {first})"
+
+
+def _text(value: Any) -> str | None:
+    """Of what a line can show."""
+    return None if isinstance(value, np.ndarray) else repr(value)[:80]
 
 
 def digest(*values: Any) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 
 from prefixtree.kernels.attention import checked_call
 from prefixtree.kernels.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.parts import Part
 
 
@@ -110,7 +111,7 @@ class PartMask(DividedMask):
         self.exchange_of = exchange_of
 
     # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
-    @torch._disable_dynamo
+    @uncompiled
     def attend(
         self,
         module: nn.Module,
@@ -123,7 +124,7 @@ class PartMask(DividedMask):
         return part_attention(query, key, value, self.part, exchange, **options)
 
 
-@torch._disable_dynamo
+@uncompiled
 def part_attention(
     query: torch.Tensor,
     key: torch.Tensor,

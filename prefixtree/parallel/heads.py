@@ -17,6 +17,7 @@ from torch import nn
 
 from prefixtree.kernels.attention import checked_call
 from prefixtree.kernels.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.parts import Parts
 from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import DividedMask
@@ -55,7 +56,7 @@ class HeadsMask(DividedMask):
         self.whole = packed.mask
         self.exchange = _TokensForHeads(parts.owner, len(parts), index, group, packed.device)
 
-    @torch._disable_dynamo
+    @uncompiled
     def attend(
         self,
         module: nn.Module,

@@ -235,7 +235,8 @@ class StepRun:
         compute: runs a step through the model, with a graph where gradients are enabled.
         num_runs: how often the model runs in a forward pass, n or more. The rest are dummies, where
             other ranks have more steps.
-        check: raises where the backward would not find what the forward did. Default: nothing.
+        check: raises where a step of the backward would not find what the forward did. Default:
+            nothing.
     """
 
     def __init__(
@@ -284,10 +285,11 @@ class StepRun:
                 "(retain_graph does not keep it)"
             )
         self._is_done = True
-        if self._check is not None:
-            self._check()
         scores, self._last = self._last, None
         for step in reversed(self._runs):
+            # an optimizer may run in a hook of the step before
+            if self._check is not None:
+                self._check()
             if scores is None:
                 scores = self._with_graph(step)
             if step is None:

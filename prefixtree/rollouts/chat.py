@@ -118,7 +118,12 @@ class ChatTokenizer:
             ) from None
 
     def __call__(
-        self, messages: Any, tools: Any = None, folder: Path | None = None
+        self,
+        messages: Any,
+        tools: Any = None,
+        folder: Path | None = None,
+        *,
+        num_given: int = 0,
     ) -> Conversation:
         """Tokenizes a conversation and finds its assistant turns.
 
@@ -126,6 +131,8 @@ class ChatTokenizer:
             messages: OpenAI chat messages; tool calls' arguments as JSON text or as objects.
             tools: the tools' schemas, for templates that show them. Default: no tools.
             folder: paths of pictures are relative to it. Default: the current folder.
+            num_given: the first messages are a prompt of so many, whose assistant turns the policy
+                did not write. Default: 0.
 
         Returns:
             The tokens, with loss mask and turns.
@@ -149,7 +156,7 @@ class ChatTokenizer:
         all_pictures = [picture for found in pictures for picture in found]
         spans, last = [], []
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and i >= num_given:
                 last.append(i)
                 prompt = self._text(messages[:i], tools, add_generation_prompt=True) if i else ""
                 spans.append((prompt, self._text(messages[: i + 1], tools)))
@@ -183,7 +190,7 @@ class ChatTokenizer:
             loss_mask = np.arange(end) >= span[0]
             sampled = loss_mask.copy()
             before = messages[: last[number]]
-            for first, beyond in _assistant_spans(before, prompt, self._placeholder_text):
+            for first, beyond in _written_spans(before, num_given, prompt, self._placeholder_text):
                 sampled[_tokens_of(borders, first, beyond)] = True
             turns.append((tokens_there[:end], loss_mask, sampled))
         return Conversation(tokens, None, None, turns, named)
@@ -273,21 +280,22 @@ def _span(prompt: str, turn: str, borders: dict[int, int]) -> tuple[int, int] | 
     return start, end
 
 
-def _assistant_spans(
-    messages: list[dict[str, Any]], text: str, placeholder: str
+def _written_spans(
+    messages: list[dict[str, Any]], num_given: int, text: str, placeholder: str
 ) -> list[tuple[int, int]]:
     """Finds the assistant's parts of `text`, as (start, end) in characters.
 
     They lie between messages of other roles, which are searched in order. The assistant turns
-    beside a message that is not found are left out. A picture is searched as its placeholder.
+    beside a message that is not found are left out, and those of the first `num_given` messages. A
+    picture is searched as its placeholder.
     """
     spans = []
     # where the last other message ended, None where it was not found; how far was searched
     end: int | None = 0
     searched, wrote = 0, False
-    for message in messages:
+    for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            wrote = True
+            wrote = i >= num_given
             continue
         found = _find(_pieces(message["content"], placeholder), text, searched)
         if wrote and end is not None and found is not None:

@@ -1,16 +1,7 @@
-"""Rollout files: JSON lines, gzipped or not, or parquet, in; token ids and loss masks out.
+"""Rollout files: JSON, gzipped or not, or parquet, in; token ids and loss masks out.
 
-A line, or a row of a parquet file, is one object with
-    token_ids or input_ids                           the whole rollout, or
-    prompt_ids and response_ids or completion_ids    its two parts, one after the other, or
-    messages                                         an OpenAI chat, tokenized by a chat template;
-                                                     tools, the tools' schemas, go with it
-and optionally
-    loss_mask    0 or 1 per token id; default: 0 for prompt_ids and 1 for response_ids
-    turn_ends    for each assistant turn, the number of tokens up to its end
-    id, group    names; rollouts of one task share a group
-    messages     beside token ids: their text, for what `report` quotes, and their pictures
-Other fields are left alone.
+`read_rollouts` says what a line holds. Messages beside token ids are their text, for what `report`
+quotes, and their pictures.
 """
 
 from __future__ import annotations
@@ -29,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from prefixtree.errors import InputError
-from prefixtree.rollouts import parquet
+from prefixtree.rollouts import datasets, parquet
 from prefixtree.rollouts.chat import ChatTokenizer
 from prefixtree.rollouts.pictures import FIRST_PICTURE, has_pictures
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
@@ -49,6 +40,7 @@ _FIELDS = frozenset(
         *_ROUTES,
         "id",
         "group",
+        *datasets.FIELDS,
     )
 )
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
@@ -63,11 +55,16 @@ def read_rollouts(
 ) -> Rollouts:
     """Reads a file of rollouts.
 
-    A line of JSON lines, or a row of a parquet file, is one object. It holds one of
+    A line of JSON lines, an entry of a JSON array, or a row of a parquet file is one object. It
+    holds one of
 
         - `token_ids` (or `input_ids`): the whole rollout
         - `prompt_ids` with `response_ids` (or `completion_ids`): its two parts, in this order
         - `messages`: an OpenAI chat, tokenized by `tokenizer`; `tools` holds the tools' schemas
+        - `prompt` with `completion`, or `chosen` with `rejected` (and `prompt`): messages, as in
+          TRL's data sets. The assistant turns of the prompt count as given. A pair makes two
+          rollouts, of one group.
+        - `conversations`: a chat of ShareGPT's form (`from`, `value`)
 
     and optionally `loss_mask` (0 or 1 per token id), `turn_ends` (for each assistant turn, the
     number of tokens up to its end), `routes` (or `routed_experts`: per token, perhaps without the
@@ -79,7 +76,8 @@ def read_rollouts(
     `tokenizer` with an image processor. Token ids beside them have the placeholders expanded.
 
     Args:
-        path: JSON lines, gzipped or not, or parquet; "-" is standard input, JSON lines only.
+        path: JSON lines or one JSON array, gzipped or not, or parquet; "-" is standard input, JSON
+            only.
         strict: whether to raise at the first broken line. Default: False: leave it out and keep
             the reason in `Rollouts.problems`.
         watch: called with the open file and its size in bytes; returns the file to read from, to
@@ -102,7 +100,7 @@ def read_rollouts(
     for number, text in _lines(source, path, watch):
         try:
             row = _parse(text) if isinstance(text, bytes) else text
-            rows.append((number, _rollout(row, tokenizer, folder)))
+            rows += [(number, found) for found in _rollouts(row, number, tokenizer, folder)]
         except InputError as problem:
             note(f"{source}:{number}: {problem}", problems, strict)
     require_some(rows, source, problems, "rollout")
@@ -115,8 +113,9 @@ def read_rollouts(
         sequences=sequences,
         loss_masks=complete_masks(masks, sequences),
         groups=groups if any(group is not None for group in groups) else None,
-        ids=[row["id"] or f"line {number}" for number, row in rows],
+        ids=[row["id"] for _, row in rows],
         lines=[number for number, _ in rows],
+        origins=list(range(len(rows))),
         turn_ends=[row["turn_ends"] for _, row in rows],
         routes=[row["routes"] for _, row in rows],
         messages=messages if any(m is not None for m in messages) else None,
@@ -144,8 +143,8 @@ def _opened(
 
 def _lines(
     source: str, path: str | Path, watch: Callable[[BinaryIO, int], BinaryIO] | None
-) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
-    """Numbered lines that are not blank, or numbered rows of a parquet file."""
+) -> Iterator[tuple[int, Any]]:
+    """Numbered lines that are not blank, as bytes; else entries of an array, or rows of parquet."""
     number = 0
     try:
         with _opened(path, watch) as file:
@@ -159,8 +158,10 @@ def _lines(
                 return
             if magic[:2] == _GZIP_MAGIC:
                 stream = gzip.GzipFile(fileobj=stream)
-            for number, line in enumerate(stream, 1):
-                if not line.isspace():
+            for number, line in _array_or_lines(stream):
+                if not isinstance(line, bytes):
+                    yield number, line
+                elif line and not line.isspace():
                     yield number, line.rstrip()
     except EOFError:
         raise InputError(
@@ -172,6 +173,24 @@ def _lines(
         ) from None
     except OSError as problem:
         raise InputError(f"{source}: cannot be read: {problem.strerror or problem}") from None
+
+
+def _array_or_lines(stream: Any) -> Iterator[tuple[int, Any]]:
+    """The numbered entries of a file that is one JSON array, or else its lines."""
+    number, lines = 0, stream
+    for number, line in enumerate(stream, 1):
+        if line.lstrip()[:1] == b"[":
+            whole = line + stream.read()
+            try:
+                yield from enumerate(json.loads(whole), 1)
+                return
+            except (ValueError, RecursionError):
+                number, lines = number - 1, whole.splitlines()
+                break
+        yield number, line
+        if not line.isspace():
+            break
+    yield from enumerate(lines, number + 1)
 
 
 def _parquet_rows(source: str, file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -200,17 +219,36 @@ def _parse(text: bytes) -> dict[str, Any]:
     except ValueError as problem:
         # bytes that are no UTF-8, or an integer of thousands of digits
         raise InputError(f"not valid JSON: {problem}") from None
-    if not isinstance(row, dict):
-        raise InputError(f"expected a JSON object, got {_kind(row)}")
     return row
 
 
 # ---- the fields of a line ------------------------------------------------------------------------
 
 
-def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None, folder: Path) -> dict[str, Any]:
+def _rollouts(
+    row: Any, number: int, tokenizer: ChatTokenizer | None, folder: Path
+) -> list[dict[str, Any]]:
+    """The rollouts of a line: one, or two of a pair, which are a group."""
+    if not isinstance(row, dict):
+        raise InputError(f"expected a JSON object, got {_kind(row)}")
     # parquet has every column in every row
     row = {name: value for name, value in row.items() if value is not None}
+    parts = [("", row)] if _has_tokens(row) else datasets.rollouts_of(row)
+    rollouts = [_rollout(fields, tokenizer, folder) for _, fields in parts]
+    for (part, _), rollout in zip(parts, rollouts, strict=True):
+        name = rollout["id"] or f"line {number}"
+        rollout["id"] = name + part
+        if part and rollout["group"] is None:
+            rollout["group"] = name
+    return rollouts
+
+
+def _has_tokens(row: dict[str, Any]) -> bool:
+    parts = "prompt_ids" in row and any(name in row for name in _RESPONSE)
+    return parts or any(name in row for name in _WHOLE)
+
+
+def _rollout(row: dict[str, Any], tokenizer: ChatTokenizer | None, folder: Path) -> dict[str, Any]:
     tokens, mask, ends, turns, messages = _tokens(row, tokenizer, folder)
     if len(tokens) == 0:
         raise InputError("has no token; a sequence has at least one")
@@ -242,10 +280,13 @@ def _tokens(
         tokens, mask, ends = given
         tokens, messages = _with_pictures(tokens, row.get("messages"), tokenizer, folder)
         return tokens, mask, ends, None, messages
-    if "messages" not in row:
+    prompt = [] if "messages" in row else row.get("prompt", [])
+    messages = row["messages"] if "messages" in row else prompt + row.get("completion", [])
+    if "messages" not in row and not messages:
         raise InputError(
-            "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids, "
-            f"or messages; got the fields {', '.join(map(str, row)) or 'none at all'}"
+            "expected token_ids, input_ids, prompt_ids with response_ids or completion_ids, "
+            "messages, conversations, prompt with completion, or chosen with rejected; got the "
+            f"fields {', '.join(map(str, row)) or 'none at all'}"
         )
     if tokenizer is None:
         raise InputError("has messages and no token ids; give a tokenizer folder by --tokenizer")
@@ -253,7 +294,7 @@ def _tokens(
         raise InputError(
             "has loss_mask or turn_ends but no token ids that they count; give token_ids too"
         )
-    chat = tokenizer(row["messages"], row.get("tools"), folder)
+    chat = tokenizer(messages, row.get("tools"), folder, num_given=len(prompt))
     return chat.tokens, chat.loss_mask, chat.turn_ends, chat.turns, chat.messages
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixtree._numbers import entries, integer, integers
 from prefixtree.errors import InputError
 from prefixtree.rollouts.pictures import (
     FIRST_PICTURE,
@@ -30,7 +31,8 @@ class Rollouts:
         groups: one group per sequence, None for a rollout without one. None where no rollout has
             one.
         ids: one name per sequence; "line 7" for a rollout without a name.
-        lines: the line each sequence came from, counted from 1.
+        lines: the line (entry of an array, row) each sequence came from, counted from 1.
+        origins: the rollout each sequence came from, counted from 0. A line may hold a pair.
         turn_ends: per sequence, int64, the number of tokens up to the end of each assistant turn.
             They come from the field `turn_ends` or from the runs of ones in `loss_mask`; None where
             the line has neither.
@@ -54,6 +56,7 @@ class Rollouts:
     groups: list[str | int | None] | None
     ids: list[str]
     lines: list[int]
+    origins: list[int]
     turn_ends: list[np.ndarray | None]
     routes: list[np.ndarray | None]
     messages: list[list[dict[str, Any]] | None] | None
@@ -74,7 +77,12 @@ class Rollouts:
 
         Returns:
             The sequences at `indices`, in that order.
+
+        Raises:
+            ValueError: indices that are no list of integers.
+            IndexError: a sequence that does not exist.
         """
+        indices = integers("indices", entries("indices", indices, "a list of integers")).tolist()
         kept: dict[str, Any] = {
             name: [values[i] for i in indices]
             for name, values in vars(self).items()
@@ -90,8 +98,11 @@ class Rollouts:
 
         Returns:
             The first `count` sequences, or all where there are fewer.
+
+        Raises:
+            ValueError: a count that is no integer >= 0.
         """
-        return self.take(range(min(count, len(self))))
+        return self.take(range(min(integer("count", count, 0), len(self))))
 
     def picture_batch(self) -> PictureBatch | None:
         """Processes the pictures of the sequences, each distinct one once.
@@ -134,7 +145,9 @@ class Rollouts:
 
         Raises:
             InputError: a rollout without a group.
+            ValueError: a count that is no integer >= 0.
         """
+        count = integer("count", count, 0)
         if self.groups is None or None in self.groups:
             line = self.lines[0 if self.groups is None else self.groups.index(None)]
             raise InputError(

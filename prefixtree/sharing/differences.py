@@ -112,7 +112,7 @@ def _kind(
     lengths: tuple[int, int] | None,
     role: str | None,
 ) -> str:
-    if rollouts.lines[pair[0]] == rollouts.lines[pair[1]]:
+    if rollouts.origins[pair[0]] == rollouts.origins[pair[1]]:
         return "rewritten"
     if rollouts.loss_masks is None:
         return {None: "unknown", "assistant": "sampled"}.get(role, "given")

@@ -120,7 +120,7 @@ def find_near_misses(
             sampled_before,
             chains.begins,
             chains.ends,
-            np.array(rollouts.lines)[chains.sequence],
+            np.array(rollouts.origins)[chains.sequence],
             chains.trunk,
             chains.fork,
             chains.previous,

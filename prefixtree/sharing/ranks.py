@@ -32,7 +32,8 @@ def predict_ranks(
         checkpointing: gradient checkpointing of every layer, where `cost` is given.
 
     Returns:
-        Facts, ready for JSON: the attributes of `SplitStats` and of `Split`.
+        Facts, ready for JSON: the attributes of `SplitStats` and of `Split`, and the rates that
+        are assumed of a GPU, per second.
 
     Raises:
         ForestError: more ranks than packed tokens.
@@ -58,6 +59,11 @@ def predict_ranks(
         "model_type": None if cost is None else cost.model_type,
         "chunks_per_rank": split.chunks_per_part,
         "tile": split.tile,
+        "assumed": {
+            "linear_flops": borrow_cost.linear_rate,
+            "attention_flops": borrow_cost.attention_rate,
+            "bytes": borrow_cost.link_rate,
+        },
         **asdict(split.stats),
         "token_balance": split.stats.token_balance,
         "work_balance": split.stats.work_balance,

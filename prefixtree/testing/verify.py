@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
 from prefixtree.integrations.families import family_of
 from prefixtree.integrations.recompute.layers import Mode
-from prefixtree.integrations.recompute.trace import ModelMemory
 from prefixtree.packing.layout import pack
 from prefixtree.pictures import Pictures
 from prefixtree.progress import Status, Watch, unannounced, unwatched
@@ -33,6 +32,9 @@ from prefixtree.testing.compare import (
 )
 from prefixtree.testing.models import Setting, build, build_as_trained, check_vocabulary
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
+
+if TYPE_CHECKING:
+    from prefixtree.integrations.recompute.trace import ModelMemory
 
 FLOAT32_LIMIT = 1e-4
 # of families whose layers carry a state: transformers' recurrences multiply exponentials of long

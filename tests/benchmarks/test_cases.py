@@ -251,8 +251,8 @@ def test_model(tmp_path: Path) -> None:
 # dynamo's own look at .grad of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By AOTAutograd, whose graphs a C++ compiler need not turn into code."""
-    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    """By Dynamo, whose graphs nothing need turn into code."""
+    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="eager"))
     out = tmp_path / "model.json"
     some = ["--layers", "1", "--cases", "apart", "--sides", "packed", "fa2", "fa4"]
     best = ["--layers-by", "compile", "--recompute", "auto"]
@@ -290,7 +290,7 @@ def test_model_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     *_, shares = model.experts(data)
     assert [line for line, *_ in shares.lines] == ["fa2", "packed"]
 
-    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="aot_eager"))
+    monkeypatch.setattr(layers, "compile_layers", partial(compile_layers, backend="eager"))
     best = ["--layers-by", "compile", "--recompute", "auto", "--sides", "packed"]
     assert model.main([*TINY, *some, *best, "--profile", str(top)]) == 0
     (row,) = result(out)["rows"]
@@ -359,10 +359,10 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_head(tmp_path: Path) -> None:
     out = tmp_path / "head.json"
-    some = ["--dtype", "float16", "--heads", "Qwen3-0.6B", "Gemma-2-9B, softcap 30"]
+    some = ["--dtype", "float16", "--heads", "Gemma-2-9B, softcap 30"]
     assert head.main([*TINY, *some, "--out", str(out)]) == 0
     rows = result(out)["rows"]
-    assert [row["side"] for row in rows] == ["triton", "torch", "eager"] * 2
+    assert [row["side"] for row in rows] == ["triton", "torch", "eager"]
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
 
 

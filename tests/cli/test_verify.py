@@ -69,6 +69,8 @@ def test_verify_prints_a_verdict(rollout_file, config_file):
     result = run("verify", "--model", config_file(), rollout_file, "--limit", 3)
     assert result.exit_code == 0
     assert "3 sequences" in result.stdout and "replicated, sdpa" in result.stdout
+    # a ratio below 1 saves nothing
+    assert "ratio" in result.stdout and "saved" not in result.stdout
     assert result.stdout.splitlines()[-1] == "PASS"
     # before it starts
     (line,) = result.stderr.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -187,7 +188,8 @@ def test_demo_says_what_was_learnt(short_demo):
     facts = run_json("demo")
     learnt = facts["learnt"]
     # a batch both ways, one packed alone, and one that is only played
-    assert len(learnt["mean_rewards"]) == len(learnt["parcels_taken"]) == 3
+    for name in ("mean_rewards", "parcels_taken", "tool_calls"):
+        assert len(learnt[name]) == 3
     assert learnt["rollouts_per_batch"] == facts["rollouts"] == 16
     assert learnt["mean_rewards"][0] == facts["updates"][0]["mean_reward"]
     best = learnt["best"]
@@ -218,6 +220,9 @@ def test_the_rollout_in_words_is_one_that_took_its_parcel():
     lost, won = ["north", "scan", "scan"], ["i move north", "please take", "north"]
     learnt = demo._learnt([[play(lost)], [play(won), play(lost, 1)], [play(lost)]])
     assert learnt["parcels_taken"] == [0, 1, 0]
+    # "kettle" is no tool
+    played = demo._learnt([[play(["kettle", "north"])], [play(lost), play(["kettle"])]])
+    assert played["tool_calls"] == [1 / 2, 3 / 4]
     best = learnt["best"]
     assert (best["batch"], best["task"], best["reward"], best["taken"]) == (2, 1, 1.0, True)
     # what comes after the parcel is left out
@@ -235,6 +240,9 @@ def test_demo_prints_the_tree_the_verdict_and_what_to_run_next(short_demo, tmp_p
     assert "task 1" in result.stdout and "16 rollouts" in result.stdout
     words = " ".join(result.stdout.split())
     assert "The same training, " in words and "Mean reward per batch: 0." in words
+    # what is learnt first, and parcels in all: a count per batch looks like failure at this size
+    assert re.search(r"turns that call a tool: \d+% → \d+% → \d+% of them", words)
+    assert re.search(r"In all, \d+ of 48 rollouts took their parcel\.", words)
     assert "agent : " in words and "depot : " in words
     # neither a loss, which is 0 in half the updates, nor peaks that mislead at this size
     assert "0.000000" not in words and "Peak memory" not in words

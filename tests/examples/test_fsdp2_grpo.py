@@ -225,3 +225,13 @@ def test_rollouts_from_a_file(alone, tmp_path):
     lines = _run(example, output, "--rollouts", str(file), "--steps", "1", "--model", saved)
     assert list(_facts(lines)) == [1] and (output / "checkpoint-000001").exists()
     assert 0 < _worst(_weights(output), _weights(alone[0])) < 2e-3
+
+
+def test_a_file_without_groups_is_refused_by_line(tmp_path: Path) -> None:
+    """Before a model is loaded; it was a bare KeyError."""
+    rows = example.make_rollouts(np.random.default_rng(0), tasks=1)
+    del rows[1]["group"]
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2, has no group: .* one prompt"):
+        example.main(["--tiny", "--rollouts", str(file), "--output", str(tmp_path)])

@@ -1,15 +1,21 @@
-"""An adapter without its trainer says what to install."""
+"""An adapter without its trainer, or with another transformers, says what to install."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from prefixtree import UnsupportedError
 from prefixtree.integrations import requirements
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @pytest.mark.parametrize(
@@ -41,3 +47,28 @@ def test_a_missing_package_is_named(
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$") as error:
         importlib.import_module(module)
     assert error.value.name == package
+
+
+def test_another_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others import as well, and call the attention's mask function with other arguments."""
+    import transformers
+
+    import prefixtree.integrations.transformers as adapter
+
+    (needed,) = (d for d in PROJECT["dependencies"] if d.startswith("transformers"))
+    bounds = f">={requirements.TRANSFORMERS[0]},<{requirements.TRANSFORMERS[1]}"
+    assert needed == f"transformers{bounds}"
+    for version in ("5.5.0", "5.5.0.dev0", "5.23.0", "5.100.1"):
+        requirements.check_transformers(version)
+    for version in ("4.57.1", "5.4.0", "6.0.0", "6.0.0.dev0"):
+        with pytest.raises(UnsupportedError, match=f"^transformers {version} is not served: .*5.5"):
+            requirements.check_transformers(version)
+
+    # the adapter asks before it registers anything
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    spec = importlib.util.spec_from_file_location("again", adapter.__file__)
+    assert spec is not None and spec.loader is not None
+    registered = transformers.AttentionInterface._global_mapping["prefixtree"]
+    with pytest.raises(UnsupportedError, match=r"transformers 4\.57\.1 is not served"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert transformers.AttentionInterface._global_mapping["prefixtree"] is registered

@@ -98,6 +98,16 @@ def test_every_feature_agrees_between_backends(
             assert_close(value, want[name], 1e-11, name)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_that_are_not_above_zero(scale: float) -> None:
+    """sdpa gave NaN: torch's flash kernel scales what it has masked."""
+    mask = mask_of(CATERPILLAR)
+    case = Case.random(mask, dtype=torch.float64, dlse=True, sinks=True, scale=scale)
+    want = run(case, ours(mask, backend="reference"))
+    for name, value in run(case, ours(mask, backend="sdpa")).items():
+        assert_close(value, want[name], 1e-11, name)
+
+
 @given(st.data())
 def test_sdpa_equals_the_path_definition_on_any_forest(data: st.DataObject) -> None:
     forest = data.draw(forests())
@@ -349,15 +359,22 @@ BAD = [
         ValueError,
         "multiple .* 4 query heads, 3",
     ),
+    ({"q": torch.randn(N, 0, 8)}, ValueError, "at least 1 .* got 0 query heads"),
     ({"v": torch.randn(N, 4, 8)}, ValueError, "2 heads of k and 4 of v"),
     ({"k": torch.randn(N, 2, 6)}, ValueError, "differ in head dim: 8 and 6"),
+    ({"v": torch.randn(N, 2, 0)}, ValueError, "at least 1, got 8 of q and k, 0 of v"),
+    (
+        {"q": torch.randn(N, 4, 0), "k": torch.randn(N, 2, 0)},
+        ValueError,
+        "at least 1, got 0 of q and k",
+    ),
     ({"k": torch.randn(N, 2, 8).double()}, ValueError, "one floating-point dtype"),
     ({"q": torch.ones(N, 4, 8, dtype=torch.int64)}, ValueError, "one floating-point dtype"),
     ({"q": torch.empty(N, 4, 8, device="meta")}, ValueError, "q is on meta, the mask on cpu"),
     ({"window": 0}, ValueError, "window must be None or an integer >= 1 .* got 0"),
     ({"window": 2.5}, ValueError, "window must be .* got 2.5"),
-    ({"softcap": -1.0}, ValueError, "softcap must be None or above 0, got -1"),
-    ({"softcap": float("nan")}, ValueError, "softcap must be None or above 0, got nan"),
+    ({"softcap": -1.0}, ValueError, "softcap must be None or above 0 and finite, got -1"),
+    ({"softcap": float("nan")}, ValueError, "softcap must be None or above 0 and finite, got nan"),
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be floating point \[4\].* got \[3\]"),
     ({"sinks": torch.zeros(4, dtype=torch.int32)}, ValueError, "sinks must be floating point"),
     ({"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks are on meta, q is on cpu"),
@@ -415,7 +432,7 @@ def test_a_mask_is_asked_for_by_name(mask: object) -> None:
     with pytest.raises(TypeError, match=r"mask must be a TreeMask, got .*packed\.mask"):
         explain(mask)
     if not isinstance(mask, pt.PackedForest):
-        with pytest.raises(ForestError, match=r"subtree_end must be 1-D .*from_sequences.*\.mask"):
+        with pytest.raises(ForestError, match=r"subtree_end .*; pack\(.*from_sequences.*\.mask"):
             TreeMask(mask)
 
 

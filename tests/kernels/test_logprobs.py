@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,11 +122,18 @@ def assert_close(got, expected, tolerance=1e-5):
         assert error <= tolerance, float(error)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 1000, None])
-@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprob", "entropy"])
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("rule", _RULES)
-@pytest.mark.parametrize("head", _HEADS)
+def _options() -> Iterator[Any]:
+    """(head, rule, bias, entropy, chunk): all of them, of the kernels those in which every pair of
+    options occurs: Triton's interpreter takes a second for each."""
+    for rule, bias, entropy, chunk in itertools.product(range(4), range(2), range(2), range(4)):
+        for head in _HEADS:
+            is_paired = bias == (rule + chunk) % 2 and entropy == (rule // 2 + chunk) % 2
+            if head != "fused" or is_paired or DEVICE != "cpu":
+                chunks = 1, 3, 1000, None
+                yield head, list(_RULES)[rule], bool(bias), bool(entropy), chunks[chunk]
+
+
+@pytest.mark.parametrize("head, rule, with_bias, with_entropy, chunk", list(_options()))
 def test_equals_the_textbook_in_float64(head, rule, with_bias, with_entropy, chunk):
     case = make_case(with_bias=with_bias)
     out, grads = run(case, head, _RULES[rule], with_entropy, chunk)
@@ -279,9 +288,18 @@ def _plain_float32(case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     return out, gradients(out, case)
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-2, 0.125, 1.0, 1e2])
-@pytest.mark.parametrize("magnitude", [1.0, 30.0, 100.0, 1e4])
-@pytest.mark.parametrize("head", _HEADS)
+# of quotients from the smallest to the largest that float32 has
+_LARGE = [
+    (head, magnitude, temperature)
+    for head in _HEADS
+    for magnitude in (1.0, 30.0, 100.0, 1e4)
+    for temperature in (1e-30, 1e-2, 0.125, 1.0, 1e2)
+    # in the interpreter each temperature with the largest and the smallest logits
+    if head != "fused" or DEVICE != "cpu" or magnitude in (1.0, 1e4)
+]
+
+
+@pytest.mark.parametrize("head, magnitude, temperature", _LARGE)
 def test_large_logits_lose_no_more_than_eager(head, magnitude, temperature):
     """Subtracting a log-sum-exp as large as the logits would lose their last bits: log p and the
     entropy, close to 0 where a logit dominates, must stay as exact as log_softmax makes them."""
@@ -354,7 +372,7 @@ def test_half_precision_gradients_come_back_in_their_own_dtype(head, dtype):
 
 
 @pytest.mark.parametrize("head", ["linear", "fused"])
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8, 20, 21, 22, 80])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 20, 21, 80])
 def test_every_row_is_in_the_weights_gradient_once(chunk, head):
     """The last chunk has fewer: none lost, none twice."""
     torch.manual_seed(0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 import prefixtree
 
 TESTS = Path(__file__).parents[1]
@@ -62,19 +60,20 @@ def test_the_rule() -> None:
     assert not may_import("support/models.py", "tests.packing.test_planning")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_helpers_come_from_support_or_the_same_folder(file: str) -> None:
-    for module in imported_modules(FILES[file].read_text()):
-        assert may_import(file, module), f"tests/{file} imports {module}: move that to support/"
+def test_helpers_come_from_support_or_the_same_folder() -> None:
+    for file, path in FILES.items():
+        for module in imported_modules(path.read_text()):
+            assert may_import(file, module), f"tests/{file} imports {module}: move that to support/"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_are_those_of_the_package(folder: str) -> None:
-    # without it two files of one name, and helpers beside a test, would not be found
-    assert (TESTS / folder / "__init__.py").exists()
-    if folder.split("/")[0] not in BESIDE and folder not in APART:
-        room = PACKAGE / folder
-        assert room.is_dir() or room.with_suffix(".py").exists(), f"there is no prefixtree/{folder}"
+def test_folders_are_those_of_the_package() -> None:
+    for folder in FOLDERS:
+        # without it two files of one name, and helpers beside a test, would not be found
+        assert (TESTS / folder / "__init__.py").exists(), folder
+        if folder.split("/")[0] not in BESIDE and folder not in APART:
+            room = PACKAGE / folder
+            there = room.is_dir() or room.with_suffix(".py").exists()
+            assert there, f"there is no prefixtree/{folder}"
 
 
 def test_support_holds_no_tests_and_nothing_unused() -> None:

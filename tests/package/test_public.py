@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,37 @@ def test_what_is_exported_has_a_page() -> None:
         for name in module.__all__:
             assert f"{module.__name__}.{name}" in PUBLIC, f"{name} is on no page of docs/api"
             assert getattr(module, name) is PUBLIC[f"{module.__name__}.{name}"]
+
+
+def test_names_that_are_imported_later_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every module with a `__getattr__` for public names, before any of them was used."""
+    lazy = [
+        ".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for file in ROOT.rglob("*.py")
+        if {"__all__", "__getattr__"} <= _defined(file)
+    ]
+    assert {"prefixtree", "prefixtree.loops"} <= set(lazy)
+    # importing prefixtree once more puts its finder there once more
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for name in lazy:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        fresh = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fresh)
+        assert not set(fresh.__all__) <= set(vars(fresh)), f"{name} imports all at once"
+        missing = set(fresh.__all__) - set(dir(fresh))
+        assert not missing, f"dir({name}) lacks {missing}"
+
+
+def _defined(file: Path) -> set[str]:
+    """What a module defines at its top: functions, and names that are assigned to."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            found |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
 
 
 @pytest.mark.parametrize("name", PUBLIC)

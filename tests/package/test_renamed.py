@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from prefixtree import CostModel, PrefixForest, plan_micro_batches, plotting
+import prefixtree
+from prefixtree import CostModel, PrefixForest, pack, plan_micro_batches, plotting
 from prefixtree.cli import app
 from prefixtree.integrations import dualkv
 
@@ -139,6 +141,22 @@ def test_the_old_name_beside_a_positional_argument_is_refused() -> None:
         pytest.raises(TypeError, match="multiple values for argument 'namespaces'"),
     ):
         PrefixForest.from_sequences(SEQUENCES, NAMESPACES, keys=NAMESPACES)
+
+
+def test_a_mistyped_keyword_names_the_nearest() -> None:
+    packed, plan = pack(FOREST), plan_micro_batches(SEQUENCES, 9)
+    calls: dict[str, Callable[[], Any]] = {
+        "'loss_masks'; did you mean loss_mask=?": lambda: packed.edges(loss_masks=[]),
+        "'group'; did you mean groups=?": lambda: plan_micro_batches(SEQUENCES, 9, group=[]),
+        "'normalisation'; did you mean normal": lambda: plan.loss_weights(normalisation="x"),
+        "'name_spaces'; did you mean namesp": lambda: FOREST.from_sequences([], name_spaces=[]),
+        "'temperatures'; did you mean temper": lambda: prefixtree.sequence_logprobs(
+            None, packed, temperatures=1
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -430,3 +430,13 @@ def test_tables_move_whole() -> None:
     for subset in (mask, mask.for_queries([])):
         tables = subset.tables(TileShape(4, 4, True, 2))
         assert_same_tables(tables.to("cpu"), tables)
+
+
+def test_partial_sums_are_counted_from_shapes() -> None:
+    mask = mask_of(random_forest(np.random.default_rng(5), 20, 9))
+    counts = {}
+    for shape in SHAPES:
+        tables = mask.tables(shape)
+        counts[shape] = tables.num_partials
+        assert counts[shape] == int((tables.pieces[:, 4] >= 0).sum())
+    assert max(counts.values()) > 2 > min(counts.values())

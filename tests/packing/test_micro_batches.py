@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from prefixtree import ForestError, PrefixForest, plan_micro_batches
+from prefixtree import ForestError, PrefixForest, pack, plan_micro_batches, plan_recomputation
 from prefixtree.cost import LayerCost, model_cost
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing import cost_model
 from prefixtree.packing.cost_model import CostModel
+from prefixtree.packing.steps import plan_steps
 from tests.support.models import attentions, build, ragged_sequences, run_replicated
 from tests.support.models import make_objective as objective_of
 from tests.support.strategies import batches_of, indices_of, many_trees
@@ -46,6 +47,69 @@ def test_take_gives_what_belongs_to_the_packed_sequences():
     assert empty.take([0.5, 0.25]) == [0]
     assert float(empty.take(torch.tensor([0.5, 0.25]))[0]) == 0
     assert len(empty.take(masks)) == empty.packed.forest.num_sequences
+
+
+def test_an_empty_step_takes_zeros_whatever_the_values_are():
+    """A value times 0 is NaN where it is NaN or infinite."""
+    empty = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_steps=3)[0][2]
+    nan, inf = float("nan"), float("inf")
+    weights = torch.tensor([nan, 1.0], requires_grad=True)
+    for values in (
+        *([nan, 1.0], [inf, 1.0], np.array([nan, 1.0]), np.array([-inf, 1.0]), weights),
+        *([torch.tensor([nan] * 3), torch.ones(2)], [np.full(3, inf), np.ones(2)]),
+        *([[nan] * 3, [1.0] * 2], [[[nan, inf]] * 3, [[1.0, 2.0]] * 2]),
+        *([True, False], [torch.tensor([True] * 3), torch.tensor([True] * 2)]),
+    ):
+        (zero,) = empty.take(values)
+        assert not np.any(np.asarray(zero.detach() if torch.is_tensor(zero) else zero)), values
+        assert not getattr(zero, "requires_grad", False)
+    # what has no zero
+    for entry in (None, "a", {"reward": 1.0}):
+        assert empty.take([entry, entry]) == [None]
+    assert empty.take([[], []]) == [[0]]
+
+
+@pytest.mark.parametrize("values", [[1], [1, 2, 3], [], 5, None, {0: 1, 1: 2}, "ab"])
+def test_what_is_taken_has_an_entry_per_planned_sequence(values):
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_steps=3)
+    for batch in (*plan[0], pickle.loads(pickle.dumps(plan[0][1]))):
+        with pytest.raises(ForestError, match=r"values must (hold|be a list of) one entry per"):
+            batch.take(values)
+        with pytest.raises(ForestError, match="values must hold one entry per sequence"):
+            batch.take(batch.take([1, 2]))
+        assert len(batch.take([1, 2])) == 1
+
+
+def test_what_stands_for_a_micro_batch_is_named():
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 9)
+    forest, (batch,) = plan.forest, plan[0]
+    expected = {
+        forest: r"got PrefixForest; pack\(forest\)",
+        batch: r"got MicroBatch; batch\.packed",
+        plan: r"got MicroBatchPlan; batch\.packed is one, for batch in plan\[rank\]",
+        plan[0]: r"got _RankMicroBatches; batch\.packed",
+    }
+    for given, message in expected.items():
+        for call in (
+            lambda given: sequence_logprobs(None, given),
+            lambda given: plan_recomputation(None, given),
+            lambda given: plan_steps(given, 9),
+        ):
+            with pytest.raises(TypeError, match=f"takes a packed forest, {message}"):
+                call(given)
+    with pytest.raises(TypeError, match=r"a PrefixForest, got MicroBatch; batch\.packed is"):
+        pack(batch)
+
+
+def test_a_plan_is_made_of_ranks():
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3)
+    for read in (lambda b: b.packed, lambda b: b.take([1, 2]), lambda b: b.sequence_indices):
+        with pytest.raises(AttributeError, match=r"a rank.*write `for batch in plan\[rank\]`"):
+            for row in plan:
+                read(row)
+    same = copy.deepcopy(plan[0]), pickle.loads(pickle.dumps(plan[0]))
+    assert all(len(row) == 2 and row[0].packed.num_tokens == 3 for row in same)
+    assert not hasattr(plan[0], "packed") and isinstance(plan[0], tuple) and plan[:1] == (plan[0],)
 
 
 def test_an_empty_step_scores_nothing_and_has_zero_gradients():
@@ -286,7 +350,9 @@ def test_cost_of_runs_adds_up():
     ],
 )
 def test_costs_that_make_no_sense(arguments):
-    with pytest.raises(ValueError, match=r"costs must be|windowed goes with"):
+    with pytest.raises(
+        ValueError, match=r"linear must be|attention must|costs must|windowed goes with"
+    ):
         CostModel(**arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -213,13 +214,16 @@ def test_memory_is_that_of_the_formula(places: Places, on_host: bool) -> None:
     assert worst(results, attend_whole(steps.packed, qkv, dout)) < 1e-4
     row, gradient, stats = COST.row_bytes, COST.gradient_row_bytes, steps.stats
     everything = zip(stats.borrowed_tokens, stats.own_lent_tokens, strict=True)
-    for (borrowed, lent), forward, backward in zip(
-        everything, forwards, reversed(backwards), strict=True
+    for (borrowed, lent), forward, start, backward in zip(
+        everything, forwards, reversed(before), reversed(backwards), strict=True
     ):
         if on_host:
-            assert forward[0] == backward[0] == 0
+            assert forward[0] == start[0] == backward[0] == 0
             continue
         assert forward[0] == (borrowed + lent) * row
+        # later steps borrow all that this one borrows, so all have returned their gradients
+        alone = replace(stats, borrowed_tokens=(borrowed,), own_lent_tokens=(lent,))
+        assert start[0] == alone.held_bytes(COST) or not lent
         # what it lends is added, and free, once its backward has run
         assert backward[0] == borrowed * (row + gradient)
     most = max(device for device, _ in (*forwards, *before, *backwards))

@@ -54,7 +54,7 @@ def test_parquet_of_many_batches(write_parquet):
 @pytest.mark.parametrize(
     "columns, message",
     [
-        ({"token_ids": [[1], None]}, ":2: expected token_ids, or input_ids"),
+        ({"token_ids": [[1], None]}, ":2: expected token_ids, input_ids"),
         ({"token_ids": [[1], []]}, ":2: has no token"),
         ({"token_ids": [[1], [2, -1]]}, ":2: token_ids[1] is -1; token ids are >= 0"),
         ({"token_ids": [[1], [2, None]]}, ":2: token_ids[1] is None; expected an integer"),

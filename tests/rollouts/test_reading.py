@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 
 import numpy as np
 import pytest
@@ -71,6 +72,25 @@ def test_null_fields_count_as_absent(write):
     row = {"token_ids": [1], "loss_mask": None, "turn_ends": None, "id": None, "group": None}
     rollouts = read_rollouts(write(row), strict=True)
     assert rollouts.loss_masks is None and rollouts.groups is None and rollouts.ids == ["line 1"]
+
+
+@pytest.mark.parametrize("name", ["rollouts.json", "rollouts.json.gz"])
+def test_a_json_array(write, name):
+    """On one line or on many; its entries are numbered like lines."""
+    rows = [{"token_ids": [1, 2]}, 17, {"token_ids": [3], "id": "a"}]
+    for text in (json.dumps(rows), "\n" + json.dumps(rows, indent=1)):
+        rollouts = read_rollouts(write(text, name=name))
+        assert as_lists(rollouts.sequences) == [[1, 2], [3]]
+        assert (rollouts.ids, rollouts.lines) == (["line 1", "a"], [1, 3])
+        (problem,) = rollouts.problems
+        assert problem.endswith(":2: expected a JSON object, got the number 17")
+
+
+def test_lines_of_which_the_first_is_a_list_are_no_array(write):
+    rollouts = read_rollouts(write("[1, 2]", {"token_ids": [1]}))
+    assert as_lists(rollouts.sequences) == [[1]]
+    (problem,) = rollouts.problems
+    assert problem.endswith(":1: expected a JSON object, got a list")
 
 
 def test_blank_lines_are_no_lines(write):
@@ -145,15 +165,15 @@ BROKEN = {
     "number": ("17", "expected a JSON object, got the number 17"),
     "no tokens": (
         {"id": "a", "text": "hi"},
-        "expected token_ids, or input_ids, or prompt_ids with response_ids or completion_ids, or "
-        "messages; got the fields id, text",
+        "expected token_ids, input_ids, prompt_ids with response_ids or completion_ids, messages, "
+        "conversations, prompt with completion, or chosen with rejected; got the fields id, text",
     ),
     "no field": ("{}", "got the fields none at all"),
     "no response": ({"prompt_ids": [1]}, "got the fields prompt_ids"),
     "no prompt": ({"response_ids": [1]}, "got the fields response_ids"),
     "two kinds": ({"token_ids": [1], "input_ids": [2]}, "token_ids and input_ids differ"),
     "text tokens": ({"token_ids": "1 2"}, "token_ids must be a list of integers, got a string"),
-    "null tokens": ({"token_ids": None}, "expected token_ids, or input_ids, or prompt_ids with"),
+    "null tokens": ({"token_ids": None}, "expected token_ids, input_ids, prompt_ids with"),
     "float": ({"token_ids": [1, 2.0]}, "token_ids[1] is 2.0; expected an integer"),
     "boolean": ({"input_ids": [1, True]}, "input_ids[1] is True; expected an integer"),
     "nested": ({"token_ids": [[1, 2]]}, "token_ids[0] is [1, 2]; expected an integer"),
@@ -198,7 +218,7 @@ def test_a_broken_line_is_named(write, line, message):
     (problem,) = rollouts.problems
     assert problem.startswith(f"{path}:2: ")
     assert message in problem
-    assert len(problem) < 250
+    assert len(problem) < 300
 
     with pytest.raises(InputError) as caught:
         read_rollouts(path, strict=True)

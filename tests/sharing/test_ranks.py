@@ -63,7 +63,12 @@ def test_the_table(rollout_file) -> None:
     text = run("report", rollout_file, "--ranks", 4, env={"COLUMNS": "120"}).stdout
     assert "one forest on 4 ranks, a model like Qwen3-8B" in text
     assert "rows borrowed, per layer" in text and "predicted efficiency" in text
-    assert "sequence_logprobs(group=) divides a forest like this" in " ".join(text.split())
+    words = " ".join(text.split())
+    assert "sequence_logprobs(group=) divides a forest like this" in words
+    # what the prediction assumes of a GPU is said
+    rates = BorrowCost()
+    for assumed in (rates.linear_rate / 1e12, rates.attention_rate / 1e12, rates.link_rate / 1e9):
+        assert f" {assumed:.0f} " in words
 
 
 def test_what_cannot_be_divided(rollout_file) -> None:

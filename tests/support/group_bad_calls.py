@@ -72,6 +72,19 @@ def _odd_heads(rank: int, group: Any) -> Any:
     return scored(rank, group, model=model, group_mode="heads")
 
 
+def _other_trained(rank: int, group: Any) -> Any:
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(rank == 0)
+    return scored(rank, group, model=model)
+
+
+def _other_checkpointing(rank: int, group: Any) -> Any:
+    model = build("llama")
+    if rank:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return scored(rank, group, model=model)
+
+
 def _other_dtype(rank: int, group: Any) -> Any:
     model = build("llama")
     return scored(rank, group, model=model.bfloat16() if rank else model)
@@ -174,6 +187,8 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "unknown group_mode": _unknown_group_mode,
     "unknown statistics": _unknown_statistics,
     "odd heads": _odd_heads,
+    "other trained": _other_trained,
+    "other checkpointing": _other_checkpointing,
     "other dtype": _other_dtype,
     "other heads": _other_heads,
     "averaged over others": _averaged_over_others,

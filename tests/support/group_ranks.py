@@ -54,8 +54,10 @@ class Case:
         wrapper: "ddp", "fsdp1", "fsdp2", or "" where gradients are averaged by hand.
         checkpointing: "reentrant" or "not reentrant" checkpointing of every layer.
         recompute: as `sequence_logprobs` takes it.
-        lora, double, compiled, half: adapters, float64 parameters, compiled layers, FSDP2's mixed
-            precision with bfloat16 parameters.
+        lora, double, half: adapters, float64 parameters, FSDP2's mixed precision with bfloat16
+            parameters.
+        compiled: the backend of compiled layers, or "" where they are not compiled. One case makes
+            graphs of the backward too, which takes seconds.
         forest: a key of FORESTS.
         group_mode: as `sequence_logprobs` takes it.
         scattered: each token belongs to any rank, so that ranks borrow from one another.
@@ -68,8 +70,8 @@ class Case:
     recompute: str | RecomputePlan | None = None
     lora: bool = False
     double: bool = False
-    compiled: bool = False
     half: bool = False
+    compiled: str = ""
     forest: str = "ragged"
     group_mode: str = "parts"
     scattered: bool = False
@@ -98,19 +100,19 @@ CASES: dict[str, Case] = {
     "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
     "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
     "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
-    "scattered, sinks": Case("gpt_oss", compiled=True, recompute="all", scattered=True),
+    "scattered, sinks": Case("gpt_oss", compiled="eager", recompute="all", scattered=True),
     "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
     "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0)),
     "FSDP2, checkpointing": Case("gemma2", "fsdp2", "not reentrant"),
     "FSDP1, checkpointing": Case("gpt_oss", "fsdp1", "not reentrant"),
     "shared keys": Case("gemma3n_text", "", "not reentrant"),
-    "compiled layers": Case("gemma2", compiled=True, recompute="all"),
+    "compiled layers": Case("gemma2", compiled="aot_eager", recompute="all"),
     "one scores nothing": Case(wrapper="ddp", forest="one scores nothing"),
     "one token": Case(wrapper="fsdp2", forest="one token"),
     "heads, windows, checkpointing": Case("gemma2", "ddp", "not reentrant", group_mode="heads"),
     "heads, sinks, FSDP2": Case("gpt_oss", "fsdp2", recompute="all", group_mode="heads"),
     "heads, MLA, compiled layers": Case(
-        "deepseek_v3", compiled=True, recompute="all_but_attention", group_mode="heads"
+        "deepseek_v3", compiled="eager", recompute="all_but_attention", group_mode="heads"
     ),
     "heads, adapters": Case(wrapper="ddp", lora=True, group_mode="heads"),
     "heads, one token": Case(forest="one token", group_mode="heads"),
@@ -223,7 +225,7 @@ def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str
                 distributed_ranks.Case(case.wrapper, case.family, lora=case.lora, half=case.half)
             )
     if case.compiled:
-        pt.compile_layers(model, backend="aot_eager")
+        pt.compile_layers(model, backend=case.compiled)
     _check_wrapped(case, wrapped)
     calls: list[tuple[int, int]] = []
     split = _scattered if case.scattered else shares.split_tokens

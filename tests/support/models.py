@@ -55,6 +55,26 @@ def cases(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=_skips(name)) for name in names]
 
 
+# one per kind of operator and of layer code: attention with and without windows, sinks, latent
+# attention, experts (one type's look at numbers), and every recurrence
+EVERY_TIME = {
+    *("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "longcat_flash"),
+    *("qwen3_5", "kimi_linear", "nemotron_h", "lfm2"),
+}
+
+
+def mostly_full(names: Iterable[str]) -> list[Any]:
+    """`cases` of a test that takes seconds per family: all but a few run with --full alone, which
+    CI gives when the files that decide the result changed (tools/ci.py, test-full)."""
+    names = list(names)
+    assert set(names) >= EVERY_TIME
+    marks = [[] if name in EVERY_TIME else [pytest.mark.full] for name in names]
+    return [
+        pytest.param(*case.values, marks=[*case.marks, *more])
+        for case, more in zip(cases(names), marks, strict=True)
+    ]
+
+
 def _skips(name: str) -> list[Any]:
     model_type = name.partition("/")[0]
     needs = BROKEN_BELOW.get(name) or REFUSED_BELOW.get(model_type)
@@ -73,17 +93,27 @@ def build(
     model_type: str, implementation: str = "prefixtree", seed: int = 0, **changes: Any
 ) -> Any:
     """A tiny model in training mode with parameters that all matter, of a family or a variant."""
-    config = copy.deepcopy(VARIANTS.get(model_type) or FAMILIES.get(model_type, {}))
-    model_type = model_type.partition("/")[0]
-    auto: Any = AutoModelForCausalLM
+    return made_of(model_type, tiny_config(model_type, **changes), implementation, seed)
+
+
+def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
+    """The keywords of the tiny configuration of a family or a variant, its text's changed."""
+    config = copy.deepcopy(VARIANTS.get(name) or FAMILIES.get(name, {}))
     if "text_config" in config:
         config["text_config"] |= changes
-        auto = AutoModelForImageTextToText
     else:
         config = {**TINY, **config, **changes}
-    config = as_lists(config)
+    found: dict[str, Any] = as_lists(config)
+    return found
+
+
+def made_of(
+    name: str, config: dict[str, Any], implementation: str = "prefixtree", seed: int = 0
+) -> Any:
+    """A model as `build` makes it, of the keywords of a configuration."""
+    auto: Any = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
     model = auto.from_config(
-        AutoConfig.for_model(model_type, **config), attn_implementation=implementation
+        AutoConfig.for_model(name.partition("/")[0], **config), attn_implementation=implementation
     )
     randomise(model, seed)
     return model.train()
@@ -376,7 +406,8 @@ def errors(run: Run, reference: Run) -> Errors:
 
     assert run.gradients.keys() == reference.gradients.keys()
     norms = {name: float(g.float().norm()) for name, g in reference.gradients.items()}
-    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5
+    # a factor of 0 leaves no gradient at all
+    floor = 1e-3 * sum(norm**2 for norm in norms.values()) ** 0.5 or 1.0
     worst, worst_name = 0.0, ""
     for name, expected in reference.gradients.items():
         got = run.gradients[name].float()

@@ -1,17 +1,20 @@
 """Processes of one gloo group: `run_ranks("module", folder)` calls the module's
 `on_rank(rank, folder)` on each rank, two by default, and returns what they returned.
 
-As a script, `python -m tests.support.spawn MODULE RANK RANKS FOLDER`, this file is one of the
-ranks. They meet in a file; a rank that waits for another in vain fails after half a minute.
+Ranks are forked from one process that has imported torch and transformers, so that a rank does not
+take seconds to begin. They meet in a file; a rank that waits for another in vain fails after two
+minutes.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
-import subprocess
 import sys
+import time
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +24,28 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 LIMIT = 240  # seconds
+# what nearly every rank imports, and starts no thread
+_PRELOADED = ["numba", "transformers.modeling_utils", "prefixtree.integrations.transformers"]
 
 
 def run_ranks(module: str, folder: Path, ranks: int = WORLD_SIZE) -> list[Any]:
     """The result of each rank; all of them have ended."""
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, module, str(rank), str(ranks), str(folder)],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        _forks().Process(target=_main, args=(module, rank, ranks, folder, dict(os.environ)))
         for rank in range(ranks)
     ]
-    try:
-        messages = [process.communicate(timeout=LIMIT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(messages)
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for process in processes:
+        process.kill()
+        process.join()
+    said = "\n".join(_log(folder, rank).read_text() for rank in range(ranks))
+    assert not late, f"ranks {late} did not end within {LIMIT} s\n{said}"
+    assert all(process.exitcode == 0 for process in processes), said
     return [torch.load(file) for file in result_files(folder, ranks)]
 
 
@@ -50,11 +54,27 @@ def result_files(folder: Path, ranks: int = WORLD_SIZE) -> list[Path]:
     return [folder / f"rank{rank}.pt" for rank in range(ranks)]
 
 
-def _main(module: str, rank: int, ranks: int, folder: Path) -> None:
+@cache
+def _forks() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
+
+
+def _main(module: str, rank: int, ranks: int, folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    # also what C++ says, and the traceback of a rank that fails
+    with _log(folder, rank).open("w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30)
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     result = importlib.import_module(module).on_rank(rank, folder)
     # in one go: others wait for the name
@@ -62,7 +82,3 @@ def _main(module: str, rank: int, ranks: int, folder: Path) -> None:
     torch.save(result, part)
     part.rename(result_files(folder, ranks)[rank])
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from prefixtree import PrefixForest, pack
 from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.packing.borrow_cost import BorrowCost
 from tests.support.models import (
@@ -41,6 +42,7 @@ from tests.support.models import (
     ragged_sequences,
     randomise,
 )
+from tests.support.replay import drawn_routes
 from tests.support.spawn import WORLD_SIZE
 
 # a borrowed token counts a twentieth of an own one
@@ -262,15 +264,31 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _one_rank_cannot(rank: int) -> str:
-    """What a rank is told where the other's path fits no steps."""
-    model = nn.parallel.DistributedDataParallel(build("qwen3"))
-    packed = pack_sequences([list(range(60)) if rank == 0 else [1, 2, 3]])
+def _told(model_type: str, packed: Any, **options: Any) -> str:
+    """What a rank of DDP is told; "scores" where nothing is refused."""
+    model = nn.parallel.DistributedDataParallel(build(model_type))
     try:
-        sequence_logprobs(model, packed, max_tokens=30, borrow_cost=BorrowCost(token_bytes=1e4))
+        scores = sequence_logprobs(model, packed, **options)
+        torch.cat(scores.logprobs).sum().backward()
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
-    return "nothing"
+    return "scores"
+
+
+def _one_rank_cannot(rank: int) -> dict[str, str]:
+    """What each rank is told where the forest of rank 0 fits no steps, or may not be divided."""
+    short, long = ([1, 2, 3], list(range(60)))
+    packed = pack_sequences([long if rank == 0 else short])
+    routes = drawn_routes([short]) if rank == 1 else None
+    routed = pack(PrefixForest.from_sequences([long if rank == 0 else short], routes=routes))
+    light = {"borrow_cost": LIGHT}
+    return {
+        "path": _told("qwen3", packed, max_tokens=30, borrow_cost=BorrowCost(token_bytes=1e4)),
+        "hybrid": _told("qwen3_5", packed, max_tokens=30, **light),
+        "hybrid that fits": _told("qwen3_5", packed, max_tokens=60, **light),
+        # what may not be divided is the forest that fits
+        "routes": _told("qwen3_moe", routed, max_tokens=30, **light),
+    }
 
 
 def _scores_without_gradients(rank: int, folder: Path) -> float:

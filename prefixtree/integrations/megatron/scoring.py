@@ -11,7 +11,7 @@ this rank, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,9 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from prefixtree._renamed import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.scored_units import (
@@ -37,10 +39,12 @@ from prefixtree.integrations.scored_units import (
 from prefixtree.kernels.lm_head import LogitRule
 from prefixtree.kernels.logprobs import linear_logprobs
 from prefixtree.kernels.vocabulary_parallel import VocabularySlice
+from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 
 
+@with_hints
 def tree_logprobs(
     model: Any,
     packed: PackedForest,
@@ -64,8 +68,8 @@ def tree_logprobs(
             multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`).
         temperature: the divisor of the logits, above 0: one number, or one per sequence.
             Default: 1.0.
-        loss_mask: one mask per sequence, [n], nonzero where a token is scored; entry 0 has no
-            predictor and is ignored. Default: every token is scored.
+        loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
+            has no predictor and is ignored. Default: every token is scored.
         return_entropy: whether to compute entropies too. Default: False.
         chunk_size: the number of edges whose logits are in memory at once, the same on all ranks.
             Default: as in `sequence_logprobs`.
@@ -78,16 +82,13 @@ def tree_logprobs(
     Raises:
         TypeError: anything but a PackedForest, or a temperature that is no number.
         UnsupportedError: a model or a setting with which forests are not exact, with the reason.
-        ForestError: masks that do not match the sequences, or a forest that has no token ids or
-            lacks padding.
-        ValueError: temperatures that do not match the sequences, or are not finite and above 0;
-            tokens or a device that do not match the model.
+        ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
+            that has no token ids or lacks padding.
+        ValueError: temperatures that do not match the sequences, are not finite and above 0, or
+            require a gradient; a chunk_size that is no integer >= 1; tokens or a device that
+            do not match the model.
     """
-    if not isinstance(packed, PackedForest):
-        raise TypeError(
-            f"tree_logprobs takes a packed forest, got {type(packed).__name__}; "
-            "pack(PrefixForest.from_sequences(sequences)) makes one"
-        )
+    check_packed(packed, "tree_logprobs", subset=True)
     language_model = find_model(model)
     check_model(language_model)
     _check_forest(language_model, packed)
@@ -233,17 +234,9 @@ def _scoring(
         handed.scores = scores.detach()
         return scores[:, None], None
 
-    with _other_forward(layer, forward):
+    with changing(layer) as changes:
+        changes.set(layer, forward=forward)
         yield handed
-
-
-@contextmanager
-def _other_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def _head_scores(

@@ -11,7 +11,6 @@ Legend: R tokens of the caller's batch, its padding included, T packed tokens, d
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -25,13 +24,12 @@ from megatron.core.tensor_parallel import (
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.megatron.checks import check_calls, check_model, find_model
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
-
-_shared: weakref.WeakKeyDictionary[Any, _Sharing] = weakref.WeakKeyDictionary()
 
 
 def share(model: Any) -> Any:
@@ -60,9 +58,20 @@ def share(model: Any) -> Any:
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         language_model = find_model(chunk)
         check_model(language_model)
-        if language_model not in _shared:
-            _shared[language_model] = _Sharing(language_model)
+        if not _is_shared(language_model):
+            with changing(language_model) as changes:
+                sharing = _Sharing(language_model)
+                before = language_model.register_forward_pre_hook
+                changes.hook(before, sharing.pack, with_kwargs=True)
+                behind = language_model.register_forward_hook
+                changes.hook(behind, sharing.end, always_call=True)
+                changes.keep()
     return model
+
+
+def _is_shared(language_model: Any) -> bool:
+    hooks = language_model._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _Sharing) for hook in hooks)
 
 
 class _Sharing:
@@ -80,10 +89,8 @@ class _Sharing:
         group = language_model.pg_collection.tp
         # whose tensor-parallel ranks cut tokens between them
         self._group = group if language_model.config.sequence_parallel else None
-        language_model.register_forward_pre_hook(self._pack, with_kwargs=True)
-        language_model.register_forward_hook(self._end, always_call=True)
 
-    def _pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pack(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of a THD batch -> those of its forest."""
         self._reset()
         inputs = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
@@ -96,8 +103,8 @@ class _Sharing:
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
         if model.post_process:
             # found anew each time: trainers put value heads there
-            hook = model.output_layer.register_forward_pre_hook(self._copy_out)
-            self._open.callback(hook.remove)
+            changes = self._open.enter_context(changing(model.output_layer))
+            changes.hook(model.output_layer.register_forward_pre_hook, self._copy_out)
         assert packed.input_ids is not None
         inputs |= {
             "input_ids": packed.input_ids[None],
@@ -124,7 +131,7 @@ class _Sharing:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self._group)
         return (hidden, *args[1:])
 
-    def _end(self, model: Any, args: Any, output: Any) -> None:
+    def end(self, model: Any, args: Any, output: Any) -> None:
         calls, copied = self._calls, self._copied
         count = 0 if calls is None else calls()[0]
         self._reset()

@@ -6,14 +6,16 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
+from prefixtree._numbers import integer, number
+from prefixtree._renamed import with_hints
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.families import checkpoint_wrappers
 from prefixtree.integrations.recompute.layers import Mode, layers_of, recomputing
 from prefixtree.integrations.recompute.plan import (
     RecomputePlan,
@@ -22,13 +24,17 @@ from prefixtree.integrations.recompute.plan import (
     reserve,
     tokens_that_fit,
 )
-from prefixtree.integrations.recompute.trace import Adapters, ModelMemory, trace_memory
+from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
+
+if TYPE_CHECKING:
+    from prefixtree.integrations.recompute.trace import Adapters, ModelMemory
 
 #: What `sequence_logprobs(recompute=)` takes.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 
 
+@with_hints
 def plan_recomputation(
     model: nn.Module, packed: PackedForest, memory: int | None = None, scored: int | None = None
 ) -> RecomputePlan:
@@ -51,10 +57,16 @@ def plan_recomputation(
         RecomputePlan: for `sequence_logprobs(recompute=)`.
 
     Raises:
+        TypeError: anything but a packed forest.
+        ValueError: memory or scored that is no such number.
         UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
             recomputes by itself.
         torch.OutOfMemoryError: the forest does not fit with every layer recomputed.
     """
+    check_packed(packed, "plan_recomputation", subset=True)
+    memory = None if memory is None else _bytes(memory)
+    if scored is not None:
+        scored = integer("scored", scored, 0, or_none=True)
     causal_lm = _causal_lm(model)
     lm_head = causal_lm.get_output_embeddings()
     trains = any(p.requires_grad for p in lm_head.parameters())
@@ -65,6 +77,7 @@ def plan_recomputation(
     return plan_for(traced, work, memory)
 
 
+@with_hints
 def max_micro_batch_tokens(
     model: nn.Module, memory: int | None = None, scored_share: float = 1.0
 ) -> int:
@@ -82,8 +95,11 @@ def max_micro_batch_tokens(
         A number of tokens; 0 where not even one fits.
 
     Raises:
+        ValueError: memory that is no number, or a scored_share below 0.
         UnsupportedError: a family whose memory cannot be traced.
     """
+    memory = None if memory is None else _bytes(memory)
+    scored_share = number("scored_share", scored_share, 0)
     causal_lm = _causal_lm(model)
     device = next(causal_lm.parameters()).device
     if memory is None:
@@ -92,15 +108,19 @@ def max_micro_batch_tokens(
     return tokens_that_fit(traced, memory, scored_share)
 
 
+def _bytes(memory: Any) -> int:
+    """A number of bytes; below 0 where nothing is free."""
+    return int(number("memory", memory, or_none=True, note=" of bytes, as 40 * 2**30"))
+
+
 def _causal_lm(model: nn.Module) -> Any:
     from prefixtree.integrations.model_checks import find_causal_lm
 
-    for module in model.modules():
-        if isinstance(module, CheckpointWrapper):
-            raise UnsupportedError(
-                "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
-                "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
-            )
+    if checkpoint_wrappers(model):
+        raise UnsupportedError(
+            "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
+            "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
+        )
     return find_causal_lm(model)
 
 
@@ -159,6 +179,8 @@ def recomputed_forward(
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
     """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
     PEFT's adapters, and with layers as they are compiled."""
+    from prefixtree.integrations.recompute.trace import trace_memory
+
     layer = layers_of(causal_lm)[0]
     # FSDP1 takes a layer's parameters away
     dtype = next(causal_lm.parameters()).dtype
@@ -168,7 +190,7 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
     adapters = _adapters_of(model, causal_lm, dtype)
-    compiled = layer._compiled_call_impl is not None
+    compiled = vars(layer).get("_compiled_call_impl") is not None
     return trace_memory(causal_lm.config, dtype, autocast, device, adapters, compiled)
 
 
@@ -180,6 +202,8 @@ def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapte
         if isinstance(configs, dict) and hasattr(module, "get_base_model"):
             trained = (p for p in module.parameters() if p.requires_grad)
             wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
+            from prefixtree.integrations.recompute.trace import Adapters
+
             return Adapters(dict(configs), wide)
     return None
 

@@ -8,16 +8,17 @@ operations on the same numbers.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.changes import changing
 from prefixtree.kernels.operator import TREE_ATTENTION
 from prefixtree.kernels.recurrence.operator import TREE_DELTA_RULE, TREE_SSD
 
@@ -31,11 +32,33 @@ KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
 
 # nothing that a packed forest allows draws random numbers, so no generator's state is kept
 _checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_selective = partial(
+    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
+)
+
+
+def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+    """A checkpoint that keeps the outputs of `KEPT`, under autocast too.
+
+    Whoever asks a layer how it is checkpointed reads the keyword, as of transformers' functions.
+
+    It counts operators in both runs. A weight whose cast autocast has kept is cast in one run and
+    not in the other, so both cast anew.
+    """
+    before = torch.is_autocast_cache_enabled()
+    # compiled layers have no such cache
+    if not before or torch.compiler.is_compiling():
+        return _selective(run, *args)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return _selective(run, *args)
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 _FUNCTIONS: dict[Mode, Any] = {
     "all": _checkpoint,
-    "all_but_attention": partial(
-        _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
-    ),
+    "all_but_attention": partial(_keeping_attention, use_reentrant=False),
     "nothing": None,
 }
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -71,7 +94,7 @@ def layers_of(model: Any) -> list[nn.Module]:
             # not what is inside: Zamba2 has such layers in such layers
             layers.append(module)
         else:
-            left += [m for m in reversed(module._modules.values()) if m is not None]
+            left += reversed(list(module.children()))
     if not layers or not model.supports_gradient_checkpointing:
         raise UnsupportedError(
             f"transformers does not checkpoint the layers of {type(model).__name__}, so nothing "
@@ -85,24 +108,14 @@ def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
     """While open, a forward in training mode recomputes what `modes` says, a mode per layer."""
     layers = layers_of(model)
     inner = [[m for m in x.modules() if _has_switch(m) and m is not x] for x in layers]
-    touched = [*layers, *itertools.chain(*inner)]
-    before = [
-        {name: vars(module)[name] for name in (_SWITCH, _FUNCTION) if name in vars(module)}
-        for module in touched
-    ]
-    try:
+    with changing(model) as changes:
         for layer, within, mode in zip(layers, inner, modes, strict=True):
             for module in within:
-                vars(module)[_SWITCH] = False
+                changes.set(module, **{_SWITCH: False})
             function = _FUNCTIONS[mode]
-            vars(layer)[_SWITCH] = mode != "nothing"
-            vars(layer)[_FUNCTION] = partial(_as_one, within, function) if within else function
+            function = partial(_as_one, within, function) if within else function
+            changes.set(layer, **{_SWITCH: mode != "nothing", _FUNCTION: function})
         yield
-    finally:
-        for module, attributes in zip(touched, before, strict=True):
-            for name in (_SWITCH, _FUNCTION):
-                vars(module).pop(name, None)
-            vars(module).update(attributes)
 
 
 def _has_switch(module: nn.Module) -> bool:
@@ -119,13 +132,9 @@ def _as_one(
     """
 
     def whole(*args: Any) -> Any:
-        before = [module.gradient_checkpointing for module in within]
-        for module in within:
-            vars(module)[_SWITCH] = False
-        try:
+        with changing(within[0]) as changes:
+            for module in within:
+                changes.set(module, **{_SWITCH: False})
             return run(*args)
-        finally:
-            for module, switch in zip(within, before, strict=True):
-                vars(module)[_SWITCH] = switch
 
     return function(whole, *args)

@@ -20,11 +20,13 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.recompute.layers import KEPT, Mode
 from prefixtree.packing.mask import TreeMask
 
@@ -42,13 +44,10 @@ def partitioned(
         fake: the mode of their tensors.
     """
     cut: dict[Hashable, Callable[..., Any]] = {}
-    for layer, kind in zip(layers, kinds, strict=True):
-        vars(layer)["forward"] = _cut_forward(layer, kind, mode, fake, cut)
-    try:
+    with changing(layers[0]) as changes:
+        for layer, kind in zip(layers, kinds, strict=True):
+            changes.set(layer, forward=_cut_forward(layer, kind, mode, fake, cut))
         yield
-    finally:
-        for layer in layers:
-            del vars(layer)["forward"]
 
 
 class _Inside(nn.Module):
@@ -177,16 +176,14 @@ def _nbytes(node: fx.Node) -> int:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        target.is_view or target in (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias)
-    )
+    return isinstance(target, OpOverload) and (target.is_view or target in _VIEWS)
 
 
 def _is_fused(node: fx.Node) -> bool:
     """Whether inductor computes a value where it is read: it has a buffer only for readers that
     are kernels of their own."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         # an item of a tuple is part of what made it
         return node.op == "call_function"
     return _is_view(node) or torch.Tag.pointwise in target.tags
@@ -195,12 +192,13 @@ def _is_fused(node: fx.Node) -> bool:
 def _reads_fused(node: fx.Node) -> bool:
     """Whether a kernel may compute its inputs as it reads them: elementwise ones and sums."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return node.op == "call_function"
     return _is_fused(node) or target.overloadpacket in _SUMS
 
 
 _aten = torch.ops.aten
+_VIEWS = (_aten._unsafe_view.default, _aten.alias)
 _SUMS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var_mean, _aten.prod}
 
 
@@ -258,7 +256,7 @@ def _most_bytes(nodes: Sequence[fx.Node], given: dict[fx.Node, Any]) -> int:
 def _aliases(node: fx.Node) -> bool:
     """Whether a node is another look at a buffer: a view, or an item of a tuple."""
     return node.op == "call_function" and (
-        not isinstance(node.target, torch._ops.OpOverload) or _is_view(node)
+        not isinstance(node.target, OpOverload) or _is_view(node)
     )
 
 
@@ -269,13 +267,12 @@ def _freed_inputs(given: dict[fx.Node, Any], last: dict[fx.Node, int]) -> Iterat
     for node, value in given.items():
         if not isinstance(value, torch.Tensor) or "tangents" in node.name:
             continue
+        storage = value.untyped_storage()
         # weights, their transposes and the layer's input are held by others
         if node.name.startswith("primals"):
-            key = value.untyped_storage()._cdata
-            sizes[key] = 0
+            sizes[storage] = 0
             continue
-        key = value.untyped_storage()._cdata
-        ends[key] = max(ends.get(key, 0), last.get(node, 0))
-        sizes.setdefault(key, value.untyped_storage().nbytes())
-    for key, end in ends.items():
-        yield end, sizes[key]
+        ends[storage] = max(ends.get(storage, 0), last.get(node, 0))
+        sizes.setdefault(storage, storage.nbytes())
+    for storage, end in ends.items():
+        yield end, sizes[storage]

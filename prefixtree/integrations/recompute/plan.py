@@ -8,6 +8,7 @@ all. Of all such plans that fit, the one that recomputes the fewest FLOPs is tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,9 @@ import torch
 from prefixtree.cost import visible_pairs
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.recompute.layers import MODES, Mode
-from prefixtree.integrations.recompute.trace import ModelMemory
+
+if TYPE_CHECKING:
+    from prefixtree.integrations.recompute.trace import ModelMemory
 
 _GIB = 2**30
 # logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs

@@ -12,22 +12,14 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from prefixtree.cost import ModelCost, auto_class, model_cost
 from prefixtree.errors import UnsupportedError
@@ -35,10 +27,29 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.families import forward_inputs
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.recompute.layers import MODES, Mode, decoder_of, layers_of, recomputing
-from prefixtree.integrations.recompute.partitioned import partitioned
 from prefixtree.integrations.router_loss import router_keywords
 from prefixtree.packing.layout import pack
 
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+except ImportError as problem:
+    raise UnsupportedError(
+        "the memory of a model cannot be traced, which recompute='auto', plan_recomputation and "
+        f"max_micro_batch_tokens need: torch {torch.__version__} lacks a name that is not public "
+        f"({problem}); give recompute as a mode or a RecomputePlan"
+    ) from problem
+
+# `partitioned`, which is imported where it is used: it builds on what is not public in torch
+_Cut = Callable[
+    [Sequence[nn.Module], Sequence[Hashable], Mode, FakeTensorMode], AbstractContextManager[None]
+]
 # tokens of the two traces: multiples of what recurrent kernels take at once
 _TOKENS = (512, 2048)
 
@@ -186,20 +197,36 @@ def _trace(
     key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
 ) -> ModelMemory:
     if not compiled:
-        return _traced(key, dtype, autocast, device, False)
+        return _traced(key, dtype, autocast, device)
     try:
-        return _traced(key, dtype, autocast, device, True)
+        from prefixtree.integrations.recompute.partitioned import partitioned
+
+        return _traced(key, dtype, autocast, device, partitioned)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
+    except (ImportError, AttributeError, TypeError) as problem:
+        # torch's partitioner is not public, so any version may change it
+        warnings.warn(
+            "the memory of compiled layers is predicted as if they were not compiled, which is "
+            "more than they take, so recompute='auto' recomputes more than it has to: torch "
+            f"{torch.__version__} does not cut a layer's graph as expected ({problem})",
+            stacklevel=2,
+        )
     except RuntimeError:
-        # a layer that changes what other layers read (Gemma 3n) cannot be cut by itself. What it
-        # keeps without being compiled is more
-        return _trace(key, dtype, autocast, device, False)
+        # a layer that changes what other layers read (Gemma 3n) cannot be cut by itself
+        pass
+    # what a layer keeps without being compiled is more
+    return _trace(key, dtype, autocast, device, False)
 
 
 def _traced(
-    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+    key: _Key,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    device: str,
+    cut: _Cut | None = None,
 ) -> ModelMemory:
+    """Traces the model, its layers cut by `cut` if it is compiled."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
@@ -214,7 +241,7 @@ def _traced(
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
         # there counts as more than it is
-        half = _trace(key, torch.bfloat16, None, device, compiled)
+        half = _trace(key, torch.bfloat16, None, device, cut is not None)
         return half.scaled((autocast or dtype).itemsize / 2)
     model.train()
     prepare_states(model)
@@ -226,12 +253,12 @@ def _traced(
     signatures = [_signature(layer) for layer in layers]
     # what the first two hold is not all their own
     needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
-    kinds = signatures[:needed] if compiled else None
+    cut_layers = cut and partial(cut, layers[:needed], signatures[:needed])
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
     for mode in MODES:
         runs = [
-            _run(model, layers, needed, mode, fake, tokens, autocast, device, kinds)
+            _run(model, layers, needed, mode, fake, tokens, autocast, device, cut_layers)
             for tokens in _TOKENS
         ]
         of_kind = {
@@ -259,18 +286,18 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> 
     """Gives a model on the meta device fake tensors that say they are on `device`."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for store in stores:
-            for name, tensor in store.items():
-                if tensor is None:
-                    continue
-                # a tied weight stays one
-                if id(tensor) not in made:
-                    new: torch.Tensor = FakeTensor(fake, tensor.detach().to("meta"), device)
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = new
-                store[name] = made[id(tensor)]
+        tensors = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in tensors:
+            # a tied weight stays one
+            if id(tensor) not in made:
+                new: torch.Tensor = FakeTensor(fake, tensor.detach().to("meta"), device)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = new
+            setattr(module, name, made[id(tensor)])
 
 
 def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
@@ -310,12 +337,12 @@ def _run(
     tokens: int,
     autocast: torch.dtype | None,
     device: str,
-    kinds: Sequence[Hashable] | None,
+    cut: Callable[[Mode, FakeTensorMode], AbstractContextManager[None]] | None,
 ) -> dict[str, list[float]]:
     """Runs the first layers forward and backward -> held and working bytes of each of them.
 
     Args:
-        kinds: of the layers that run, if they are to run as compiled ones.
+        cut: makes the layers that run compiled ones while it is open. Default: they are not.
     """
     known = (x for parameter in model.parameters() for x in (parameter, parameter.grad))
     live = LiveBytes(x for x in known if x is not None)
@@ -351,12 +378,12 @@ def _run(
             open_until_end.callback(layer.register_forward_pre_hook(stop).remove)
         enter(fake)
         enter(live)
-        if kinds is None:
+        if cut is None:
             enter(recomputing(model, [mode] * len(layers)))
         else:
             # the graph of a compiled layer knows what it recomputes
             enter(recomputing(model, ["nothing"] * len(layers)))
-            enter(partitioned(layers[:needed], kinds, mode, fake))
+            enter(cut(mode, fake))
         with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
             decoder_of(model)(**inputs)
         (hidden,) = last

@@ -10,7 +10,6 @@ Legend: B rows, V vocabulary.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 
+from prefixtree._numbers import integer, number
 from prefixtree.kernels.packages import installed
-from prefixtree.packing.arguments import at_least_one
 
 # of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -64,20 +63,24 @@ class Draws:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature and not _COLDEST <= self.temperature < math.inf:
+        temperature = number("temperature", self.temperature, finite=False)
+        if temperature and not _COLDEST <= temperature < math.inf:
             raise ValueError(
                 f"temperature must be finite, and 0 (the likeliest token) or at least {_COLDEST}, "
-                f"got {self.temperature}"
+                f"got {temperature}"
             )
-        if not hasattr(self.seed, "__index__"):
-            raise TypeError(f"seed must be an integer, got {self.seed!r}")
-        # integers of numpy wrap around or have no place in transformers
-        object.__setattr__(self, "seed", operator.index(self.seed))
+        # numbers of numpy wrap around or have no place in transformers
+        read: dict[str, Any] = {
+            "temperature": temperature,
+            "seed": integer("seed", self.seed, wrong=TypeError),
+        }
         if self.top_k is not None:
-            object.__setattr__(self, "top_k", at_least_one("top_k", self.top_k))
+            read["top_k"] = integer("top_k", self.top_k, 1, or_none=True)
         for name in ("top_p", "min_p"):
-            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} must be None or above 0 and at most 1, got {value!r}")
+            if (value := getattr(self, name)) is not None:
+                read[name] = number(name, value, above=0, most=1, or_none=True)
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def warpers(self) -> list[Any]:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.adapters import active_adapters
 from prefixtree.integrations.families import family_of, forward_inputs, placeholder_in
 from prefixtree.integrations.model_checks import (
     attention_modules,
@@ -27,6 +26,7 @@ from prefixtree.integrations.model_checks import (
     every_layer_attends,
     find_causal_lm,
 )
+from prefixtree.integrations.model_stamp import ModelStamp
 from prefixtree.integrations.sampling.forest_cache import ForestCache
 from prefixtree.integrations.sampling.graphs import state_of
 from prefixtree.packing.layout import PackedForest
@@ -54,7 +54,8 @@ class CachedForward:
             # a load-balancing loss is of no use here
             self._keywords["output_router_logits"] = False
         self._owner: weakref.ref[Any] | None = None
-        self._weights: list[Any] = []
+        self._stamp: ModelStamp | None = None
+        self._numbers = b""
 
     @property
     def device(self) -> torch.device:
@@ -73,11 +74,14 @@ class CachedForward:
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
-        self._weights = self._weights_now()
+        self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
         inputs = forward_inputs(packed, self._causal_lm.config)
         with every_layer_attends(self._causal_lm, packed.mask):
-            return self._eager(**inputs, logits_to_keep=torch.from_numpy(last).to(self.device))
+            of_last = torch.from_numpy(last).to(self.device)
+            logits = self._eager(**inputs, logits_to_keep=of_last)
+        self._stamp.settle()
+        return logits
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]. Compiled layers run as
@@ -200,20 +204,21 @@ class CachedForward:
             RuntimeError: the keys are of other weights.
             UnsupportedError: dropout, noise or adapters are active that were not before.
         """
-        if self._weights != self._weights_now():
+        assert self._stamp is not None
+        change = self._stamp.change()
+        if change is None and self._numbers != self._some_numbers():
+            change = "numbers of the parameters changed"
+        if change is not None:
             raise RuntimeError(
-                "the model's weights or adapters changed since the sampler started, so its keys "
-                "are of other weights: call sampler.start again"
+                f"the model's weights or adapters changed since the sampler started ({change}), so "
+                "its keys are of other weights: call sampler.start again"
             )
         check_parts(self._model, self._causal_lm)
 
     @torch.no_grad()
-    def _weights_now(self) -> list[Any]:
-        """What tells weights from later ones: addresses, versions, some numbers, active adapters.
-
-        Fused optimizers and what writes to `.data` leave a parameter's version as it is.
-        """
-        parameters = list(self._causal_lm.parameters())
-        numbers = torch.cat([p.flatten()[:_SEEN].float() for p in parameters]).cpu().numpy()
-        written = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
-        return [written, numbers.tobytes(), active_adapters(self._causal_lm)]
+    def _some_numbers(self) -> bytes:
+        """The first numbers of all parameters: what writes to `.data` leaves no other trace."""
+        # by name: PEFT's forwards change the order of parameters that `target_parameters` names
+        named = sorted(self._causal_lm.named_parameters())
+        numbers = torch.cat([p.flatten()[:_SEEN].float() for _, p in named])
+        return numbers.cpu().numpy().tobytes()

@@ -107,8 +107,8 @@ class StepGraphs:
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
             try:
+                torch.cuda.set_sync_debug_mode("warn")
                 self._beside(step)
             finally:
                 torch.cuda.set_sync_debug_mode(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._numbers import entries, integer
+from prefixtree._renamed import with_hints
 from prefixtree._tokens import flatten
 from prefixtree.errors import ForestError
 from prefixtree.integrations.sampling.draws import Draws, row_keys
@@ -27,6 +28,20 @@ _LOOK_EVERY_ON_GPUS = 16
 _STILL_FULL = 0.75
 # pending tokens of a forward: a GPU keeps partial results of all of them while a layer attends
 _READ_AT_ONCE = 2048
+
+
+def stop_tokens(stop: Any) -> frozenset[int]:
+    """The token ids at which rows end.
+
+    Raises:
+        TypeError: no list of token ids.
+    """
+    try:
+        return frozenset(
+            integer("stop", token, 0) for token in entries("stop", stop, "", ordered=False)
+        )
+    except ValueError:
+        raise TypeError(f"stop takes a list of token ids, got {stop!r}") from None
 
 
 class Rows:
@@ -76,17 +91,10 @@ class Rows:
             RuntimeError, UnsupportedError: as `generate`, where the model reads such tokens.
         """
         self._forward.check_owner(self)
-        every = [counts] * len(self) if isinstance(counts, (int, np.integer)) else counts
-        given = every if isinstance(every, Mapping) else dict(enumerate(every))
-        is_whole = isinstance(counts, Mapping) or len(given) == len(self)
-        if not is_whole or any(operator.index(count) < 0 for count in given.values()):
-            raise ValueError(
-                f"branch takes one number >= 0 for each of {len(self)} rows (how many rows it "
-                f"becomes), got {counts}"
-            )
+        given = self._counts(counts)
         wanted = [1] * len(self)
-        for at, count in zip(self._places(given), given.values(), strict=True):
-            wanted[at] = operator.index(count)
+        for at, count in zip(self._places(given.keys()), given.values(), strict=True):
+            wanted[at] = count
         reading = [at for at, count in enumerate(wanted) if count > 1]
         try:
             self._read(reading)
@@ -110,9 +118,10 @@ class Rows:
             rows: which ones.
 
         Raises:
+            ValueError: rows that are no integers.
             IndexError: a row that does not exist.
         """
-        self.branch(dict.fromkeys(rows, 0))
+        self.branch(dict.fromkeys(self._numbers(rows), 0))
 
     def append(self, tokens: Mapping[int, Sequence[int]]) -> None:
         """Appends tokens that were not sampled: replies of tools or users.
@@ -124,20 +133,24 @@ class Rows:
             tokens: from rows to token ids, perhaps none.
 
         Raises:
+            TypeError: tokens that are no mapping.
             IndexError: a row that does not exist.
             ForestError: tokens that are negative or not integers.
             UnsupportedError: placeholders of images.
             ValueError: a token id beyond the model's vocabulary.
         """
         self._forward.check_owner(self)
-        places = self._places(tokens)
-        given = [list(reply) for reply in tokens.values()]
+        if not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens must be a mapping from rows to token ids, got {tokens!r}")
+        places = self._places(tokens.keys())
+        given = [entries(f"tokens[{row}]", ids, "token ids") for row, ids in tokens.items()]
         if filled := [reply for reply in given if reply]:
             self._forward.check_tokens(flatten(filled, "tokens")[0])
         for at, reply in zip(places, given, strict=True):
             self._rows[at] = self._rows[at].with_reply([int(t) for t in reply])
 
     @lasting
+    @with_hints
     def generate(
         self,
         max_new_tokens: int,
@@ -168,10 +181,7 @@ class Rows:
         """
         self._forward.check_owner(self)
         room = at_least_one("max_new_tokens", max_new_tokens)
-        try:
-            ends = frozenset(map(operator.index, stop))
-        except TypeError:
-            raise TypeError(f"stop takes a list of token ids, got {stop!r}") from None
+        ends = stop_tokens(stop)
         if rows is None:
             going = [at for at, row in enumerate(self._rows) if not row.stopped]
         else:
@@ -313,9 +323,32 @@ class Rows:
                 Piece(tokens, np.ones(count, bool), logprobs, kept), stop
             )
 
+    def _counts(self, counts: Any) -> dict[int, int]:
+        """What `branch` was asked for, by row."""
+        given = counts
+        if not isinstance(counts, Mapping):
+            one = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")
+            given = dict(enumerate([counts] * len(self) if one else counts))
+        try:
+            if given is counts or len(given) == len(self):
+                return {row: integer("counts", count, 0) for row, count in given.items()}
+        except ValueError:
+            pass
+        raise ValueError(
+            f"branch takes one number >= 0 for each of {len(self)} rows (counts: how many rows it "
+            f"becomes), got {counts}"
+        )
+
+    @staticmethod
+    def _numbers(rows: Any) -> list[int]:
+        """Rows as integers."""
+        return [
+            integer("rows", row) for row in entries("rows", rows, "a list of rows", ordered=False)
+        ]
+
     def _places(self, rows: Iterable[int]) -> list[int]:
         """Where rows of these numbers stand in the growing forest."""
-        numbers = [operator.index(row) for row in rows]
+        numbers = self._numbers(rows)
         for bad in (row for row in numbers if not 0 <= row < len(self)):
             raise IndexError(f"row {bad} does not exist; expected 0 to {len(self) - 1}")
         return [self._order[number] for number in numbers]

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from prefixtree._renamed import with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.sampling.draws import Draws
 from prefixtree.integrations.sampling.forward import CachedForward
-from prefixtree.integrations.sampling.rows import Rows
+from prefixtree.integrations.sampling.rows import Rows, stop_tokens
 from prefixtree.integrations.sampling.samples import Piece, Row, Samples
 from prefixtree.integrations.sampling.step import Steps
 from prefixtree.packing.arguments import at_least_one
@@ -89,6 +90,7 @@ class TreeSampler:
         ]
         return Rows(self._forward, self._steps, growing, rows, self._max_rows)
 
+    @with_hints
     def sample(
         self,
         prompts: Iterable[Any],
@@ -112,7 +114,10 @@ class TreeSampler:
         Raises:
             ForestError, MemoryError, UnsupportedError, ValueError: as `start` and `Rows.generate`.
         """
+        # before the model reads anything
+        n, room = at_least_one("n", n), at_least_one("max_new_tokens", max_new_tokens)
+        ends = stop_tokens(stop)
         rows = self.start(PrefixForest.from_sequences(prompts))
-        rows.branch(at_least_one("n", n))
-        rows.generate(max_new_tokens, draws, stop)
+        rows.branch(n)
+        rows.generate(room, draws, ends)
         return rows.samples()

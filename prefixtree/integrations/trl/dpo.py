@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from trl import DPOTrainer
 
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.trl.contract import check_dpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
@@ -73,14 +74,11 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
         if self.use_weighting:
             outputs.append("log_sum_sq_probs")
         packed = PackedModel(model, outputs, self._sharing, self._recompute)
-        precomputed = self.precompute_ref_logps
-        if not precomputed:
+        if not self.precompute_ref_logps:
             reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             names = ("ref_chosen_logps", "ref_rejected_logps")
             inputs = {**inputs, **dict(zip(names, reference, strict=True))}
         # the batch has them, so that TRL calls no model but `packed`
-        self.precompute_ref_logps = True
-        try:
+        with changing(self) as changes:
+            changes.set(self, precompute_ref_logps=True)
             return super()._compute_loss(packed, inputs, return_outputs)
-        finally:
-            self.precompute_ref_logps = precomputed

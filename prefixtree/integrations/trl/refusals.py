@@ -9,7 +9,13 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.adapters import check_adapters
-from prefixtree.integrations.families import LIGER_LAYERS, check_config, check_modules
+from prefixtree.integrations.families import (
+    DROPOUT_LAYERS,
+    LIGER_LAYERS,
+    check_config,
+    check_modules,
+)
+from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import transformer_of
 from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.router_loss import loss_function
@@ -52,7 +58,8 @@ _ALONE = ("use_liger_kernel", "torch_compile", "fp16")
 def prepare_trainer(
     trainer: Any, verified: Collection[str] = (), deepspeed: bool = False, images: bool = False
 ) -> None:
-    """Refuses a trainer that is not verified, and sets the attention of its models.
+    """Refuses a trainer that is not verified, sets the attention of its models and prepares their
+    recurrent layers.
 
     Args:
         trainer: a trainer of TRL with a model and perhaps a ref_model.
@@ -83,6 +90,8 @@ def prepare_trainer(
         if trainer._is_vlm:
             attention = attention_beside_a_tower(transformer.config)
         transformer.set_attn_implementation(attention)
+        # generation runs it too, before anything is scored
+        prepare_states(transformer)
 
 
 def _check_aux_loss(model: nn.Module) -> None:
@@ -204,7 +213,7 @@ def check_model(model: nn.Module) -> None:
     for config in (causal_lm.config, causal_lm.config.get_text_config()):
         check_config(config, training=True)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        if isinstance(module, DROPOUT_LAYERS) and module.p > 0:
             raise UnsupportedError(
                 f"{name} is a dropout (p = {module.p}): a shared token would draw one mask where "
                 "the replicated batch draws several; set it to 0 (lora_dropout=0 for an adapter, "

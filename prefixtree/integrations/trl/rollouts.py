@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.changes import changing
 from prefixtree.integrations.sampling import Draws, TreeSampler
 from prefixtree.integrations.sampling.rows import Rows
 
@@ -68,13 +69,13 @@ def tree_rollouts(
     # a row's last token is not read, but its place in the pool is
     keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
     model = trainer.model
-    was_training = model.training
-    model.eval()
-    try:
+    with changing(model) as changes:
+        for module in model.modules():
+            # some of a model in training mode may be in evaluation mode
+            changes.note(module, "training")
+        model.eval()
         rows = TreeSampler(model, keys, max_rows=len(prompt_ids)).start(forest)
         _play(rows, prompt_ids, _draws(trainer), trainer, reply)
-    finally:
-        model.train(was_training)
     samples = rows.samples()
     starts = [len(ids) for ids in prompt_ids]
     parts = list(zip(starts, samples.sequences, strict=True))

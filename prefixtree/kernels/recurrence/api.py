@@ -7,10 +7,12 @@ heads, G groups, P head dim, N state dim.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from prefixtree._numbers import entries, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import operator
 from prefixtree.kernels.recurrence.backends import check_name
@@ -132,7 +134,7 @@ def tree_delta_rule(
         "[tokens, value heads] or, one per channel of the key, [tokens, value heads, head dim]",
     )
     _check_shape("beta", beta, (tokens, heads), "[tokens, value heads]")
-    scale = dim**-0.5 if scale is None else float(scale)
+    scale = dim**-0.5 if scale is None else float(number("scale", scale, or_none=True))
     out, _ = operator.TREE_DELTA_RULE.forward(
         query, key, value, g, beta, mask.handle, scale, qk_l2norm, backend
     )
@@ -200,7 +202,7 @@ def tree_ssd(
         _check_shape("D", D, (heads, x.shape[2]) if D.ndim == 2 else (heads,), "[heads]")
     if dt_bias is not None:
         _check_shape("dt_bias", dt_bias, (heads,), "[heads]")
-    low, high = dt_limit
+    low, high = _limits(dt_limit)
     if not low <= high:
         raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit}")
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -216,6 +218,14 @@ def tree_ssd(
     if D is None:
         return out
     return (out.to(wide) + x.to(wide) * (D if D.ndim == 2 else D[:, None]).to(wide)).to(x.dtype)
+
+
+def _limits(dt_limit: Any) -> tuple[float, float]:
+    pair = entries("dt_limit", dt_limit, "(least, greatest)")
+    if len(pair) != 2:
+        raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit}")
+    low, high = (number("dt_limit", bound, finite=False) for bound in pair)
+    return low, high
 
 
 def _check_common(

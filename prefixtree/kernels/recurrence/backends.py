@@ -49,7 +49,11 @@ class LazyBackend:
     def refuses(self, call: Call) -> str | None:
         if self.package is not None and not installed(self.package):
             return f"the package {self.package} is not installed"
-        return self.load().refusal(call)
+        try:
+            kernels = self.load()
+        except (ImportError, AttributeError) as problem:
+            return f"its kernels cannot be imported ({problem})"
+        return kernels.refusal(call)
 
     def saves(self, call: Call) -> list[torch.Tensor]:
         return self.load().saves(call)

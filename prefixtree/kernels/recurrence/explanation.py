@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from prefixtree._numbers import integer
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence.backends import CHUNKED, choose, why_slow
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
@@ -45,13 +46,15 @@ def explain_recurrence(
 
     Raises:
         TypeError: a mask that is no TreeMask.
-        ValueError: an operator that does not exist.
+        ValueError: an operator that does not exist; sizes that are no integers >= 1.
     """
     check_mask(mask)
     if operator not in OPERATORS:
         raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
     if value_dim is None:
         value_dim = 64 if operator == "tree_ssd" else 128
+    key_dim, value_dim = integer("key_dim", key_dim, 1), integer("value_dim", value_dim, 1)
+    taps = integer("taps", taps, 1)
     if dtype is None:
         dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float32
     tokens = mask.num_tokens

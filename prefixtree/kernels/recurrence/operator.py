@@ -13,7 +13,7 @@ import torch
 from prefixtree.kernels.call_counter import note_recurrence
 from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
-from prefixtree.kernels.torch_library import as_given, new_library, register
+from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
 from prefixtree.packing.host_mask import host_of
 
 _library = new_library("_recurrence_library")
@@ -52,7 +52,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         with as_given(arguments[0]):
             return backend.forward(call)
 
-    @torch._disable_dynamo
+    @uncompiled
     def backward(
         dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
     ) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         num_tensors,
     )
 
-    @torch._disable_dynamo
+    @uncompiled
     def differentiable(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         tensors = arguments[:num_tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

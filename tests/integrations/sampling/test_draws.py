@@ -136,7 +136,7 @@ def test_temperature_0_is_the_likeliest_token():
         ({"temperature": 1e-40}, "at least 1e-20, got 1e-40"),
         ({"temperature": math.inf}, "temperature must be finite"),
         ({"temperature": math.nan}, "temperature must be finite"),
-        ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
+        ({"top_k": 0}, "top_k must be None or an integer >= 1, got 0"),
         ({"top_p": 0.0}, "top_p must be None or above 0 and at most 1, got 0.0"),
         ({"min_p": 1.5}, "min_p must be None or above 0 and at most 1, got 1.5"),
     ],

@@ -313,6 +313,32 @@ def test_keys_of_another_adapter_are_refused():
             adapted.eval()
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
+def test_adapters_of_experts():
+    """PEFT's forwards set and move the parameters that its adapters of experts belong to."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    config = LoraConfig(r=2, target_parameters=experts, init_lora_weights=False)
+    model = get_peft_model(build("qwen3_moe"), config).eval()
+    prompts = [[3, 4, 5], [3, 4, 6, 7]]
+    rows = TreeSampler(model, 100).start(pt.PrefixForest.from_sequences(prompts))
+    rows.generate(3, GREEDY)
+    rows.generate(3, GREEDY)
+    found = [sequence.tolist() for sequence in rows.samples().sequences]
+    model.set_adapter("default")
+    rows.generate(1)
+    model.merge_adapter()
+    with pytest.raises(
+        RuntimeError, match=r"changed since the sampler started \(merged_adapters of"
+    ):
+        rows.generate(1)
+    model.unmerge_adapter()
+    model.base_model.model.set_attn_implementation("sdpa")
+    expected = generated(model, prompts, 6, [])
+    assert found == [p + e for p, e in zip(prompts, expected, strict=True)]
+
+
 def test_inference_mode_may_come_and_go():
     """What is kept outlives it."""
     ours, _ = models()
@@ -340,12 +366,23 @@ def test_keys_of_other_weights_are_refused():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     fused = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    norm = model.model.layers[1].input_layernorm
+    norm, embedding = model.model.layers[1].input_layernorm, model.model.embed_tokens.weight
+    rotary = model.model.rotary_emb
+
+    def added_tokens() -> None:
+        """An update of embeddings behind those of which numbers are compared."""
+        model.zero_grad()
+        embedding.grad = torch.zeros_like(embedding)
+        embedding.grad[90:] = 1
+        torch.optim.AdamW([embedding], 1e-2, weight_decay=0, fused=True).step()
+
     changes: list[Any] = [
+        lambda: rotary.inv_freq.mul_(1.1),
         lambda: norm.weight.detach().add_(0.1),
         fused.step,
         lambda: norm.weight.data.mul_(1.1),
         lambda: setattr(norm, "weight", copy.deepcopy(norm.weight)),
+        added_tokens,
     ]
     for change in changes:
         rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))

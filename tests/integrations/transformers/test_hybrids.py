@@ -250,6 +250,15 @@ def test_prepared_generates_the_same_tokens(family: str) -> None:
 
 
 @needs_states
+def test_generating_before_a_model_is_prepared() -> None:
+    """Granite's attention sees no positions then; the mend is one that a trainer takes too."""
+    model = build("granitemoehybrid").eval()
+    message = r"prefixtree\.prepare\(model\) once before it generates"
+    with pytest.raises(pt.UnsupportedError, match=message):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+@needs_states
 @pytest.mark.parametrize("family", FEW)
 def test_copies_of_a_prepared_model(family: str) -> None:
     """Twice, deep copies, pickles and shallow copies are prepared, and their own."""

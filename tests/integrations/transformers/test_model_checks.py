@@ -277,6 +277,16 @@ def test_a_forward_of_ones_own_that_is_let_through(monkeypatch):
     assert_same(run, run_replicated(reference, ragged_objective()))
 
 
+def test_a_forward_that_is_let_through_without_its_rule(monkeypatch):
+    """log p was that of logits twice as large."""
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    allow_model_type("llama")
+    model = build("llama")
+    _subclass(model)
+    with pytest.raises(pt.UnsupportedError, match=r"scale=1.0.*\('llama', scale=\.\.\."):
+        sequence_logprobs(model, ragged_packed())
+
+
 class _Inherits(LlamaForCausalLM):
     """A class of one's own with transformers' forward is what it was."""
 
@@ -396,6 +406,15 @@ def test_a_factor_changed_after_the_model_was_made(model_type):
     assert_same(run, run_eager(model), tolerance(model_type))
 
 
+@pytest.mark.parametrize("model_type", cases(["falcon_h1"]))
+def test_a_factor_of_the_model_inside(model_type):
+    """Its multiplier counted as 1: log p was off by 5.67 at 2.0."""
+    model = build(model_type, lm_head_multiplier=2.0)
+    assert_same(run_packed(model, ragged_packed(), ragged_objective()), run_eager(model), 5e-5)
+    model.model.lm_head_multiplier = 0.039
+    assert_same(run_packed(model, ragged_packed(), ragged_objective()), run_eager(model), 5e-5)
+
+
 def test_a_factor_of_zero():
     """It counted as 1."""
     model = build("cohere", logit_scale=0.0)
@@ -495,7 +514,8 @@ def test_a_wrapper_with_a_thread_of_its_own():
     "given", [[[1, 2], [1, 3]], pt.PrefixForest.from_sequences([[1, 2]]), None]
 )
 def test_something_else_for_a_packed_forest(given):
-    match = rf"takes a packed forest, got {type(given).__name__}; pack\(PrefixForest.from_seq"
+    mend = "forest" if isinstance(given, pt.PrefixForest) else "PrefixForest.from_seq"
+    match = rf"takes a packed forest, got {type(given).__name__}; pack\({mend}"
     with pytest.raises(TypeError, match=match):
         sequence_logprobs(build("llama"), given)
 

@@ -18,7 +18,7 @@ from prefixtree.integrations.recompute.layers import MODES
 from tests.support.models import build, enable_checkpointing, pack_sequences
 
 # operators whose result the host reads, or whose shape depends on values
-_READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2"}
+_READS = {"_local_scalar_dense", "equal", "allclose", "nonzero", "masked_select", "_unique2"}
 # dynamo's own look at .grad of its inputs
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
@@ -73,7 +73,7 @@ def a_model(model_type: str, **more: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_look_for_sequences")
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gemma2"])
 def test_nothing_is_read(model_type: str) -> None:
     model, packed = a_model(model_type), pack_sequences(SEQUENCES)
     for mode in MODES:

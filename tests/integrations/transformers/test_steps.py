@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 from benchmarks.lib.workloads import forest_of, single
 from prefixtree import ForestError, PrefixForest, UnsupportedError, pack, plan_micro_batches
 from prefixtree.integrations.compiled import compile_layers
+from prefixtree.integrations.recompute.layers import MODES
 from prefixtree.integrations.recompute.plan import RecomputePlan
 from prefixtree.integrations.scoring_steps import step_cost_of
 from prefixtree.integrations.transformers import sequence_logprobs
@@ -210,26 +213,38 @@ def test_statistics() -> None:
 
 
 def test_autocast_is_that_of_the_forward() -> None:
-    """The backward runs outside of it, and computes every step again."""
-    model, objective = build("qwen3"), ragged_objective()
-    found, seen = [], []
+    """The backward runs outside of it or inside, and computes every step again, in each mode."""
+    model, objective = build("qwen3", num_hidden_layers=2), ragged_objective()
+    seen: list[bool] = []
     model.model.layers[1].mlp.register_forward_hook(
         lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
     )
-    for max_tokens in (None, MAX_TOKENS):
+
+    def found(max_tokens: int | None, inside: bool = False, recompute: Any = None) -> Run:
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
-            scores = score(model, objective, max_tokens=max_tokens)
-        loss_of(objective, scores).backward()
+            # leaves casts of all weights in autocast's cache
+            score(model, objective, max_tokens=None)
+            seen.clear()
+            scores = score(model, objective, max_tokens=max_tokens, recompute=recompute)
+            if inside:
+                loss_of(objective, scores).backward()
+        if not inside:
+            loss_of(objective, scores).backward()
         values = ([x.detach() for x in of] for of in (scores.logprobs, scores.entropy))
-        found.append(Run(*values, gradients(model)))
-    assert all(seen) and len(seen) == 2 * number_of_steps()
-    seen.clear()
+        return Run(*values, gradients(model))
+
     exact = run(model)
     assert not any(seen)
-    assert errors(found[0], exact).gradient > 3e-3
+    whole, stepped = found(None), found(33)
+    assert all(seen) and len(seen) == 2 * number_of_steps(33) - 1 >= 5
+    assert errors(whole, exact).gradient > 3e-3
     # as far from float32 as one forward
-    assert errors(found[1], exact).gradient < 1.5 * errors(found[0], exact).gradient
+    assert errors(stepped, exact).gradient < 1.5 * errors(whole, exact).gradient
+    for recompute in MODES:
+        assert same_bits(found(None, False, recompute), whole), recompute
+        for inside in (False, True):
+            assert same_bits(found(33, inside, recompute), stepped), (recompute, inside)
 
 
 # dynamo's own look at .grad of its inputs
@@ -340,13 +355,92 @@ def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
     assert_same(run(model), expected)
 
 
-def test_parameters_that_changed_are_refused() -> None:
+def _changes(model: Any, packed: Any) -> dict[str, Callable[[], Any]]:
+    """What the backward's second forward would read, by the words of the refusal; `model` has two
+    adapters, the first of them active, with dropout, in eval mode."""
+    layer = model.base_model.model.model.layers[0]
+    attention, norm = layer.self_attn, layer.input_layernorm
+    rotary = model.base_model.model.model.rotary_emb
+    return {
+        "training of the model became True (it was False)": model.train,
+        "layers.0.self_attn.q_proj became {'default': ": lambda: attention.q_proj.scale_layer(2.0),
+        "merged_adapters of ": model.merge_adapter,
+        "active_adapter of the model became 'other' (it was 'default')": lambda: model.set_adapter(
+            "other"
+        ),
+        "_disable_adapters of ": model.base_model.disable_adapter_layers,
+        "lora_dropout.default became 0.5 (it was 0.1)": lambda: setattr(
+            attention.q_proj.lora_dropout["default"], "p", 0.5
+        ),
+        "packed.input_ids, or what shares its memory, changed": lambda: packed.input_ids.clamp_(
+            max=50
+        ),
+        "rotary_emb.inv_freq changed": lambda: rotary.inv_freq.mul_(2),
+        "rotary_emb.inv_freq was replaced": lambda: setattr(
+            rotary, "inv_freq", rotary.inv_freq * 2
+        ),
+        "input_layernorm.weight changed": lambda: norm.weight.detach().mul_(1.5),
+        "layers.0.input_layernorm.weight was replaced": lambda: setattr(
+            norm.weight, "data", norm.weight.data * 1.5
+        ),
+        "input_layernorm.weight was replaced": lambda: setattr(
+            norm, "weight", nn.Parameter(norm.weight * 1.5)
+        ),
+        "variance_epsilon of ": lambda: setattr(norm, "variance_epsilon", 0.1),
+        "modules of base_model.model.model.layers.0 were replaced": lambda: setattr(
+            layer, "mlp", copy.deepcopy(layer.mlp)
+        ),
+        "rms_norm_eps of Qwen3Config became 0.1": lambda: setattr(
+            model.config, "rms_norm_eps", 0.1
+        ),
+        "requires_grad of base_model.model.model.layers.0": lambda: attention.q_proj.lora_A[
+            "default"
+        ].requires_grad_(False),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_what_changed_before_the_backward_is_refused_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)
+
+    def made() -> tuple[Any, Any]:
+        model = peft.get_peft_model(build("qwen3", num_hidden_layers=1), config)
+        model.add_adapter("other", config)
+        randomise(model)
+        return model.eval(), pack_sequences(ragged_objective().sequences)
+
+    for words in _changes(*made()):
+        model, packed = made()
+        scores = score(model, ragged_objective(), packed, max_tokens=60)
+        _changes(model, packed)[words]()
+        with pytest.raises(RuntimeError, match=re.escape(words)) as refused:
+            torch.cat(scores.logprobs).sum().backward()
+        assert "and its backward, which runs the steps again: call backward() before such" in str(
+            refused.value
+        )
+
+
+def test_what_changes_no_number_is_not_refused() -> None:
+    """What forwards change themselves, and what a model does not read."""
     model = build("qwen3")
+    expected = run(model, max_tokens=None)
+    mlp = model.model.layers[1].mlp
+    mlp.calls, mlp.last = 0, torch.zeros(1)
+
+    def counts(module: Any, args: Any, output: torch.Tensor) -> None:
+        module.calls, module.last = module.calls + 1, output.detach()
+
+    mlp.register_forward_hook(counts)
     scores = score(model, ragged_objective())
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(RuntimeError, match=r"layers.1.mlp.up_proj.weight changed between"):
-        torch.cat(scores.logprobs).sum().backward()
+    model.zero_grad(set_to_none=True)
+    run(build("qwen3", seed=1))
+    score(model, ragged_objective())
+    model.config.use_cache = not model.config.use_cache
+    enable_checkpointing(model, False)
+    loss_of(ragged_objective(), scores).backward()
+    assert mlp.calls > 2 * number_of_steps()
+    assert_same(replace(expected, gradients=gradients(model)), expected)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -366,15 +460,6 @@ def test_an_update_before_the_backward_is_refused(fused: bool) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"embed_tokens.weight changed between"):
         loss_of(ragged_objective(), scores).backward()
-
-
-def test_other_frozen_parameters_are_refused() -> None:
-    """As where another adapter is set between the forward and the backward."""
-    model = build("qwen3")
-    scores = score(model, ragged_objective())
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"requires_grad of model.layers.1.mlp.up_proj.weight "):
-        torch.cat(scores.logprobs).sum().backward()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -533,10 +618,26 @@ def test_recurrent_layers_are_refused_before_the_forward(model_type: str) -> Non
     model = build(model_type)
     with (
         counted([model]) as forwards,
-        pytest.raises(UnsupportedError, match="whose states are not handed from step to step"),
+        pytest.raises(UnsupportedError, match=r"from step to step: .* without reuse=True"),
     ):
         score(model, ragged_objective())
     assert forwards() == 0
+
+
+def test_what_is_refused_in_steps_runs_where_the_forest_fits() -> None:
+    """As one forward: recurrent layers, routes of experts and their load-balancing loss."""
+    hybrid, experts, sequences = build("qwen3_5"), build("qwen3_moe"), ragged_sequences()
+    assert same_bits(run(hybrid, max_tokens=91), run(hybrid, max_tokens=None))
+    routed = pack(PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences)))
+    size = {"packed": routed, "max_tokens": routed.num_tokens}
+    assert same_bits(run(experts, **size), run(experts, **{**size, "max_tokens": None}))
+    losses = [
+        sequence_logprobs(
+            experts, ragged_packed(), max_tokens=n, output_router_logits=True
+        ).aux_loss
+        for n in (91, None)
+    ]
+    assert losses[0] == losses[1] is not None
 
 
 def test_deepspeed_is_refused() -> None:
@@ -567,15 +668,17 @@ def test_static_graphs_are_refused(tmp_path) -> None:
         model = nn.parallel.DistributedDataParallel(build("qwen3"), static_graph=True)
         with pytest.raises(UnsupportedError, match="static_graph=True expects one backward per up"):
             score(model, ragged_objective())
+        assert score(model, ragged_objective(), max_tokens=91).logprobs[0].requires_grad
     finally:
         dist.destroy_process_group()
 
 
-def test_the_example_of_the_docs() -> None:
+@pytest.mark.parametrize("model_type", cases(["qwen3", "qwen3_5"]))
+def test_the_example_of_the_docs(model_type: str) -> None:
     """The page's loop, at a budget below its trees: the gradients are those of one micro-batch."""
     page = (Path(__file__).parents[3] / "docs/larger-trees.md").read_text()
     code = page.split("## Example\n\n```python\n")[1].split("```")[0]
-    model, objective = build("qwen3"), ragged_objective()
+    model, objective = build(model_type), ragged_objective()
     names: dict[str, Any] = {
         "model": model,
         "sequences": objective.sequences,

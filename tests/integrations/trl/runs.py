@@ -101,7 +101,7 @@ def tiny_mixture() -> Qwen3MoeConfig:
 
 
 def tiny_hybrid(family: str) -> PreTrainedConfig:
-    """Of a family with recurrent layers, "qwen3_5_text" or "nemotron_h"."""
+    """Of a family with recurrent layers, such as "qwen3_5_text" or "nemotron_h"."""
     config = HYBRIDS[family.removesuffix("_text")]
     config = {**TINY, **config.get("text_config", config), "vocab_size": VOCABULARY}
     lists = {name: list(value) for name, value in config.items() if isinstance(value, tuple)}

@@ -300,7 +300,7 @@ def test_adapters(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hf_quantizer", object(), "quantised weights are not verified"),
+        ("hf_quantizer", object(), "that transformers loads quantised"),
         ("_use_kernels", True, "use_kernels replaces layers"),
     ],
 )

@@ -23,8 +23,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.compiled import compile_layers
-from prefixtree.integrations.recompute import forward as recompute_forward
-from prefixtree.integrations.recompute.trace import trace_memory
+from prefixtree.integrations.recompute import trace as recompute_trace
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
@@ -315,7 +314,8 @@ def test_layers_recompute_what_is_set(
         traced.append(args[4])
         return trace_memory(*args)
 
-    monkeypatch.setattr(recompute_forward, "trace_memory", trace)
+    trace_memory = recompute_trace.trace_memory
+    monkeypatch.setattr(recompute_trace, "trace_memory", trace)
     rows = rollouts(8, groups=2, size=4)
     ran = count_attentions(monkeypatch)
     ends, counts = [], []

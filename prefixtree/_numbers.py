@@ -1,0 +1,272 @@
+"""The one place where numbers are read that a caller gives, alone or in lists, arrays and tensors.
+
+Each reader is told the argument's name, and says what it expected and what came. None of them takes
+a number for another one: text, None, truth values where a quantity is expected, NaN, the hidden
+entries of a masked array, complex numbers, or a tensor whose gradient would be lost.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from prefixtree.errors import ForestError
+
+_INFINITY = float("inf")
+_LONGEST = 80
+
+
+def integer(
+    name: str,
+    value: Any,
+    least: int | None = None,
+    *,
+    or_none: bool = False,
+    note: str = "",
+    wrong: type[Exception] = ValueError,
+) -> int:
+    """One integer.
+
+    Args:
+        name: of the argument.
+        value: what was given: an integer of Python, numpy or torch.
+        least: the smallest that is right. Default: any.
+        or_none: whether the caller takes None too, for the message.
+        note: of the message, behind what was expected.
+        wrong: the error where it is no integer.
+
+    Raises:
+        ValueError: it is below `least`.
+    """
+    # an int as it is: operator.index would fix one that torch.compile holds as a symbol
+    found = value if type(value) is int else _index(value)
+    if found is None or (least is not None and found < least):
+        expected = f"{'None or ' * or_none}an integer" + ("" if least is None else f" >= {least}")
+        error = wrong if found is None else ValueError
+        raise error(f"{name} must be {expected}{note}, got {_shown(value)}")
+    return found
+
+
+def number(
+    name: str,
+    value: Any,
+    least: float | None = None,
+    *,
+    above: float | None = None,
+    most: float | None = None,
+    finite: bool = True,
+    or_none: bool = False,
+    note: str = "",
+    wrong: type[Exception] = ValueError,
+) -> float:
+    """One real number.
+
+    Args:
+        name: of the argument.
+        value: what was given: a number of Python or numpy, or a tensor without dimensions.
+        least, above, most: the range: >= least, > above, <= most. Default: any.
+        finite: whether infinity and NaN are refused. Default: True.
+        or_none: whether the caller takes None too, for the message.
+        note: of the message, behind what was expected.
+        wrong: the error where it is no real number.
+
+    Raises:
+        ValueError: it is out of range, or a tensor whose gradient would be lost.
+    """
+    # a float as it is, which torch.compile may hold as a symbol
+    found: float | None = value if type(value) in (int, float) else _real(name, value)
+    if found is None:
+        raise wrong(f"{name} must be {'None or ' * or_none}a number{note}, got {_shown(value)}")
+    holds = (
+        (least is None or found >= least)
+        and (above is None or found > above)
+        and (most is None or found <= most)
+        and (not finite or -_INFINITY < found < _INFINITY)
+    )
+    if not holds:
+        bounds = {">=": least, "above": above, "at most": most}
+        expected = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+        if finite and most is None:
+            expected.append("finite")
+        what = f"{'None or ' * or_none}{' and '.join(expected)}"
+        raise ValueError(f"{name} must be {what}, got {_shown(value)}")
+    return found
+
+
+def numbers(
+    name: str, values: Any, expected: str, wrong: type[Exception] = ValueError
+) -> np.ndarray:
+    """Real numbers of any shape, float64; NaN and infinity are the caller's to judge.
+
+    Args:
+        name: of the argument.
+        values: a number, or a list, an array or a tensor of numbers.
+        expected: of the message.
+        wrong: the error where they are no real numbers.
+
+    Raises:
+        ForestError: masked entries, or gradients that would be lost.
+    """
+    array = to_numpy(values, name)
+    if array.dtype.kind not in "iuf":
+        raise wrong(f"{name} must be {expected}, got {_shown(values)}")
+    return array.astype(np.float64)
+
+
+def integers(name: str, values: Any, end: int | None = None, of_what: str = "") -> np.ndarray:
+    """1-D integers, int64.
+
+    Args:
+        name: of the argument.
+        values: a list, an array or a tensor.
+        end, of_what: they must be 0 .. end - 1, as there are so many of these. Default: any.
+
+    Raises:
+        ForestError: they are none.
+    """
+    # numpy makes numbers of truth values that stand among numbers
+    mixed = isinstance(values, (list, tuple)) and any(isinstance(v, bool) for v in values)
+    array = to_numpy(values, name)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or mixed:
+        raise ForestError(
+            f"{name} must be 1-D integers, got shape {list(array.shape)} of "
+            f"{'bool' if mixed else array.dtype}"
+        )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ForestError(f"{name} must be integers below 2^63, got {array.max()}")
+    found = array.astype(np.int64)
+    if end is not None and found.size and (found.min() < 0 or found.max() >= end):
+        bad = int(np.flatnonzero((found < 0) | (found >= end))[0])
+        raise ForestError(
+            f"{name}[{bad}] is {found[bad]}; expected 0 to {end - 1}, as there are {end} {of_what}"
+        )
+    return found
+
+
+def selection(name: str, values: Any) -> np.ndarray:
+    """A mask of any shape, bool: true where it is 1.
+
+    Raises:
+        ForestError: values other than 0 and 1. A weight is no mask.
+    """
+    array = to_numpy(values, name)
+    if array.dtype.kind == "b" or array.size == 0:
+        return array.astype(bool)
+    if array.dtype.kind not in "iuf":
+        raise ForestError(f"{name} must be 0 or 1 per token, got {array.dtype} values")
+    selected: np.ndarray = array == 1
+    if not (selected | (array == 0)).all():
+        where = np.argwhere(~(selected | (array == 0)))[0]
+        raise not_a_mask(name + "".join(f"[{i}]" for i in where), array[tuple(where)])
+    return selected
+
+
+def not_a_mask(name: str, value: Any) -> ForestError:
+    """The error for an entry of a mask that is neither 0 nor 1."""
+    return ForestError(
+        f"{name} is {value}; a mask is 0 or 1 (or truth values): weights belong in the loss"
+    )
+
+
+def entries(name: str, values: Any, expected: str, *, ordered: bool = True) -> list[Any]:
+    """The entries of a list, an array or anything else that is iterated.
+
+    Args:
+        name: of the argument.
+        values: what was given.
+        expected: of the message.
+        ordered: whether their order counts, so that a set is none. Default: True.
+
+    Raises:
+        ForestError: one value, text or a mapping, which are no list of entries.
+    """
+    check_unmasked(name, values, nested=False)
+    none = (str, bytes, Mapping, Set) if ordered else (str, bytes, Mapping)
+    try:
+        if isinstance(values, none):
+            raise TypeError
+        return list(values)
+    except TypeError:
+        raise ForestError(f"{name} must be {expected}, got {_shown(values)}") from None
+
+
+def to_numpy(values: Any, name: str) -> np.ndarray:
+    """numpy array of a list, an array or a torch tensor on any device.
+
+    Raises:
+        ForestError: lists of several lengths, masked entries, or a gradient that would be lost.
+    """
+    if hasattr(values, "detach"):
+        check_without_gradient(name, values)
+        values = values.detach().cpu()
+        # numpy has no bfloat16; floating point is refused by its kind where it matters
+        array: np.ndarray = (values.float() if values.is_floating_point() else values).numpy()
+        return array
+    check_unmasked(name, values)
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ForestError(f"{name} is ragged; expected one rectangular array") from None
+    except (TypeError, RuntimeError):
+        # tensors within a list: on a device, or with a gradient
+        return np.asarray([to_numpy(value, f"{name}[{i}]") for i, value in enumerate(values)])
+
+
+def check_without_gradient(name: str, tensor: Any) -> None:
+    """Raises a ForestError if this tensor asks for a gradient, which would be lost."""
+    import torch
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ForestError(
+            f"{name} requires a gradient, and gets none here; detach it if it is a constant"
+        )
+
+
+def check_unmasked(name: str, values: Any, nested: bool = True) -> None:
+    """Raises a ForestError if these are a masked array with hidden entries, or a list of one."""
+    is_list = nested and isinstance(values, (list, tuple)) and len(values) > 0
+    # lists of plain numbers are long, and numpy makes NaN of what is hidden among them
+    if is_list and type(values[0]) not in (int, float, bool):
+        for i, value in enumerate(values):
+            check_unmasked(f"{name}[{i}]", value)
+    if isinstance(values, np.ma.MaskedArray) and np.ma.getmaskarray(values).any():
+        raise ForestError(
+            f"{name} is a masked array, whose hidden entries have no number; fill them "
+            "(.filled(0)) or leave them out (.compressed())"
+        )
+
+
+def _index(value: Any) -> int | None:
+    """The value of what is one integer, else None."""
+    if _is_truth_value(value) or isinstance(value, np.ma.MaskedArray):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_truth_value(value: Any) -> bool:
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    return isinstance(value, (bool, np.bool_)) or dtype == "bool"
+
+
+def _real(name: str, value: Any) -> float | None:
+    """The value of what is one real number, else None."""
+    if _is_truth_value(value) or getattr(value, "ndim", 0) != 0:
+        return None
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return float(value)
+    if hasattr(value, "detach") or isinstance(value, np.ndarray):
+        array = to_numpy(value, name)
+        return float(array) if array.dtype.kind in "iuf" else None
+    return None
+
+
+def _shown(value: Any) -> str:
+    """What came, in about a line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -1,0 +1,90 @@
+"""Linear layers of low precision: whether they treat every token alone.
+
+In a packed forest a token stands beside others than in the replicated batch. Weights that are
+quantised give it the same output there; so do activations that are quantised with a scale per
+token. One scale for all tokens of a call gives it another one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+
+# rows of a probe: what kernels of low precision take
+_ROWS = 32
+# how torchao calls one scale for all tokens
+_ONE_SCALE = ("TENSORWISE", "PerTensor")
+# by module, the kind of weight with which it was tried
+_tried: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()
+
+
+def check_low_precision(name: str, module: nn.Module) -> None:
+    """Refuses a linear layer whose output for a token depends on the tokens beside it.
+
+    torchao's are known by name. Others whose class or weight is not torch's are tried once, on two
+    batches of a few rows, where their weight is on one device and whole.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    # adapters are judged by their method
+    if not isinstance(module, nn.Linear) or type(module).__module__.startswith("peft."):
+        return
+    weight: Any = getattr(module.weight, "_local_tensor", module.weight)
+    if type(module).forward is nn.Linear.forward and type(weight) in (nn.Parameter, torch.Tensor):
+        return
+    if _one_scale_of(module, weight):
+        raise UnsupportedError(
+            f"{name} ({type(module).__name__}) quantises its input with one scale for all tokens "
+            f"of a call, so a token's output depends on which others stand beside it: {_INSTEAD}"
+        )
+    if _tried.get(module) is type(weight) or weight is not module.weight:
+        return
+    if (depends := _depends_on_others(module, weight)) is None:
+        return
+    if depends:
+        raise UnsupportedError(
+            f"{name} ({type(module).__name__}) gives a token another output when other tokens "
+            f"stand beside it, which a packed forest changes: {_INSTEAD}"
+        )
+    _tried[module] = type(weight)
+
+
+_INSTEAD = (
+    'take a scale per token (torchao: the recipe "rowwise", or granularity=PerRow()) or weights '
+    "alone"
+)
+
+
+def _one_scale_of(module: Any, weight: Any) -> bool:
+    """Whether torchao quantises a layer's input with one scale (`Float8Linear`, tensor classes)."""
+    found = []
+    cast: Any = getattr(getattr(module, "config", None), "cast_config_input", None)
+    if getattr(getattr(cast, "scaling_type", None), "name", None) == "DYNAMIC":
+        found.append(cast.scaling_granularity.name)
+    if (options := getattr(weight, "act_quant_kwargs", None)) is not None:
+        found.append(type(getattr(options, "granularity", None)).__name__)
+    return any(name in _ONE_SCALE for name in found)
+
+
+@torch.no_grad()
+def _depends_on_others(module: nn.Linear, weight: torch.Tensor) -> bool | None:
+    """None where it cannot be tried: on the wrong device, or partitioned."""
+    if weight.is_meta or weight.numel() == 0:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(1, 1, module.in_features, generator=generator).to(weight.device, weight.dtype)
+    alone = row.repeat(1, _ROWS, 1)
+    # much larger ones, which take a common scale with them
+    among_others = torch.cat([row, row.flip(-1) * 1000] * (_ROWS // 2), 1)
+    try:
+        expected, found = module.forward(alone)[:, 0], module.forward(among_others)[:, 0]
+    except Exception:
+        return None
+    # far above the rounding of kernels that take rows in another order
+    return bool((found - expected).abs().max() > 0.01 * expected.abs().max())

@@ -1,0 +1,107 @@
+"""Rows of chats as data sets have them, in the fields of a rollout: messages, prompt, completion.
+
+These are TRL's conversational types (`prompt` with `completion`, `chosen` with `rejected`) and
+ShareGPT's `conversations`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from prefixtree.errors import InputError
+
+FIELDS = ("prompt", "completion", "chosen", "rejected", "conversations", "system")
+_PAIR = ("chosen", "rejected")
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "observation": "tool"},
+}
+
+
+def rollouts_of(row: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The rollouts of a row without token ids: one, or the two of a pair.
+
+    Args:
+        row: its fields, without those that are null.
+
+    Returns:
+        (what tells it from the other of its row, fields) of each. Its chat is in `messages`, or in
+        `prompt` and `completion`; `tools` is a list. A row in no known form is returned as it is.
+
+    Raises:
+        InputError: text where messages are expected, a prompt without a completion, or an unknown
+            sender.
+    """
+    if isinstance(tools := row.get("tools"), str):
+        row = {**row, "tools": _parsed_tools(tools)}
+    if "messages" in row:
+        return [("", row)]
+    if "conversations" in row:
+        return [("", {**row, "messages": _from_sharegpt(row)})]
+    if all(name in row for name in _PAIR):
+        prompt, sides = _pair(row)
+        return [
+            (f" {name}", {**row, "prompt": prompt, "completion": side})
+            for name, side in zip(_PAIR, sides, strict=True)
+        ]
+    if "prompt" in row and "completion" not in row:
+        raise InputError(
+            "has a prompt and no completion; a rollout has both. docs/verl.md and docs/trl.md say "
+            "how a trainer writes its rollouts (verl: +trainer.prefixtree_rollouts=FOLDER)"
+        )
+    if "completion" in row:
+        prompt, completion = _messages(row, "prompt", 0), _messages(row, "completion")
+        return [("", {**row, "prompt": prompt, "completion": completion})]
+    return [("", row)]
+
+
+def _pair(row: dict[str, Any]) -> tuple[list[Any], list[list[Any]]]:
+    """The prompt, and what follows it in each; without a prompt it is what both begin with."""
+    sides = [_messages(row, name) for name in _PAIR]
+    # a prompt that is text repeats what the messages hold
+    if isinstance(row.get("prompt"), list):
+        return row["prompt"], sides
+    same = min(map(len, sides)) - 1
+    same = next((i for i in range(same) if sides[0][i] != sides[1][i]), same)
+    return sides[0][:same], [side[same:] for side in sides]
+
+
+def _messages(row: dict[str, Any], name: str, least: int = 1) -> list[Any]:
+    messages = row.get(name, "")
+    if isinstance(messages, str):
+        found = f"{name} is text" if name in row else f"has no {name}"
+        raise InputError(
+            f"{found}; expected a list of chat messages, each with role and content. Or give token "
+            "ids: prompt_ids and completion_ids"
+        )
+    if not isinstance(messages, list) or len(messages) < least:
+        raise InputError(f"{name} must be a list of chat messages, at least one")
+    return messages
+
+
+def _from_sharegpt(row: dict[str, Any]) -> list[dict[str, Any]]:
+    given = _messages(row, "conversations")
+    system = row.get("system")
+    messages = [{"role": "system", "content": system}] if system else []
+    for i, turn in enumerate(given):
+        # some files have OpenAI's messages under this name
+        if isinstance(turn, dict) and "role" in turn:
+            messages.append(turn)
+            continue
+        sender = turn.get("from") if isinstance(turn, dict) else None
+        if sender not in _ROLES:
+            raise InputError(
+                f"conversations[{i}] is from {sender!r}; expected one of {', '.join(_ROLES)}; "
+                "write calls of tools as messages with tool_calls"
+            )
+        messages.append({"role": _ROLES[sender], "content": turn.get("value")})
+    return messages
+
+
+def _parsed_tools(text: str) -> Any:
+    """Data sets keep schemas of tools as JSON text, because their fields differ."""
+    try:
+        return json.loads(text) if text.strip() else None
+    except ValueError:
+        raise InputError("tools is text that is not JSON; expected a list of schemas") from None

@@ -1,0 +1,133 @@
+"""tools/ci.py: what runs side by side, what is left out, and what is too expensive."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import ci
+
+REPORT = """<testsuites><testsuite>
+<testcase file="tests/a.py" time="2.5"/><testcase file="tests/a.py" time="1"/>
+<testcase file="tests/b.py" time="9"/></testsuite></testsuites>"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Costs, table and logs of a test."""
+    monkeypatch.setattr(ci, "LOGS", tmp_path)
+    monkeypatch.setattr(ci, "COSTS", tmp_path / "costs.json")
+    monkeypatch.setattr(ci, "README", tmp_path / "README.md")
+    ci.README.write_text(f"before\n{ci._BEGIN}old\n{ci._END}behind\n")
+    return tmp_path
+
+
+def ended(name: str, processor: float = 100.0, status: int = 0) -> Any:
+    return ci.Run(ci.Target(name), None, 0.0, 60.0, processor, status)
+
+
+def test_targets_are_those_of_the_makefile_and_their_files_exist() -> None:
+    rules = set(re.findall(r"^([\w-]+):", (ci.ROOT / "Makefile").read_text(), re.MULTILINE))
+    found = ci.targets()
+    assert {target.name.split()[0] for target in found} <= rules
+    left = {"demo", "families", "fields", "images", "clean"}
+    assert {r for r in rules if r != "test-transformers"} - left == {
+        target.name.split()[0] for target in found
+    }
+    for target in found:
+        assert all(list(ci.ROOT.glob(pattern)) for pattern in target.files), target
+        assert set(target.pins) <= ci.pins().keys()
+
+
+def test_what_decides_a_result_is_in_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ci, "ROOT", tmp_path)
+    target = ci.Target("t", (".venvs/x-1/.ready",), files=("*.py",), pins=("PIN",))
+    seen = set()
+    recipe = "PIN ?= {}\n.venvs/x-%/.ready: a\n\t{}\n\nother:\n\t{}\n"
+    for text, *rest in (
+        ("a", 1, "pip", "x"),
+        ("b", 1, "pip", "x"),
+        ("b", 2, "pip", "x"),
+        ("b", 2, "pip -U", "x"),
+        # another rule decides nothing
+        ("b", 2, "pip -U", "y"),
+    ):
+        (tmp_path / "a.py").write_text(text)
+        (tmp_path / "Makefile").write_text(recipe.format(*rest))
+        seen.add(ci.fingerprint(target))
+    assert len(seen) == 4
+
+
+def test_growth_is_red(folder: Path) -> None:
+    ci.COSTS.write_text(json.dumps({"test": {"loops": 50.0}}))
+    costs = ci.Costs(loop_seconds=2.0)
+    # 100 s are what it was
+    assert costs.problem(ended("test", 190.0)) == ""
+    assert "costs 2.1 times" in costs.problem(ended("test", 210.0))
+    assert costs.problem(ended("test", 100.0, status=2)) == "exit status 2"
+    # a slower machine, whose loop takes longer too
+    assert ci.Costs(loop_seconds=4.0).problem(ended("test", 390.0)) == ""
+    assert costs.problem(ended("new", 1e4)) == ""
+
+
+def test_what_is_recorded(folder: Path) -> None:
+    (folder / "test.xml").write_text(REPORT)
+    costs = ci.Costs(loop_seconds=2.0)
+    costs.record([ended("test"), ended(".venv/.ready")])
+    assert json.loads(ci.COSTS.read_text()) == {
+        "test": {"loops": 50.0, "minutes": 1.0, "tests": 3, "most": [["b.py", 9], ["a.py", 4]]}
+    }
+    before, row, behind = (ci.README.read_text().splitlines()[i] for i in (0, 4, -1))
+    assert (before, behind) == ("before", "behind")
+    assert row == "| `test` | 3 | 1.0 | 50.0 | `b.py` 9, `a.py` 4 |"
+
+
+def test_a_target_is_left_out_while_its_files_stay(folder: Path) -> None:
+    target = ci.Target("t", files=("tools/ci.py",))
+    assert not ci.Costs(1.0).unchanged(target)
+    ci.COSTS.write_text(json.dumps({"t": {"files": ci.fingerprint(target)}}))
+    assert ci.Costs(1.0).unchanged(target)
+    ci.COSTS.write_text(json.dumps({"t": {"files": "other"}}))
+    assert not ci.Costs(1.0).unchanged(target)
+
+
+def test_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Two at a time, environments first, one that keeps all cores busy alone, and none without its
+    environment."""
+    beside: dict[str, set[str]] = {}
+    schedule = ci.Schedule(
+        [
+            ci.Target("whole", all_cores=True),
+            *(ci.Target(name) for name in ("a", "b")),
+            ci.Target("of env", (".venvs/x",)),
+            ci.Target("of bad", (".venvs/bad",)),
+            ci.Target(".venvs/x"),
+            ci.Target(".venvs/bad"),
+        ],
+        cores=2,
+    )
+
+    def start(target: ci.Target) -> ci.Run:
+        running = {run.target.name for run in schedule.runs if run.status is None}
+        beside[target.name] = running
+        command = "exit 3" if target.name == ".venvs/bad" else "sleep 0.05"
+        ci.log_of(target).write_text("=== 4 passed, 1 skipped in 2s ===\n")
+        return ci.Run(target, subprocess.Popen(["sh", "-c", command]), 0.0)
+
+    monkeypatch.setattr(ci, "start", start)
+    lost = schedule.run(ci.Costs(1.0))
+    assert [target.name for target in lost] == ["of bad"]
+    assert set(beside) == {"whole", "a", "b", "of env", ".venvs/x", ".venvs/bad"}
+    assert list(beside)[:2] == [".venvs/x", ".venvs/bad"]
+    assert beside["whole"] == set() and all(len(names) < 2 for names in beside.values())
+    assert any(beside.values()) and not any("whole" in names for names in beside.values())
+    assert {run.target.name for run in schedule.runs if run.problem} == {".venvs/bad"}
+    assert not ci.summary(schedule.runs, lost, 1.0)
+    assert "red: .venvs/bad, of bad" in capsys.readouterr().out
