@@ -238,8 +238,8 @@ HYBRID_CASES: dict[str, Settings] = {
     "grpo, nemotron_h": Settings(model="nemotron_h"),
     # on these rollouts verl's own float32 scores are 5e-5 from float64, the packed ones 6e-6
     "grpo, qwen3_5_text": Settings(model="qwen3_5_text", score_tolerance=1e-4),
-    # a critic is a token classifier, which neither of the two has. The gradients' norm is 11: what
-    # verl's own scores are off by rounding grows fivefold per update (3e-7 to 4e-5 on one kind of CPU)
+    # a critic is a token classifier, which neither of the two has. Gradients of norm 11: what
+    # rounding leaves grows fivefold per update (3e-7 to 4e-5 on one kind of CPU)
     "ppo, qwen3_next": Settings(
         algorithm="ppo", model="qwen3_next", tolerance=1e-4, score_tolerance=5e-5
     ),
