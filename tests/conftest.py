@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,11 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("tests.support")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support.interpreter import without_repetition
+
+    without_repetition()
+
 _SETTINGS: dict[str, Any] = {
     # the first example of a test may compile numba functions, and CI machines are noisy
     "deadline": None,
@@ -40,11 +46,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what few changes can break")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share what their file made once run in one worker (`--dist loadgroup`): else
+    every worker would make it."""
+    for item in items:
+        fixtures: Any = getattr(item, "_fixtureinfo", None)
+        if fixtures is not None and any(
+            made[-1].scope == "module" for made in fixtures.name2fixturedefs.values()
+        ):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("full") and not item.config.getoption("--full"):
         pytest.skip("runs with --full")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between two files: what lives now stays, and no later collection looks through it.
+
+    Modules of torch and transformers and the items of all tests are millions of objects.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 class Poison:

@@ -96,14 +96,19 @@ def targets() -> list[Target]:
             files=(
                 *("prefixtree/kernels/*.py", "prefixtree/kernels/recurrence/*.py"),
                 *("prefixtree/kernels/triton/*.py", "benchmarks/cases/compiled.py"),
-                "tests/kernels/triton/test_machine_code.py",
                 *(f"prefixtree/integrations/{name}.py" for name in _COMPILED),
-                *("prefixtree/integrations/recompute/*.py", "pyproject.toml"),
-                *("tests/integrations/transformers/test_compiled.py", "tests/support/*_configs.py"),
-                *(
-                    "tests/kernels/test_torch_compile.py",
-                    "tests/integrations/transformers/test_recompute.py",
-                ),
+                *("prefixtree/integrations/recompute/*.py", "prefixtree/parallel/steps.py"),
+                *("prefixtree/cost.py", "prefixtree/sharing/estimate.py", "pyproject.toml"),
+                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md"),
+                *("tests/support/*_configs.py", *_tests_marked_full()),
+            ),
+            pins=("TORCH",),
+        ),
+        Target(
+            "test-benchmarks",
+            files=(
+                *("benchmarks/**/*.py", "tests/benchmarks/*.py", "tools/gpu_check.sh"),
+                *("prefixtree/kernels/*.py", "prefixtree/kernels/triton/*.py"),
             ),
             pins=("TORCH",),
         ),
@@ -125,6 +130,15 @@ def targets() -> list[Target]:
         Target("lint"),
         Target("test", all_cores=True),
     ]
+
+
+def _tests_marked_full() -> Iterable[str]:
+    """The files outside tests/benchmarks whose tests run in part with --full alone."""
+    for file in sorted(ROOT.glob("tests/**/test_*.py")):
+        if "benchmarks" not in file.parts and re.search(
+            r"mark\.full|mostly_full", file.read_text()
+        ):
+            yield str(file.relative_to(ROOT))
 
 
 def pins() -> dict[str, str]:

@@ -107,12 +107,13 @@ unpack() {
   [[ -f $2/.unpacked ]]
 }
 
-# our own code and, where they are packed, flash-attn-4 and fla-core: behind ours, their archives have packages of their own
+# our own code and, where they are packed, flash-attn-4 and fla-core: behind ours, their archives have packages of their
+# own. Of apache-tvm-ffi, which both bring, flash-qla needs the older one, and flash-attn-4 takes it
 ours() {
   export PYTHONPATH=$PWD$outer
-  ! unpack "$files/fa4.tar.xz" "$fa4" || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages
   ! unpack "$files/fla.tar.xz" "$fla" ||
     export PYTHONPATH=$PYTHONPATH:$fla CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} PATH=$PATH:/usr/local/cuda/bin
+  ! unpack "$files/fa4.tar.xz" "$fa4" || PYTHONPATH=$PYTHONPATH:$fa4:$fa4/nvidia_cutlass_dsl/dsl_packages
   ! unpack "$files/packages.tar.xz" "$packages" || PYTHONPATH=$PYTHONPATH:$packages
   python3 -c 'from importlib.metadata import version as v
 print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||

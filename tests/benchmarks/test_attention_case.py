@@ -26,6 +26,7 @@ from tests.benchmarks.support import (
 )
 
 
+@pytest.mark.full
 def test_every_workload_and_variant_runs_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
 
 
+@pytest.mark.full
 def test_depth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "depth.json", tmp_path / "depth.png"
     some = ["--depths", "1", "5", "--nodes", "512", "--scale", "0.01"]
@@ -83,6 +84,7 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
@@ -123,6 +125,7 @@ def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
     assert not list(parallel.per_layer([run(4, 2.1, 1.14), run(12, 6.1, 3.22, "b")]))
 
 
+@pytest.mark.full
 def test_parallel_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "parallel.json"
     some = ["--dtype", "float32", "--workloads", "chain 128K", "--scale", "0.002", "--fsdp"]
@@ -216,6 +219,7 @@ def test_layer(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_model(tmp_path: Path) -> None:
     rows = []
     for turn in range(1, 5):
@@ -249,6 +253,7 @@ def test_model(tmp_path: Path) -> None:
 
 
 # dynamo's own look at .grad of its inputs
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Dynamo, whose graphs nothing need turn into code."""
@@ -274,6 +279,7 @@ def test_model_of_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 # dynamo's own look at .grad of its inputs, and at a cached function of transformers' experts
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 def test_model_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +352,7 @@ def test_a_side_that_runs_another_sides_attention_is_red(
     assert row["red"] == ["our operator ran ['sdpa'], and not []"] and "seconds" not in row
 
 
+@pytest.mark.full
 def test_memory(tmp_path: Path) -> None:
     out, picture = tmp_path / "memory.json", tmp_path / "memory.png"
     some = ["--layers", "2", "--prompts", "2048", "4096", "--counts", "4", "8"]
@@ -357,6 +364,7 @@ def test_memory(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_head(tmp_path: Path) -> None:
     out = tmp_path / "head.json"
     some = ["--dtype", "float16", "--heads", "Gemma-2-9B, softcap 30"]
@@ -366,6 +374,7 @@ def test_head(tmp_path: Path) -> None:
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
 
 
+@pytest.mark.full
 def test_planning(tmp_path: Path) -> None:
     out, picture = tmp_path / "planning.json", tmp_path / "planning.png"
     arguments = ["--sizes", "3000", "--repeats", "1", "--out", str(out), "--plot", str(picture)]

@@ -123,6 +123,7 @@ def test_decode_peers(
 OURS = ["--dtype", "float32", "--layers", "1"]
 
 
+@pytest.mark.full
 def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts beside `generate`, and the histories of rollouts."""
     out = tmp_path / "tree.json"
@@ -146,6 +147,7 @@ def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[
     assert "['static'] take prompts of one length" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     small = [*TINY, "--scale", "0.005", "--dtype", "float32", "--trees", "2", "--out", str(out)]

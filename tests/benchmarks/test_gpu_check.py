@@ -7,11 +7,14 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pytest
+
 from benchmarks import write_tables
 from tests.benchmarks.support import ROOT, TINY_ATTENTION
 from tests.support.benchmark_runs import gpu_check, result
 
 
+@pytest.mark.full
 def test_the_script_runs_the_benchmark_and_keeps_its_results(tmp_path: Path) -> None:
     done = gpu_check(
         tmp_path, "attention", BACKEND="sdpa", ATTENTION_ARGS=TINY_ATTENTION + " --quick"
@@ -22,6 +25,7 @@ def test_the_script_runs_the_benchmark_and_keeps_its_results(tmp_path: Path) -> 
     assert "3 green, 0 red" in (tmp_path / "out" / "attention.log").read_text()
 
 
+@pytest.mark.full
 def test_the_script_says_which_step_failed(tmp_path: Path) -> None:
     done = gpu_check(
         tmp_path, "attention", BACKEND="imaginary", ATTENTION_ARGS=TINY_ATTENTION + " --quick"
@@ -33,6 +37,7 @@ def test_the_script_says_which_step_failed(tmp_path: Path) -> None:
     assert usage.returncode == 2 and "carry" in usage.stdout
 
 
+@pytest.mark.full
 def test_the_script_has_the_steps(tmp_path: Path) -> None:
     tiny = "--device cpu --scale 0.02 --repeats 1"
     words = {

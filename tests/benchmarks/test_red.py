@@ -46,6 +46,7 @@ def test_what_runs_over_the_forest_is_checked_as_well(
     assert set(row["efficiency"]) == {"own"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("factor", [1.0, 0.99])
 def test_steps_are_red_where_a_gradient_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
@@ -69,6 +70,7 @@ def test_steps_are_red_where_a_gradient_is_wrong(
     assert ("seconds" in steps) == (factor == 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", ["score", "gradient"])
 def test_a_head_is_red_where_its_kernels_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
@@ -101,6 +103,7 @@ def test_depth_is_red_where_the_tree_is_ignored(
     assert "RED: red: out" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_depth_is_red_where_the_replicated_side_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +119,7 @@ def test_depth_is_red_where_the_replicated_side_is_wrong(
     assert set(row["speedup"]) == {"own"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["layer", "model", "memory"])
 def test_models_are_red_where_the_tree_is_ignored(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +180,7 @@ def test_planning_is_red_where_the_forest_is_wrong(
     assert "RED: sequences" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_out_of_memory_is_a_row_and_the_case_runs_with_fewer_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -79,6 +79,7 @@ def test_one_process(rollouts: Path, tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out.count("3 green, 0 out of memory, 0 red") == 2
 
 
+@pytest.mark.full
 def test_two_ranks(tmp_path: Path) -> None:
     """Through gpu_check.sh, as on the GPUs: FSDP2, with a rank that has nothing to do in a step."""
     (tmp_path / "files" / "data").mkdir(parents=True)
@@ -144,6 +145,7 @@ def test_a_tree_that_is_ignored_is_red(
     assert rows["fa2"]["red"] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_one_wrong_gradient_is_red(
     rollouts: Path, tmp_path: Path, monkeypatch: Any, factor: float
@@ -167,6 +169,7 @@ def test_one_wrong_gradient_is_red(
     assert rows["verl"]["red"] == []
 
 
+@pytest.mark.full
 def test_a_weight_of_the_loss_is_seen(rollouts: Path, tmp_path: Path, monkeypatch: Any) -> None:
     right = MicroBatchPlan.loss_weights
 
@@ -180,6 +183,7 @@ def test_a_weight_of_the_loss_is_seen(rollouts: Path, tmp_path: Path, monkeypatc
     assert "gradient" in red and "log-probabilities" not in red
 
 
+@pytest.mark.full
 def test_all_samples_are_looked_at(rollouts: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Right where it is checked, wrong in what is timed."""
     right = update.Update.__call__
@@ -196,6 +200,7 @@ def test_all_samples_are_looked_at(rollouts: Path, tmp_path: Path, monkeypatch: 
         assert rows[side]["red"][0].startswith("log-probabilities of all samples differ")
 
 
+@pytest.mark.full
 def test_a_replicated_run_that_is_far_off_allows_nothing(
     rollouts: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -212,6 +217,7 @@ def test_limits_in_bf16_have_no_slack() -> None:
     assert check.limits() == pytest.approx(expected)
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_averaged_as_weighted_are_red(tmp_path: Path) -> None:
     """On two ranks; both say so and stop."""
     rollouts = write_rollouts(tmp_path / "rollouts.jsonl")

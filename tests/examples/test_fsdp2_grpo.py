@@ -125,6 +125,7 @@ def _run(module: ModuleType, output: Path, *options: str) -> list[str]:
     return text.getvalue().splitlines()
 
 
+@pytest.mark.full
 def test_kill_and_resume(alone, tmp_path):
     """Two ranks, all killed after the third step: bit by bit the parameters of the run that was
     not, and those of one process to 1e-5."""

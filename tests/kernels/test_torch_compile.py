@@ -18,6 +18,7 @@ from tests.support.models import (
     assert_same,
     build,
     make_objective,
+    mostly_full,
     ragged_sequences,
     run_packed,
     run_replicated,
@@ -79,15 +80,11 @@ def test_compiled_layers(model_type):
     _ten_runs(model, build(model_type, "eager", **changes), backend, at_most=8)
 
 
-_MORE_INDUCTED = ["gemma2", "mistral"]
-
-
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler"
 )
-@pytest.mark.parametrize(
-    "model_type", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.full) for n in _MORE_INDUCTED)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "mistral"])
 def test_layers_compiled_by_inductor(model_type):
     """With sinks and windows, with a softcap and windows, with windows. Inductor alone lays tensors
     out by what the operator promises; the queries, keys and values of a model are transposed. The
@@ -105,7 +102,7 @@ def test_layers_compiled_by_inductor(model_type):
         assert_same(run_packed(model, packed, objective), run_replicated(reference, objective))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("model_type", mostly_full(["qwen3", "gpt_oss", "gemma2"], {"gemma2"}))
 def test_all_layers_of_a_kind_share_their_graphs(model_type):
     """A graph a layer would be over dynamo's limit of eight in any model of use: from there on
     layers run uncompiled, or raise. With and without gradients, as a trainer calls it."""

@@ -229,9 +229,11 @@ print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}
     [
         "import prefixtree, transformers",
         "import transformers, prefixtree",
-        "import transformers.modeling_utils, prefixtree",
+        pytest.param("import transformers.modeling_utils, prefixtree", marks=pytest.mark.full),
         "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
-        "import prefixtree.integrations.transformers, transformers",
+        pytest.param(
+            "import prefixtree.integrations.transformers, transformers", marks=pytest.mark.full
+        ),
     ],
 )
 def test_import_prefixtree_registers_the_attention(order: str) -> None:

@@ -136,7 +136,7 @@ def test_memory_that_cannot_be_traced_is_left_out(tmp_path, rollouts):
     assert "estimated speed-up" in text and "activations" not in text and "fit" not in text
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.full)])
 def test_layers_with_states(family, tmp_path, rollouts):
     path, read = rollouts([{"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 4]}])
     model = save(build(family).config, tmp_path / "m") / "config.json"
@@ -219,6 +219,8 @@ def test_without_masks_every_token_but_the_first_is_scored(tmp_path, rollouts):
 # ---- against what was measured -------------------------------------------------------------------
 
 
+# of times, which other work on the machine changes
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_predictions_against_verify(tmp_path, rollouts, checkpointing):
     rng = np.random.default_rng(0)

@@ -63,12 +63,12 @@ EVERY_TIME = {
 }
 
 
-def mostly_full(names: Iterable[str]) -> list[Any]:
-    """`cases` of a test that takes seconds per family: all but a few run with --full alone, which
-    CI gives when the files that decide the result changed (tools/ci.py, test-full)."""
+def mostly_full(names: Iterable[str], but: set[str] = EVERY_TIME) -> list[Any]:
+    """`cases` of a test that takes long in all families: all `but` a few run with --full alone,
+    which CI gives when the files that decide the result changed (tools/ci.py, test-full)."""
     names = list(names)
-    assert set(names) >= EVERY_TIME
-    marks = [[] if name in EVERY_TIME else [pytest.mark.full] for name in names]
+    assert but & set(names)
+    marks = [[] if name in but else [pytest.mark.full] for name in names]
     return [
         pytest.param(*case.values, marks=[*case.marks, *more])
         for case, more in zip(cases(names), marks, strict=True)

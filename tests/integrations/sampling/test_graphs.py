@@ -52,7 +52,9 @@ def grown(sampler: TreeSampler, seed: int, draws: Draws, stop: Any = (5, 11, 17)
     return rows.samples()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", pytest.param("qwen3_moe", marks=pytest.mark.full)]
+)
 def test_replays_give_the_same_samples(family, recorded):
     """Windows, softcaps, experts; two forests, two ways to draw; more tokens than a step keeps."""
     model = build(family).eval()

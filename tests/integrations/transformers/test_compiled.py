@@ -57,14 +57,21 @@ def graphs() -> int:
 
 
 @pytest.mark.parametrize(
-    "model_type", mostly_full(name for name in FAMILIES if name not in CANNOT_CHECKPOINT)
+    "backend, model_type",
+    [
+        pytest.param(backend, *case.values, marks=case.marks)
+        for backend, case in (
+            *(("eager", c) for c in mostly_full(n for n in FAMILIES if n not in CANNOT_CHECKPOINT)),
+            # graphs of forward and backward, out of operators that families share, take three times
+            # as long; their code is torch's
+            *(("aot_eager", c) for c in mostly_full(sorted(EVERY_TIME), {"gpt_oss"})),
+        )
+    ],
 )
-def test_every_family(model_type):
-    """Some of them through AOTAutograd, which makes graphs of forward and backward out of operators
-    that families share; that takes three times as long. Their code is torch's."""
+def test_every_family(backend, model_type):
     model = build(model_type)
     want = run_packed(model, ragged_packed(), ragged_objective())
-    compile_layers(model, backend="aot_eager" if model_type in EVERY_TIME else "eager")
+    compile_layers(model, backend=backend)
     assert_same(run_packed(model, ragged_packed(), ragged_objective()), want, tolerance(model_type))
     if model_type in _IN_PARTS:
         assert counters["graph_break"]
@@ -168,19 +175,21 @@ def _on_cpu(run: Run) -> Run:
 def test_modes_of_recomputation_and_sharding(sharded, modes):
     """A mode is a graph of its own in compiled layers, and is kept; FSDP2 may come at any time,
     which is seen with two modes."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     want = run_packed(model, ragged_packed(), ragged_objective())
     model.zero_grad()
+    # beside FSDP2 it is Dynamo that has to see what changed
+    backend = "aot_eager" if sharded == "not" else "eager"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         parts = [*layers_of(model), model] if sharded != "not" else []
         if sharded == "after":
-            compile_layers(model, backend="aot_eager")
+            compile_layers(model, backend=backend)
         for part in parts:
             fully_shard(part, mesh=mesh)
         if sharded != "after":
-            compile_layers(model, backend="aot_eager")
+            compile_layers(model, backend=backend)
         made = []
         for mode in (*modes, *modes):
             run = run_packed(model, ragged_packed(), ragged_objective(), recompute=mode)

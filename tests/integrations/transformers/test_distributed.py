@@ -5,8 +5,6 @@ Both ranks run every case of tests/support/distributed_ranks.py once (`spawn.run
 
 from __future__ import annotations
 
-import os
-import time
 from functools import cache
 from typing import Any
 
@@ -21,7 +19,7 @@ from tests.support.picture_cases import Run as PictureRun
 from tests.support.picture_cases import errors as picture_errors
 from tests.support.picture_cases import reference
 from tests.support.replay import drawn_routes, run_replayed
-from tests.support.spawn import LIMIT, WORLD_SIZE, result_files, run_ranks
+from tests.support.spawn import WORLD_SIZE, run_ranks
 
 pytestmark = [
     # PEFT asks transformers under the old name of the property
@@ -32,19 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
     """What each rank computed, a run."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # the workers share one run: the first to come starts it
-    folder = root / "ranks"
-    try:
-        folder.mkdir()
-        return run_ranks("tests.support.distributed_ranks", folder)
-    except FileExistsError:
-        deadline = time.monotonic() + LIMIT
-        while not all(file.exists() for file in result_files(folder)):
-            assert time.monotonic() < deadline, "the ranks' run failed; see the other worker"
-            time.sleep(0.2)
-    return [torch.load(file) for file in result_files(folder)]
+    return run_ranks("tests.support.distributed_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @cache

@@ -343,7 +343,7 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("part", ["model", "text"])
+@pytest.mark.parametrize("part", ["model", pytest.param("text", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FEW)
 def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
     """From a config.json, as a user has it: with freshly drawn weights, a wrapper's or a text's."""

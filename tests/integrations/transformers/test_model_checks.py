@@ -22,12 +22,14 @@ from prefixtree.integrations import families
 from prefixtree.integrations.transformers import allow_model_type, sequence_logprobs
 from tests.support.family_configs import FAMILIES
 from tests.support.models import (
+    EVERY_TIME,
     HIDDEN,
     VOCABULARY,
     assert_same,
     build,
     cases,
     enable_checkpointing,
+    mostly_full,
     pack_sequences,
     ragged_objective,
     ragged_packed,
@@ -376,7 +378,7 @@ def test_a_head_that_looks_along_the_row(part, dtype):
 # ---- configurations ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", cases(FAMILIES))
+@pytest.mark.parametrize("model_type", mostly_full(FAMILIES, {"olmoe", *EVERY_TIME}))
 def test_a_window_set_in_any_family(model_type):
     """OLMoE's eager attention has none: log p was off by 3.43. The others are exact or refused."""
     objective, more = ragged_objective(), {"sliding_window": 4}

@@ -40,6 +40,7 @@ from tests.support.models import (
     errors,
     gradients,
     make_objective,
+    mostly_full,
     pack_sequences,
     ragged_objective,
     ragged_packed,
@@ -98,7 +99,7 @@ def number_of_steps(max_tokens: int = MAX_TOKENS) -> int:
 # ---- what is computed ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", cases(ATTENDING))
+@pytest.mark.parametrize("model_type", mostly_full(ATTENDING))
 def test_every_family_with_attention_alone(model_type: str) -> None:
     model = build(model_type)
     with counted([model]) as forwards:
