@@ -121,7 +121,7 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     options = parser.parse_args(arguments)
     if options.tiny:
         options.model = save_tiny_model(Path(options.output) / "model")
-        sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(12)]
+        sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(36)]
         data, reward = prompts(Dataset.from_list(sums), num_examples=4), digits
         sizes: dict[str, Any] = {"num_generations": 4, "max_completion_length": 16, "use_cpu": True}
         sizes |= {"bf16": False, "max_steps": min(options.steps, 4), "learning_rate": 1e-3}

@@ -56,6 +56,19 @@ def test_the_example_and_trls_own(example: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
+def test_the_tiny_run_has_prompts_for_all_processes_of_a_configuration(
+    example: ModuleType, tmp_path: Path, name: str
+) -> None:
+    """TRL leaves out what does not fill a batch of all ranks, and then trains on nothing."""
+    text = (ROOT / "examples" / "configs" / f"{name}.yaml").read_text()
+    processes = int(re.search(r"^num_processes: (\d+)", text, re.MULTILINE)[1])
+    trainer = example.main(["--tiny", "--steps", "1", "--output", str(tmp_path)])
+    args = trainer.args
+    of_all = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    assert len(trainer.train_dataset) >= of_all // args.num_generations
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("... #### 1,200", 1.0), ("#### 3 no: #### 1200", 1.0), ("#### 12", 0.1), ("1200", 0.0)],
