@@ -68,7 +68,12 @@ def plain_attention(
             f"the attention mask has {attention_mask.shape[-1]} keys, the layer {keys}: "
             f"{_LOST_CACHE}"
         )
-    if shows_positions(module) and (length > 1 or attention_mask is None):
+    if attention_mask is None and length == keys == 1 and _may_have_lost_its_cache(module):
+        raise ValueError(
+            f"a compiled layer cannot tell a prompt of one token from this: {_LOST_CACHE}"
+        )
+    # one token beside cached keys is no forest; looking at its position would wait for the GPU
+    if shows_positions(module) and (length > 1 or (attention_mask is None and keys == 1)):
         positions = shown_positions(kwargs)
         if positions is None and family_of(config).hides_positions:
             raise UnsupportedError(
@@ -78,8 +83,7 @@ def plain_attention(
             )
         _check_positions_do_not_jump(positions, attention_mask, length)
     slides = sliding_window is not None and keys > sliding_window
-    if attention_mask is None and (slides or length != keys):
-        # fewer queries than keys: the last ones, of a model that drops rows where layers share keys
+    if attention_mask is None and (slides or (length != keys and _drops_rows(config))):
         attention_mask = sdpa_mask(
             batch_size=1,
             q_length=length,
@@ -97,7 +101,9 @@ def plain_attention(
         )
     # sdpa has neither: the family's eager attention, with the mask it adds to the scores
     if attention_mask is None:
-        attention_mask = query.new_ones(1, 1, length, key.shape[2], dtype=torch.bool).tril()
+        # keys behind the queries are places of a static cache that nothing was written to
+        seen = query.new_ones(1, 1, length, keys, dtype=torch.bool)
+        attention_mask = seen if length == 1 else seen.tril()
     if attention_mask.dtype == torch.bool:
         bias = torch.zeros_like(attention_mask, dtype=query.dtype)
         attention_mask = bias.masked_fill(~attention_mask, torch.finfo(query.dtype).min)
@@ -130,8 +136,10 @@ def shown_positions(kwargs: dict[str, Any]) -> torch.Tensor | None:
     return kwargs.get(SHOWN_POSITIONS) if found is None else found
 
 
-def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-    """The mask [B, 1, n, m] of a batch with padding or cached keys, never left out.
+def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor | None:
+    """The mask [B, 1, n, m] of a batch with padding or cached keys.
+
+    None where "sdpa" gets None, as its fast kernels and those for grouped heads take no mask.
 
     Raises:
         ValueError: with gradients, where only packed forests run.
@@ -143,7 +151,19 @@ def plain_mask(attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tens
             "the original batch is not packed); to train on ordinary batches use "
             'model.set_attn_implementation("sdpa")'
         )
-    return sdpa_mask(**{**kwargs, "attention_mask": attention_mask, "allow_is_causal_skip": False})
+    if _drops_rows(kwargs.get("config")):
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(**{**kwargs, "attention_mask": attention_mask})
+
+
+def _drops_rows(config: Any) -> bool:
+    """Whether layers may get fewer queries than keys, the last ones, where layers share keys."""
+    return bool(getattr(config, "num_kv_shared_layers", None))
+
+
+def _may_have_lost_its_cache(module: nn.Module) -> bool:
+    """Whether checkpointing could have: it does in training, and compiled code reads no values."""
+    return module.training and torch.compiler.is_compiling()
 
 
 def _check_positions_do_not_jump(

@@ -87,6 +87,47 @@ def test_other_ways_to_generate(model_type, options):
     _same_generation(got, _generate(model, **options))
 
 
+_BATCHES: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "mask without padding": {"attention_mask": torch.ones_like(_PADDING)},
+    "padding": {"attention_mask": _PADDING},
+    "static cache": {"cache_implementation": "static"},
+    "static cache and padding": {"cache_implementation": "static", "attention_mask": _PADDING},
+}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "mistral", "qwen3_5"])
+@pytest.mark.parametrize("batch", _BATCHES)
+def test_an_ordinary_batch_gets_what_sdpa_gets(model_type, batch, monkeypatch):
+    """The same calls of torch's attention: those without a mask run its fast kernels, which read
+    grouped heads as they are."""
+    right = torch.nn.functional.scaled_dot_product_attention
+    calls: list[Any] = []
+
+    def noted(query: Any, key: Any, value: Any, attn_mask: Any = None, **more: Any) -> Any:
+        # a window is the same for all rows
+        mask = None if attn_mask is None else (attn_mask.dtype, attn_mask.shape[2:])
+        calls.append((query.shape, key.shape, mask, sorted(more.items(), key=str)))
+        return right(query, key, value, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    model = pt.prepare(build(model_type)).eval()
+    got = _generate(model, **_BATCHES[batch])
+    ours, calls = calls, []
+    model.set_attn_implementation("sdpa")
+    _same_generation(got, _generate(model, **_BATCHES[batch]))
+    assert ours == calls and len(calls) >= 7
+
+
+def test_layers_whose_heads_have_sinks_generate_with_a_static_cache():
+    """Through the family's own attention, which takes a mask in any case."""
+    for model_type in ("gpt_oss", "gemma2"):
+        model = pt.prepare(build(model_type)).eval()
+        got = _generate(model, cache_implementation="static")
+        model.set_attn_implementation("eager")
+        _same_generation(got, _generate(model, cache_implementation="static"))
+
+
 _IN_INFERENCE_MODE = {
     "pack": lambda packed, model: pack_sequences(ragged_sequences()),
     "micro-batch": lambda packed, model: pt.plan_micro_batches(packed.forest, 999)[0][0].packed,
@@ -172,10 +213,16 @@ def test_a_forest_with_an_attention_mask_instead_of_its_own():
 
 
 def test_a_forest_with_both_masks_without_gradients():
+    """One that hides nothing is none, as under "sdpa"."""
     packed = pack_sequences(ragged_objective().sequences)
     mask = torch.ones(1, packed.num_tokens, dtype=torch.long)
+    with torch.no_grad():
+        expected = build("llama")(**packed.model_inputs()).logits
+        found = build("llama")(**packed.model_inputs(), attention_mask=mask).logits
+    assert torch.equal(found, expected)
+    mask[0, 0] = 0
     with torch.no_grad(), pytest.raises(ValueError, match="do not pass an attention_mask too"):
-        build("qwen3")(**packed.model_inputs(), attention_mask=mask)
+        build("llama")(**packed.model_inputs(), attention_mask=mask)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
