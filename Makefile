@@ -5,7 +5,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# processes of a run of tests: as many as there are cores, of one thread each
+# processes of a run of tests: as many as there are cores, of one thread each. A file stays in one, as
+# what its tests share is made once per process (ranks that run all cases)
 WORKERS ?= auto
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
@@ -15,15 +16,15 @@ demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
 
 test: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # what takes long and few changes can break; `.ci/run` calls it when the files that decide it changed
 test-full: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --full -m full --ignore tests/benchmarks $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full -m full --ignore tests/benchmarks $(ARGS)
 
 # every benchmark from beginning to end, tiny and on a CPU
 test-benchmarks: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --full tests/benchmarks $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full tests/benchmarks $(ARGS)
 
 # the families in older transformers: the lowest version supported, and one between
 TRANSFORMERS ?= 5.5.0 5.17.0
@@ -57,7 +58,7 @@ fields: $(READY)
 TRL ?= 1.16.0
 test-trl: .venvs/trl-$(TRL)/.ready
 	$(TEST_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.venvs/trl-$(TRL)/extensions \
-	  .venvs/trl-$(TRL)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/integrations/trl $(ARGS)
+	  .venvs/trl-$(TRL)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/trl $(ARGS)
 
 # everything from $(VENV), which comes first, so that only what is missing there is installed. DeepSpeed
 # comes as a source, for which nothing is compiled
@@ -129,7 +130,7 @@ test-verl-megatron: .venvs/megatron-$(VERL_MEGATRON)/.ready .venvs/verl-$(VERL)/
 # the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36
 test-flash: .venvs/fa4-$(FLASH)/.ready
-	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/kernels/flash/fa4 $(ARGS)
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels/flash/fa4 $(ARGS)
 
 # torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
 # ptxas comes with the CuTe DSL, the disassembler is for whoever looks
@@ -147,7 +148,7 @@ test-flash: .venvs/fa4-$(FLASH)/.ready
 # the backend "fla" through the kernels of fla-core, in Triton's interpreter
 FLA ?= 0.6.0
 test-fla: .venvs/fla-$(FLA)/.ready
-	$(TEST_ENV) .venvs/fla-$(FLA)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/kernels/recurrence/fla $(ARGS)
+	$(TEST_ENV) .venvs/fla-$(FLA)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels/recurrence/fla $(ARGS)
 
 # torch from $(VENV), which comes first
 .venvs/fla-%/.ready: $(READY)

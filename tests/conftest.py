@@ -46,18 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what few changes can break")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what their file made once run in one worker (`--dist loadgroup`): else
-    every worker would make it."""
-    for item in items:
-        fixtures: Any = getattr(item, "_fixtureinfo", None)
-        if fixtures is not None and any(
-            made[-1].scope == "module" for made in fixtures.name2fixturedefs.values()
-        ):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-
-
 def pytest_collection_finish() -> None:
     gc.freeze()
 

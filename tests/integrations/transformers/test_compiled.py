@@ -175,7 +175,7 @@ def _on_cpu(run: Run) -> Run:
 def test_modes_of_recomputation_and_sharding(sharded, modes):
     """A mode is a graph of its own in compiled layers, and is kept; FSDP2 may come at any time,
     which is seen with two modes."""
-    model = build("llama", num_hidden_layers=2)
+    model = build("llama", num_hidden_layers=1)
     want = run_packed(model, ragged_packed(), ragged_objective())
     model.zero_grad()
     # beside FSDP2 it is Dynamo that has to see what changed

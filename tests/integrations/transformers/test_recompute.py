@@ -182,8 +182,20 @@ def test_a_family_that_is_not_checkpointed(name):
 # ---- the memory that was predicted ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_type", cases(["qwen3", "gemma2", "qwen3_moe", "qwen3_5"]))
+@pytest.mark.parametrize(
+    "model_type, mode",
+    [
+        pytest.param(*case.values, mode, marks=[*case.marks, *more])
+        # each mode, each family; all pairs take four times as long
+        for case, quick in zip(
+            cases(["qwen3", "gemma2", "qwen3_moe", "qwen3_5"]),
+            [MODES, MODES[:1], MODES[1:2], MODES[2:]],
+            strict=True,
+        )
+        for mode in MODES
+        for more in [[] if mode in quick else [pytest.mark.full]]
+    ],
+)
 def test_held_memory_is_what_was_traced(model_type, mode):
     """A real forward over a forest with branches keeps what the trace of a chain predicts."""
     model = build(model_type, num_hidden_layers=6) if model_type != "qwen3_5" else build(model_type)
