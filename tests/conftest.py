@@ -43,7 +43,9 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also what few changes can break")
+    from tests.support.full import add_option
+
+    add_option(parser)
 
 
 def pytest_collection_finish() -> None:
@@ -54,8 +56,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("full") and not item.config.getoption("--full"):
-        pytest.skip("runs with --full")
+    from tests.support.full import skip_without_it
+
+    skip_without_it(item)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

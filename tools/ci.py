@@ -2,7 +2,8 @@
 """Everything that has to be green before a change lands, side by side on all cores, with its cost.
 
     .ci/run                   what a change needs
-    .ci/run --all             every target, also those whose files are as they were when last green
+    .ci/run --all             every target, also those whose files are as they were when last green,
+                              and every test of the adapters
     .ci/run lint test         these targets
     .ci/run --record          when green: notes the costs (tests/costs.json, tests/README.md)
 
@@ -52,6 +53,7 @@ class Target:
         all_cores: whether it keeps all cores busy by itself.
         files: patterns of the files that decide its result, if it is left out while they stay.
         pins: variables of the Makefile that decide it too.
+        has_more: whether it has tests that run with --full alone, which --all gives it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Target:
     all_cores: bool = False
     files: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
+    has_more: bool = False
 
     @property
     def label(self) -> str:
@@ -79,8 +82,8 @@ def targets() -> list[Target]:
     megatron = {v: f".venvs/megatron-{v}/.ready" for v in (new, old)}
     return [
         # the longest first
-        Target("test-trl", (trl,)),
-        Target("test-verl", (verl,)),
+        Target("test-trl", (trl,), has_more=True),
+        Target("test-verl", (verl,), has_more=True),
         Target(
             "test-flash",
             (flash,),
@@ -113,7 +116,7 @@ def targets() -> list[Target]:
             pins=("TORCH",),
         ),
         Target("types"),
-        Target("test-verl-hybrids", (verl,)),
+        Target("test-verl-hybrids", (verl,), has_more=True),
         Target(f"test-megatron MEGATRON={new}", (megatron[new],)),
         Target(
             f"test-megatron MEGATRON={old}",
@@ -204,6 +207,7 @@ class Run:
     processor: float = 0.0
     status: int | None = None
     problem: str = ""
+    full: bool = False
 
     @property
     def log(self) -> Path:
@@ -214,8 +218,10 @@ def log_of(target: Target) -> Path:
     return LOGS / (target.label.replace("/", "_").strip("._") + ".log")
 
 
-def start(target: Target) -> Run:
+def start(target: Target, full: bool = False) -> Run:
     arguments = f"--junitxml={log_of(target).with_suffix('.xml')} -o junit_family=xunit1"
+    full = full and target.has_more
+    arguments += " --full" * full
     command = ["make", *target.name.split()]
     if target.name.startswith("test"):
         # beside another target one process is enough, which collects once
@@ -225,7 +231,7 @@ def start(target: Target) -> Run:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-    return Run(target, process, time.monotonic())
+    return Run(target, process, time.monotonic(), full=full)
 
 
 def wait(running: Iterable[Run]) -> Run:
@@ -247,6 +253,7 @@ class Schedule:
 
     todo: list[Target]
     cores: int
+    full: bool = False
     runs: list[Run] = field(default_factory=list)
 
     def next_to_start(self) -> Target | None:
@@ -273,7 +280,7 @@ class Schedule:
         while self.todo or any(run.status is None for run in self.runs):
             while (target := self.next_to_start()) is not None:
                 self.todo.remove(target)
-                self.runs.append(start(target))
+                self.runs.append(start(target, self.full))
                 say(f"  start   {target.label}")
             run = wait(run for run in self.runs if run.status is None)
             run.problem = costs.problem(run)
@@ -297,7 +304,7 @@ class Costs:
         if run.status != 0:
             return f"exit status {run.status}"
         entry = self.recorded.get(run.target.label)
-        if entry is None or run.target.makes_environment or run.processor < FLOOR:
+        if entry is None or run.target.makes_environment or run.full or run.processor < FLOOR:
             return ""
         growth = run.processor / self.loop_seconds / entry["loops"]
         if growth < MOST_GROWTH:
@@ -314,7 +321,7 @@ class Costs:
 
     def record(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            if run.target.makes_environment:
+            if run.target.makes_environment or run.full:
                 continue
             self.recorded[run.target.label] = {
                 "loops": round(run.processor / self.loop_seconds, 1),
@@ -424,7 +431,8 @@ def main() -> int:
     first = Schedule([Target(".venv/.ready")], 1)
     lost = first.run(costs)
     environments = dict.fromkeys(need for target in wanted for need in target.needs)
-    schedule = Schedule([*map(Target, environments), *wanted], os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    schedule = Schedule([*map(Target, environments), *wanted], cores, options.all)
     if first.runs[0].status == 0:
         lost = schedule.run(costs)
     runs = first.runs + schedule.runs

@@ -77,6 +77,16 @@ def test_growth_is_red(folder: Path) -> None:
     assert costs.problem(ended("new", 1e4)) == ""
 
 
+def test_a_run_with_more_tests_is_no_growth_and_no_record(folder: Path) -> None:
+    ci.COSTS.write_text(json.dumps({"test-trl": {"loops": 50.0, "minutes": 1.0}}))
+    costs, run = ci.Costs(loop_seconds=1.0), ended("test-trl", 400.0)
+    assert "costs 8.0 times" in costs.problem(run)
+    run.full = True
+    assert costs.problem(run) == ""
+    costs.record([run])
+    assert costs.recorded["test-trl"]["loops"] == 50.0
+
+
 def test_what_is_recorded(folder: Path) -> None:
     (folder / "test.xml").write_text(REPORT)
     costs = ci.Costs(loop_seconds=2.0)
@@ -114,7 +124,7 @@ def test_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
         cores=2,
     )
 
-    def start(target: ci.Target) -> ci.Run:
+    def start(target: ci.Target, full: bool) -> ci.Run:
         running = {run.target.name for run in schedule.runs if run.status is None}
         beside[target.name] = running
         command = "exit 3" if target.name == ".venvs/bad" else "sleep 0.05"

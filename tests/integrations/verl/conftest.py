@@ -25,8 +25,18 @@ import torch.distributed as dist
 
 from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.runs import save_model
+from tests.support.full import add_option, skip_without_it
 
 pytest.register_assert_rewrite("tests.integrations.verl.compare")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # tests/conftest.py is above this suite's own pytest.ini, and not read
+    add_option(parser)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_without_it(item)
 
 
 @pytest.fixture(scope="session")

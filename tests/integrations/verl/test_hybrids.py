@@ -22,7 +22,12 @@ from tests.integrations.verl.runs import (
     run_ranks,
     save_model,
 )
+from tests.support.full import asked_for, mostly
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
+
+# every time
+ONE = ("grpo, nemotron_h", "ppo, qwen3_next")
+TWO = ("grpo, qwen3_5_text, lora", "ppo, qwen3_next, fsdp1")
 
 SERVED = version.parse(transformers.__version__) >= version.parse(OLDEST_WITH_STATES)
 needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
@@ -37,12 +42,12 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(hybrids: Path) -> list[dict[Any, Any]]:
-    return run_ranks(hybrids, list(HYBRID_CASES))
+def two_ranks(hybrids: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    return run_ranks(hybrids, asked_for(request, HYBRID_CASES, TWO))
 
 
 @needs_states
-@pytest.mark.parametrize("name", HYBRID_CASES)
+@pytest.mark.parametrize("name", mostly(HYBRID_CASES, ONE))
 def test_one_rank(name: str, hybrids: Path) -> None:
     stock = run("stock", hybrids, HYBRID_CASES[name])
     packed = run("prefixtree", hybrids, HYBRID_CASES[name])
@@ -51,7 +56,7 @@ def test_one_rank(name: str, hybrids: Path) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize("name", HYBRID_CASES)
+@pytest.mark.parametrize("name", mostly(HYBRID_CASES, TWO))
 def test_two_ranks(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     for results in two_ranks:
         differences = check_same(

@@ -13,21 +13,30 @@ import pytest
 
 from tests.integrations.verl.compare import check_same
 from tests.integrations.verl.runs import CASES, SEQUENCE_PARALLEL_CASES, run, run_ranks
+from tests.support.full import asked_for, mostly
+
+# every time: each algorithm, model and strategy, on one rank or on two
+ONE = ("grpo, a temperature a sample", "grpo, one micro-batch", "grpo, AdamW", "ppo", "ppo, fsdp1")
+TWO = (
+    *("grpo, ranks unlike", "grpo, fixed size", "grpo, padded to buckets", "grpo, lora"),
+    *("grpo, offloaded", "ppo, tied", "ppo, experts", "ppo, fsdp1, original parameters"),
+)
+FOUR = ("grpo, two ranks a forest", "ppo, two ranks a forest, fsdp1")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
+def two_ranks(models: Path, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
     """What two ranks computed, all cases with both engines."""
-    return run_ranks(models, list(CASES))
+    return run_ranks(models, asked_for(request, CASES, TWO))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
+def four_ranks(models: Path, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
     """What four ranks computed, verl's engine by Ulysses and ours by parts of forests."""
-    return run_ranks(models, list(SEQUENCE_PARALLEL_CASES), 4)
+    return run_ranks(models, asked_for(request, SEQUENCE_PARALLEL_CASES, FOUR), 4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, ONE))
 def test_one_rank(name: str, models: Path, record_property: Callable[..., None]) -> None:
     stock = run("stock", models, CASES[name])
     packed = run("prefixtree", models, CASES[name])
@@ -36,7 +45,7 @@ def test_one_rank(name: str, models: Path, record_property: Callable[..., None])
     record_property("differences", differences)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, TWO))
 def test_two_ranks(
     name: str, two_ranks: list[dict[tuple[str, str], Any]], record_property: Callable[..., None]
 ) -> None:
@@ -45,7 +54,7 @@ def test_two_ranks(
         record_property(f"differences of rank {rank}", differences)
 
 
-@pytest.mark.parametrize("name", SEQUENCE_PARALLEL_CASES)
+@pytest.mark.parametrize("name", mostly(SEQUENCE_PARALLEL_CASES, FOUR))
 def test_two_ranks_with_the_same_data(
     name: str, four_ranks: list[dict[tuple[str, str], Any]], record_property: Callable[..., None]
 ) -> None:
