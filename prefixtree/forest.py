@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prefixtree import loops
+from prefixtree._hints import with_hints
 from prefixtree._invariants import check_invariants
 from prefixtree._numbers import entries, integer, integers, selection, to_numpy
-from prefixtree._renamed import renamed_arguments, renamed_attribute, with_hints
 from prefixtree._routes import check_packed_routes, join_routes, numbers_of
 from prefixtree._tokens import check_tokens, flatten, is_nested, label_numbers
 from prefixtree.errors import ForestError
@@ -84,7 +84,6 @@ class PrefixForest:
     # ---- constructors ------------------------------------------------------------------------
 
     @classmethod
-    @renamed_arguments(keys="namespaces")
     @with_hints
     def from_sequences(
         cls,
@@ -125,7 +124,6 @@ class PrefixForest:
         return cls._from_flat(flat, lengths, namespaces, order, join_routes(routes, lengths))
 
     @classmethod
-    @renamed_arguments(keys="namespaces")
     @with_hints
     def from_padded(
         cls,
@@ -427,9 +425,6 @@ class PrefixForest:
         """The number of nodes on the path that has most of them: 1 where nothing is shared."""
         return int(self.node_level.max()) + 1
 
-    depth = renamed_attribute("num_levels")
-    node_depth = renamed_attribute("node_position")
-
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
         """int64 [S], the number of tokens of each sequence, in input order."""
@@ -518,9 +513,3 @@ class PrefixForest:
             f"{self.num_replicated_tokens} tokens, {self.num_nodes} nodes, "
             f"{self.num_levels} levels)"
         )
-
-
-# the dataclass makes the constructor
-PrefixForest.__init__ = renamed_arguments(node_depth="node_position")(  # type: ignore[method-assign]
-    PrefixForest.__init__
-)

@@ -416,7 +416,6 @@ def _bench(
     levels: Annotated[
         int, typer.Option(min=1, help="Made-up tree: nodes from its root to a leaf.")
     ] = 4,
-    depth: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
     branching: Annotated[int, typer.Option(min=2, help="Made-up tree: children per node.")] = 4,
     node: Annotated[int, typer.Option(min=1, help="Made-up tree: tokens per node.")] = 64,
     heads: Annotated[
@@ -451,15 +450,11 @@ def _bench(
 
     Exits with 1 when the two differ.
     """
-    from prefixtree._renamed import message
     from prefixtree.cli.bench import show
-    from prefixtree.cli.console import complain, out, print_json, steps
+    from prefixtree.cli.console import out, print_json, steps
     from prefixtree.forest import PrefixForest
     from prefixtree.testing.attention import Setting, bench, synthetic
 
-    if depth is not None:
-        complain(message("--depth", "--levels"))
-        levels = depth
     source = f"a tree of {levels} levels, {branching} children per node, {node} tokens each"
     left_out = 0
     if file is None:

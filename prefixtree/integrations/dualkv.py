@@ -21,17 +21,13 @@ import numpy as np
 import torch
 
 from prefixtree._numbers import integer, number
-from prefixtree._renamed import renamed_arguments, renamed_names
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.mask import TreeMask
 
 _FIX = "make one with dualkv_mask(cu_seqlens, context_seqlen, device=q.device)"
 
-__getattr__ = renamed_names(__name__, {"dualkv_plan": f"{__name__}.dualkv_mask"})
 
-
-@renamed_arguments(plan="mask")
 def flash_attn_dualkv_varlen_func(
     q: torch.Tensor,
     k_context: torch.Tensor,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from prefixtree._hints import with_hints
 from prefixtree._numbers import integer
-from prefixtree._renamed import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.hybrids import prepare_states
 from prefixtree.integrations.model_checks import check_model, every_layer_attends, find_causal_lm

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from prefixtree._numbers import integer, number
-from prefixtree._renamed import renamed_arguments
 from prefixtree.cost import ModelCost, model_cost, pairs_per_run
 
 
@@ -97,7 +96,6 @@ class CostModel:
             cost, gradient_checkpointing=gradient_checkpointing, scored_share=scored_share
         )
 
-    @renamed_arguments(depth="position")
     def cost(self, position: np.ndarray, length: np.ndarray) -> np.ndarray:
         """Computes the FLOPs of runs of tokens.
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from prefixtree import loops
+from prefixtree._hints import with_hints
 from prefixtree._numbers import (
     check_unmasked,
     check_without_gradient,
@@ -21,7 +22,6 @@ from prefixtree._numbers import (
     integers,
     number,
 )
-from prefixtree._renamed import with_hints
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.gather import GatherIndex, gather

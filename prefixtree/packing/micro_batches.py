@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from prefixtree import loops
+from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
-from prefixtree._renamed import renamed_arguments, with_hints
 from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
@@ -306,7 +306,6 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         )
 
 
-@renamed_arguments(keys="namespaces")
 @with_hints
 def plan_micro_batches(
     sequences: Iterable[Any] | PrefixForest,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from prefixtree._renamed import with_hints
+from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.changes import changing
 from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model

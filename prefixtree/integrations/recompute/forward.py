@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
-from prefixtree._renamed import with_hints
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.families import checkpoint_wrappers
 from prefixtree.integrations.recompute.layers import Mode, layers_of, recomputing

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree._hints import with_hints
 from prefixtree._numbers import entries, integer
-from prefixtree._renamed import with_hints
 from prefixtree._tokens import flatten
 from prefixtree.errors import ForestError
 from prefixtree.integrations.sampling.draws import Draws, row_keys

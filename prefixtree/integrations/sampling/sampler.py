@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from prefixtree._renamed import with_hints
+from prefixtree._hints import with_hints
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.sampling.draws import Draws
 from prefixtree.integrations.sampling.forward import CachedForward
