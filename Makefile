@@ -32,12 +32,12 @@ TRANSFORMERS ?= 5.5.0 5.17.0
 RECORD := -o junit_family=xunit1 --junitxml
 test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	for v in $(TRANSFORMERS); do \
-	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/integrations/transformers/test_families.py $(RECORD)=.venvs/$$v.xml \
+	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/models/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
 
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
-	$(TEST_ENV) $(BIN)/python -m pytest -q tests/integrations/transformers/test_families.py $(RECORD)=.venvs/current.xml
+	$(TEST_ENV) $(BIN)/python -m pytest -q tests/models/test_families.py $(RECORD)=.venvs/current.xml
 	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # tests/support/config_fields.json: every field of every configuration, packed against eager
@@ -130,7 +130,7 @@ test-verl-megatron: .venvs/megatron-$(VERL_MEGATRON)/.ready .venvs/verl-$(VERL)/
 # the flash backend, compiled for sm_90 without a GPU; a compilation takes a core
 FLASH ?= 4.0.0b36
 test-flash: .venvs/fa4-$(FLASH)/.ready
-	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels/flash/fa4 $(ARGS)
+	$(TEST_ENV) .venvs/fa4-$(FLASH)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels/attention/flash/fa4 $(ARGS)
 
 # torch from $(VENV), which comes first; then what flash-attn-4 of this version was released with.
 # ptxas comes with the CuTe DSL, the disassembler is for whoever looks

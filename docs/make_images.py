@@ -21,7 +21,7 @@ from prefixtree import PrefixForest, TileShape, pack
 from prefixtree.demo.browser_rollouts import write_rollouts
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import ChatTokenizer, Rollouts, expand_turns, read_rollouts
-from prefixtree.rollouts.pictures import FIRST_PICTURE
+from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 
 IMAGES = Path(__file__).parent / "images"
 # those of the README

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
-from prefixtree.integrations.families import check_modules
+from prefixtree.models.families import check_modules
 
 
 def token_kl(

@@ -28,10 +28,9 @@ import typer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from prefixtree import MicroBatch, PrefixForest, plan_micro_batches
+from prefixtree import MicroBatch, PrefixForest, plan_micro_batches, sequence_logprobs
 from prefixtree.demo import depot
-from prefixtree.integrations.sampling import Draws, TreeSampler
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.sampling import Draws, TreeSampler
 
 TURN_WORDS = 3
 # the most tokens of all rollouts whose keys are held

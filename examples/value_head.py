@@ -17,7 +17,7 @@ from transformers import AutoModelForTokenClassification, Qwen3Config
 
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
-from prefixtree.integrations.families import check_modules
+from prefixtree.models.families import check_modules
 
 
 def token_values(model: nn.Module, packed: pt.PackedForest) -> list[torch.Tensor]:

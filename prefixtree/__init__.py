@@ -12,27 +12,28 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
-from prefixtree.packing.borrow_cost import BorrowCost
-from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
-from prefixtree.packing.micro_batches import (
+from prefixtree.pictures import Picture, Pictures, picture_key
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.micro_batches import (
     MicroBatch,
     MicroBatchPlan,
     plan_micro_batches,
 )
-from prefixtree.packing.plan_stats import PlanStats, ReuseStats
-from prefixtree.packing.steps import StepStats
-from prefixtree.pictures import Picture, Pictures, picture_key
+from prefixtree.planning.plan_stats import PlanStats, ReuseStats
+from prefixtree.planning.steps import StepStats
 
 if TYPE_CHECKING:
-    from prefixtree.integrations.compiled import compile_layers
-    from prefixtree.integrations.recompute.forward import (
+    from prefixtree.integrations.transformers import prepare
+    from prefixtree.models.compiled import compile_layers
+    from prefixtree.recompute.forward import (
         RecomputePlan,
         max_micro_batch_tokens,
         plan_recomputation,
     )
-    from prefixtree.integrations.transformers import SequenceScores, prepare, sequence_logprobs
+    from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 
 __version__ = "0.2.0"
 __all__ = [
@@ -71,9 +72,10 @@ __all__ = [
 
 
 _LATER = {
-    "prefixtree.integrations.compiled": ("compile_layers",),
-    "prefixtree.integrations.transformers": ("SequenceScores", "prepare", "sequence_logprobs"),
-    "prefixtree.integrations.recompute.forward": (
+    "prefixtree.models.compiled": ("compile_layers",),
+    "prefixtree.integrations.transformers": ("prepare",),
+    "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
+    "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",
         "plan_recomputation",

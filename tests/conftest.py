@@ -16,7 +16,7 @@ collect_ignore = [
     "integrations/megatron",
     "integrations/trl",
     "integrations/verl",
-    "kernels/flash/fa4",
+    "kernels/attention/flash/fa4",
     "kernels/recurrence/fla",
 ]
 

@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from prefixtree import PrefixForest, TileShape, TreeMask, UnsupportedError, pack, plotting
-from prefixtree.cli.pictures import check_picture_path, write_pictures
+from prefixtree.cli.plots import check_picture_path, write_pictures
 from prefixtree.errors import ForestError, InputError
 from prefixtree.plotting import plot_forest, plot_mask
 from prefixtree.rollouts import expand_turns, read_rollouts

@@ -39,9 +39,9 @@ COSTS = ROOT / "tests/costs.json"
 README = ROOT / "tests/README.md"
 LOGS = ROOT / ".ci/logs"
 # what the graphs of compiled layers hold of this package, beside kernels
-_COMPILED = ("compiled", "families", "hybrids", "pictures", "replay", "router_loss", "transformers")
-# a target fails when it takes this many times its entry in COSTS, and so many processor seconds more:
-# what caches hold (mypy's, numba's) is no growth
+_COMPILED = ("attention", "compiled", "families", "hybrids", "layers", "replay", "router_loss")
+# a target fails when it takes this many times its entry in COSTS, and so many processor seconds
+# more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
 
 
@@ -90,21 +90,20 @@ def targets() -> list[Target]:
             "test-flash",
             (flash,),
             files=(
-                *("prefixtree/kernels/flash/*.py", "prefixtree/kernels/protocol.py"),
+                *(f"prefixtree/kernels/attention/{name}.py" for name in ("flash/*", "protocol")),
                 *("prefixtree/packing/block_tables.py", "prefixtree/loops/block_tables.py"),
-                *("tests/kernels/flash/fa4/*.py", "tests/support/flash_*.py"),
+                *("tests/kernels/attention/flash/fa4/*.py", "tests/support/flash_*.py"),
             ),
             pins=("FLASH", "TORCH"),
         ),
         Target(
             "test-full",
             files=(
-                *("prefixtree/kernels/*.py", "prefixtree/kernels/recurrence/*.py"),
-                *("prefixtree/kernels/triton/*.py", "benchmarks/cases/compiled.py"),
-                *(f"prefixtree/integrations/{name}.py" for name in _COMPILED),
-                *("prefixtree/integrations/recompute/*.py", "prefixtree/parallel/steps.py"),
-                *("prefixtree/cost.py", "prefixtree/sharing/estimate.py", "pyproject.toml"),
-                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md"),
+                *("prefixtree/kernels/**/*.py", "benchmarks/cases/compiled.py"),
+                *(f"prefixtree/models/{name}.py" for name in _COMPILED),
+                *("prefixtree/recompute/*.py", "prefixtree/parallel/steps.py"),
+                *("prefixtree/planning/model_cost.py", "prefixtree/sharing/estimate.py"),
+                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md", "pyproject.toml"),
                 *("tests/support/*_configs.py", *_tests_marked_full()),
             ),
             pins=("TORCH",),
@@ -113,7 +112,7 @@ def targets() -> list[Target]:
             "test-benchmarks",
             files=(
                 *("benchmarks/**/*.py", "tests/benchmarks/*.py", "tools/gpu_check.sh"),
-                *("prefixtree/kernels/*.py", "prefixtree/kernels/triton/*.py"),
+                "prefixtree/kernels/**/*.py",
             ),
             pins=("TORCH",),
         ),
@@ -220,8 +219,8 @@ def log_of(target: Target) -> Path:
     return LOGS / (target.label.replace("/", "_").strip("._") + ".log")
 
 
-# runs a command as the parent of all orphans below it (ranks of a forkserver that ended before them),
-# so that their processor time counts too; PR_SET_CHILD_SUBREAPER is 36
+# runs a command as the parent of all orphans below it (ranks of a forkserver that ended before
+# them), so that their processor time counts too; PR_SET_CHILD_SUBREAPER is 36
 _REAPER = """
 import ctypes, os, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

@@ -186,25 +186,25 @@ tested() {
 
 tests() {
   ours tests && cuda tests || return
-  tested tests_gpu 420 tests/kernels/test_on_gpu.py tests/kernels/flash/test_on_gpu.py \
-    tests/kernels/flash/test_tilings_on_gpu.py \
-    tests/kernels/triton/test_small_tiles.py tests/kernels/test_logprobs.py \
-    tests/kernels/test_decode_on_gpu.py tests/kernels/triton/test_decode.py tests/kernels/triton/test_draw.py
+  tested tests_gpu 420 tests/kernels/attention/test_on_gpu.py tests/kernels/attention/flash/test_on_gpu.py \
+    tests/kernels/attention/flash/test_tilings_on_gpu.py \
+    tests/kernels/attention/triton/test_small_tiles.py tests/kernels/lm_head/test_logprobs.py \
+    tests/kernels/decoding/test_on_gpu.py tests/kernels/decoding/test_kernels.py tests/kernels/decoding/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
-  PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/test_attention.py tests/kernels/test_operator.py \
-    tests/kernels/test_decode.py tests/kernels/test_torch_compile.py tests/integrations/test_dualkv.py
+  PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/attention/test_attention.py tests/kernels/attention/test_operator.py \
+    tests/kernels/decoding/test_cascade.py tests/kernels/attention/test_torch_compile.py tests/integrations/test_dualkv.py
 }
 
 # through inductor, which compiles each family anew
 compile() {
   ours compile && cuda compile || return
-  tested compile 500 -m gpu tests/integrations/transformers/test_compiled.py
+  tested compile 500 -m gpu tests/models/test_compiled.py
 }
 
 liger() {
   ours liger && cuda liger || return
   # its experts' kernels are tuned over dozens of compilations each, which change no result
-  PYTEST_ARGS='' LIGER_FUSED_MOE_AUTOTUNE=0 tested liger 400 tests/integrations/transformers/test_liger.py
+  PYTEST_ARGS='' LIGER_FUSED_MOE_AUTOTUNE=0 tested liger 400 tests/models/test_liger.py
 }
 
 # shared_peers NAME SECONDS SELECTION PEER...: the shared peers.py on the workloads that a slice of NAMES selects
@@ -414,7 +414,7 @@ sampling() {
   ours sampling && cuda sampling || return
   # a test measures memory, and graphs of several processes would share the GPU
   limited sampling 400 env OMP_NUM_THREADS=1 python3 -m pytest -q -p no:benchmark -p no:cacheprovider \
-    tests/integrations/sampling/test_on_gpu.py ${PYTEST_ARGS:-}
+    tests/sampling/test_on_gpu.py ${PYTEST_ARGS:-}
 }
 
 head() { benchmark head 240 ${HEAD_ARGS:-}; }

@@ -16,10 +16,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "prefixtree"
-ADAPTER = "tests/integrations/transformers/test_"
-SCORING = (
-    "scoring steps labels hooks how_models_run refusals replay router_loss model_checks hybrids"
-)
 
 # room: its files, its tests; a file is in the first room that has it
 ROOMS = {
@@ -28,33 +24,43 @@ ROOMS = {
         "tests/test_forest*.py tests/test_routes.py",
     ),
     "planning": (
-        "cost.py loops/planning.py packing/micro_batches.py packing/assignment.py "
-        "packing/cost_model.py packing/plan_stats.py",
-        "tests/test_cost.py tests/packing/test_planning.py tests/packing/test_micro_batches.py",
+        "planning/*.py loops/planning.py loops/parts.py packing/visible.py",
+        "tests/planning/test_*.py tests/parallel/test_*.py",
     ),
     "sharing": ("sharing/*.py loops/realign.py", "tests/sharing/test_*.py"),
     "pictures": (
-        "pictures.py _picture_inputs.py integrations/pictures.py packing/placements.py",
-        f"tests/test_pictures.py {ADAPTER}pictures.py",
+        "pictures.py _picture_inputs.py models/vision.py packing/placements.py",
+        "tests/test_pictures.py tests/models/test_vision.py",
     ),
     "recurrence": (
         "kernels/recurrence/*.py packing/state_schedule.py loops/state_schedule.py",
         "tests/kernels/recurrence/test_*.py",
     ),
-    "flash": ("kernels/flash/*.py loops/mask_compares.py", "tests/kernels/flash/test_*.py"),
+    "flash": (
+        "kernels/attention/flash/*.py loops/mask_compares.py",
+        "tests/kernels/attention/flash/test_*.py",
+    ),
     "packing": ("packing/*.py loops/*.py", "tests/packing/test_*.py"),
     "parallel": (
-        "parallel/*.py integrations/shares.py integrations/parallel_lm_head.py "
-        "kernels/vocabulary_parallel.py",
-        f"tests/parallel/test_*.py {ADAPTER}groups.py {ADAPTER}tensor_parallel.py",
+        "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py "
+        "kernels/lm_head/vocabulary_parallel.py",
+        "tests/parallel/test_*.py tests/scoring/test_in_groups.py "
+        "tests/scoring/test_tensor_parallel.py",
     ),
-    "triton": ("kernels/triton/*.py", "tests/kernels/triton/test_*.py tests/kernels/test_*.py"),
-    "kernels": ("kernels/*.py", "tests/kernels/test_*.py"),
-    "recompute": ("integrations/recompute/*.py", f"{ADAPTER}recompute.py"),
-    "sampling": ("integrations/sampling/*.py", "tests/integrations/sampling/test_*.py"),
+    "triton": (
+        "kernels/attention/triton/*.py kernels/triton_primitives.py",
+        "tests/kernels/attention/triton/test_*.py tests/kernels/attention/test_*.py",
+    ),
+    "attention": ("kernels/attention/*.py kernels/*.py", "tests/kernels/attention/test_*.py"),
+    "lm_head": ("kernels/lm_head/*.py", "tests/kernels/lm_head/test_*.py"),
+    "decoding": ("kernels/decoding/*.py", "tests/kernels/decoding/test_*.py"),
+    "recompute": ("recompute/*.py", "tests/recompute/test_*.py"),
+    "sampling": ("sampling/*.py", "tests/sampling/test_*.py"),
     "dualkv": ("integrations/dualkv.py", "tests/integrations/test_dualkv.py"),
-    "peft": ("integrations/adapters.py", f"{ADAPTER}peft.py"),
-    "scoring": ("integrations/*.py", " ".join(f"{ADAPTER}{name}.py" for name in SCORING.split())),
+    "peft": ("models/adapters.py", "tests/models/test_peft.py"),
+    "scoring": ("scoring/*.py", "tests/scoring/test_logprobs.py tests/scoring/test_in_steps.py"),
+    "models": ("models/*.py", "tests/models/test_*.py"),
+    "integrations": ("integrations/*.py", "tests/package/test_imports.py"),
     "trl": ("integrations/trl/*.py", "tests/integrations/trl/test_*.py"),
     "verl": ("integrations/verl/*.py", "tests/integrations/verl/test_*.py"),
     "megatron": ("integrations/megatron/*.py", "tests/integrations/megatron/test_*.py"),

@@ -35,9 +35,9 @@ from benchmarks.lib.shapes import Shape, draw
 from benchmarks.lib.timing import median_ms
 from benchmarks.lib.workloads import AIRLINE, NAMES, workload
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.kernels.flash import launch
-from prefixtree.kernels.flash.block_lists import Tiles, lists_of
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.attention.flash import launch
+from prefixtree.kernels.attention.flash.block_lists import Tiles, lists_of
+from prefixtree.kernels.attention.protocol import AttentionCall
 
 WORKLOADS = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24", AIRLINE)
 SHIPPED = "shipped"

@@ -34,7 +34,12 @@ from benchmarks.lib.tables import Column, Parts, Table, by_key, gib, machine, sh
 from benchmarks.lib.timing import peak_bytes, size, times_of
 from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, workload
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.choice import flash_work, longest_key_tile_share, most_work, with_tail
+from prefixtree.kernels.attention.choice import (
+    flash_work,
+    longest_key_tile_share,
+    most_work,
+    with_tail,
+)
 
 # long nodes, one short level, many short nodes: where other head dims and MHA are measured too
 VARIED = ("4K then 4-2-2-1 x 1K", "prompt 512 x 64 x 1K", "caterpillar 24")

@@ -2,12 +2,12 @@
 
     python -m benchmarks compiled [--capability 90] [--dims 128x128 ...] [--candidates] [--out FILE]
 
-For each configuration of `prefixtree/kernels/triton/configs.py` (of decoding: for wide and for
-narrow items): registers, stack and shared memory of a program, how many programs a multiprocessor
-holds, and for the innermost loops over tiles (unmasked first) the instructions a warp scheduler
-issues, the cycles its tensor core is busy and the loads from local memory (spills) per step.
-`--candidates` adds shapes that were considered. It needs triton with its bundled ptxas and
-nvdisasm; no GPU. Not with TRITON_INTERPRET set.
+For each configuration of `prefixtree/kernels/attention/triton/configs.py` (of decoding: for wide
+and for narrow items): registers, stack and shared memory of a program, how many programs a
+multiprocessor holds, and for the innermost loops over tiles (unmasked first) the instructions a
+warp scheduler issues, the cycles its tensor core is busy and the loads from local memory (spills)
+per step. `--candidates` adds shapes that were considered. It needs triton with its bundled ptxas
+and nvdisasm; no GPU. Not with TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
-from prefixtree.kernels.triton import lm_head
-from prefixtree.kernels.triton.backward import (
+from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
-from prefixtree.kernels.triton.configs import Config, KernelConfigs, choose, choose_decode
-from prefixtree.kernels.triton.decode import merge_kernel, partial_kernel, write_kernel
-from prefixtree.kernels.triton.forward import forward_kernel
+from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, choose, choose_decode
+from prefixtree.kernels.attention.triton.forward import forward_kernel
+from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.lm_head import kernels as lm_head
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
@@ -225,7 +225,7 @@ def _helpers(capability: int, dtype: str) -> None:
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
-    """A kernel of kernels/triton/lm_head.py, as that launches it, with its features or without."""
+    """A kernel of kernels/lm_head/kernels.py, as that launches it, with its features or without."""
     values = {"SOFTCAP": is_on, "ENTROPY": is_on, "BLOCK": lm_head.BLOCK}
     types = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}
     types |= {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
@@ -238,7 +238,7 @@ def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
 def _decode(
     kernel: Any, values: dict[str, Any], config: Config, capability: int, dtype: str
 ) -> Any:
-    """A kernel of kernels/triton/decode.py, as its launch passes arguments."""
+    """A kernel of kernels/decoding/kernels.py, as its launch passes arguments."""
     tables = ("ITEMS", "PIECES", "TAILS", "WRITTEN", "SLOT_PTR", "SLOTS")
     types = dict.fromkeys(tables, "*i32") | dict.fromkeys(("PART", "LSE"), "*fp32")
     types |= {"LIVE": "*u8", "inner": "fp32", "outer": "fp32"} | dict.fromkeys(values, "constexpr")

@@ -58,9 +58,9 @@ from benchmarks.lib.tables import (
 from benchmarks.lib.timing import median_ms, profiled
 from benchmarks.lib.workloads import airline_sequences, forest_of
 from prefixtree import PrefixForest
-from prefixtree.integrations.sampling import Draws
-from prefixtree.kernels.triton.configs import Config
-from prefixtree.packing import decode_work
+from prefixtree.kernels.attention.triton.configs import Config
+from prefixtree.kernels.decoding import work as decode_work
+from prefixtree.sampling import Draws
 
 # of level 1: layers of a model (none: all), its prompts and new tokens, and steps that are timed
 MODELS: dict[str, int | None] = {"qwen3-8b": 12, "qwen3-0.6b": None}
@@ -322,7 +322,7 @@ def changed(options: argparse.Namespace) -> Iterator[patch]:
     if options.share_from is not None:
         yield patch.object(decode_work, "SHARE_FROM", options.share_from)
     if options.wide or options.narrow:
-        from prefixtree.kernels.triton import configs
+        from prefixtree.kernels.attention.triton import configs
 
         shipped = configs.choose_decode
 

@@ -35,8 +35,9 @@ from benchmarks.lib.tables import (
     verdict,
     verdict_column,
 )
-from prefixtree.kernels import lm_head, logprobs
-from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.lm_head import eager as lm_head
+from prefixtree.kernels.lm_head import logprobs
+from prefixtree.kernels.lm_head.eager import LogitRule
 
 SIDES = ("triton", "torch", "eager")
 # rows scored, vocabulary, hidden size
@@ -107,7 +108,7 @@ def textbook(
 def kernels_of(side: str) -> Callable[[torch.Tensor], Any]:
     """The kernels that `linear_logprobs` must use for a side, in place of its choice."""
     if side == "triton":
-        from prefixtree.kernels.triton import lm_head as fused
+        from prefixtree.kernels.lm_head import kernels as fused
 
         return lambda hidden: fused
     return lambda hidden: lm_head

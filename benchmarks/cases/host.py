@@ -27,8 +27,8 @@ from benchmarks.lib.environment import environment
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, machine, show
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.kernels.backends import BACKENDS
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.attention.backends import BACKENDS
+from prefixtree.kernels.attention.protocol import AttentionCall
 
 
 def median_us(run: Callable[[], object], calls: int, batch: int = 20) -> float:

@@ -47,7 +47,7 @@ from benchmarks.lib.tables import (
     verdict,
 )
 from prefixtree import PrefixForest, pack
-from prefixtree.cost import model_cost
+from prefixtree.planning.model_cost import model_cost
 from prefixtree.testing.compare import gradient_differences
 
 PROMPTS = (5120, 8192, 16384, 32768, 65536, 131072)

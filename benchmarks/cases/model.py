@@ -84,9 +84,9 @@ from benchmarks.lib.update_tables import (
     tables,
 )
 from prefixtree import pack, plan_micro_batches
-from prefixtree.cost import model_cost
-from prefixtree.integrations.recompute.layers import MODES
-from prefixtree.packing.cost_model import CostModel
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.model_cost import model_cost
+from prefixtree.recompute.layers import MODES
 from prefixtree.testing.attention import pieces
 
 # what `show` draws of its files

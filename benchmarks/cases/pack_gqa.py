@@ -35,7 +35,7 @@ from benchmarks.lib.tables import Column, Parts, Table, by_key, machine, show, v
 from benchmarks.lib.timing import median_ms
 from benchmarks.lib.workloads import AIRLINE, NAMES, scaled, workload
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.kernels.flash import launch
+from prefixtree.kernels.attention.flash import launch
 
 # those that spill first, so that a run cut short has them
 DIMS = (256, 192, 128, 64, 96)

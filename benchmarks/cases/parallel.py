@@ -60,12 +60,12 @@ from benchmarks.lib.workloads import (
     workload,
 )
 from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
-from prefixtree.cost import model_cost
-from prefixtree.integrations.scoring_steps import memory_of, step_cost_of
-from prefixtree.packing.borrow_cost import borrow_cost_of
-from prefixtree.packing.cost_model import cost_model_of
-from prefixtree.packing.split import split_stats, split_tokens
-from prefixtree.packing.steps import plan_any_steps
+from prefixtree.planning.borrow_cost import borrow_cost_of
+from prefixtree.planning.cost_model import cost_model_of
+from prefixtree.planning.model_cost import model_cost
+from prefixtree.planning.split import split_stats, split_tokens
+from prefixtree.planning.steps import plan_any_steps
+from prefixtree.scoring.in_steps import memory_of, step_cost_of
 from prefixtree.testing.compare import Meter
 
 WORKLOADS: dict[str, Callable[[], PrefixForest]] = {

@@ -26,9 +26,9 @@ from benchmarks.lib.tables import Column, Parts, Table, machine, show
 from benchmarks.lib.timing import median_ms
 from benchmarks.lib.workloads import AIRLINE, scaled, workload
 from prefixtree import pack
-from prefixtree.kernels.protocol import AttentionCall
-from prefixtree.kernels.triton import configs, launch
-from prefixtree.kernels.triton.configs import Config, KernelConfigs
+from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.attention.triton import configs, launch
+from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs
 
 WORKLOADS = ("4K then 4-2-2-1 x 1K", "caterpillar 24", "prompt 256 x 1024 x 256", AIRLINE)
 KERNELS = ("forward", "keys", "queries")

@@ -72,7 +72,7 @@ from benchmarks.lib.tables import (
 )
 from benchmarks.lib.timing import median_ms
 from prefixtree import PrefixForest
-from prefixtree.integrations.recompute.layers import MODES
+from prefixtree.recompute.layers import MODES
 from prefixtree.testing.compare import Meter, worst_difference
 
 SIDES = {

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from benchmarks.lib.replicated import out_of
 from benchmarks.lib.shapes import Shape
 from prefixtree import PrefixForest
-from prefixtree.kernels.decode import cascade_attention
-from prefixtree.packing import decode_work
-from prefixtree.packing.decode_work import DecodeWork
+from prefixtree.kernels.decoding import work as decode_work
+from prefixtree.kernels.decoding.cascade import cascade_attention
+from prefixtree.kernels.decoding.work import DecodeWork
 
 SIDES = ("cascade", "row", "fa4", "sdpa")
 NEVER = 1 << 60

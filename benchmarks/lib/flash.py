@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from prefixtree.kernels.flash import launch
+from prefixtree.kernels.attention.flash import launch
 
 # of the norm; two computations in half precision differ by a few thousandths
 MOST_ERROR = 1e-2

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from prefixtree import PackedForest
-from prefixtree.integrations import shares
-from prefixtree.packing.parts import Parts
 from prefixtree.packing.row_runs import RowRuns
 from prefixtree.parallel import ranks as exchange_of_ranks
 from prefixtree.parallel.attention import PartMask
+from prefixtree.planning.parts import Parts
+from prefixtree.scoring import in_groups as shares
 
 # of queries in the kernels
 _TILE = 128

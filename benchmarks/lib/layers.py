@@ -26,7 +26,7 @@ from transformers import (
 
 from benchmarks.lib.replicated import WithFla, attending, chains, in_pieces
 from prefixtree import PackedForest, PrefixForest, compile_layers, pack
-from prefixtree.cost import ModelCost
+from prefixtree.planning.model_cost import ModelCost
 from prefixtree.testing.attention import Attention
 from prefixtree.testing.compare import (
     Run,
@@ -259,7 +259,7 @@ def faster_layers(model: Any, by: str) -> None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward, by what they are spent on; see `prefixtree.cost`."""
+    """Of one forward, by what they are spent on; see `prefixtree.planning.model_cost`."""
 
     linear: float
     attention: float

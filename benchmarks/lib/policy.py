@@ -29,12 +29,12 @@ from prefixtree import (
     plan_micro_batches,
     plan_recomputation,
 )
-from prefixtree.integrations.recompute.forward import gathered_bytes, memory_of
-from prefixtree.integrations.recompute.plan import RecomputePlan, Work, scoring_bytes
-from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.packing.cost_model import CostModel
 from prefixtree.packing.transfers import move
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.recompute.forward import gathered_bytes, memory_of
+from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts
+from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.testing.attention import Attention
 
 CLIP = 0.2

@@ -23,11 +23,12 @@ import torch
 from transformers import AttentionInterface
 
 from prefixtree import PrefixForest, pack, tree_attention
-from prefixtree.cost import visible_pairs
-from prefixtree.integrations import hybrids, scoring
-from prefixtree.integrations.transformers import prefixtree_attention
-from prefixtree.kernels import operator
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.attention import operator
+from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.models import hybrids
+from prefixtree.models.attention import prefixtree_attention
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.scoring import logprobs as scoring
 from prefixtree.testing.attention import PIECE, Attention, pieces, replicated_attention
 
 PEERS = ("fa2", "fa4", "own")

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.decoding import NEVER
 from prefixtree import PrefixForest, pack, sequence_logprobs
-from prefixtree.integrations.compiled import compile_layers
-from prefixtree.integrations.sampling import Draws, Samples, TreeSampler
-from prefixtree.integrations.sampling.step import DecodeStep
-from prefixtree.packing import decode_work
+from prefixtree.kernels.decoding import work as decode_work
+from prefixtree.models.compiled import compile_layers
+from prefixtree.sampling import Draws, Samples, TreeSampler
+from prefixtree.sampling.step import DecodeStep
 
 SIDES = ("tree", "tree-compiled", "tree-eager", "rows", "rows-compiled")
 # of the check, in float32

@@ -203,7 +203,7 @@ def _report(
     from prefixtree.sharing.measure import measure
 
     if plot is not None:
-        from prefixtree.cli.pictures import check_picture_path, write_pictures
+        from prefixtree.cli.plots import check_picture_path, write_pictures
 
         check_picture_path(plot)
     chat = chat_tokenizer(tokenizer)
@@ -216,7 +216,7 @@ def _report(
         with status("pictures"):
             drawn = write_pictures(plot, forest)
     if rollouts.pictures:
-        from prefixtree.sharing.pictures import measure_pictures
+        from prefixtree.sharing.picture_counts import measure_pictures
 
         facts["pictures"] = measure_pictures(forest, rollouts)
     from prefixtree.sharing.routes import measure_routes
@@ -381,7 +381,7 @@ def _demo(
     if save is not None:
         check_writable(save)
     if pictures is not None:
-        from prefixtree.cli.pictures import check_picture_folder, write_demo_pictures
+        from prefixtree.cli.plots import check_picture_folder, write_demo_pictures
 
         check_picture_folder(pictures)
         draw = partial(write_demo_pictures, pictures)

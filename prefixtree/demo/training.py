@@ -203,7 +203,7 @@ def roll_out(model: Any, seed: int) -> list[list[Turn]]:
 
     Returns the first turns, one list per task.
     """
-    from prefixtree.integrations.sampling import Draws, TreeSampler
+    from prefixtree.sampling import Draws, TreeSampler
 
     states = [depot.Depot(task) for task in range(depot.TASKS)]
     trees: list[list[Turn]] = [[] for _ in states]
@@ -384,7 +384,7 @@ def packed_update(
 
     The first call of a batch makes its log-probabilities the old policy's.
     """
-    from prefixtree.integrations.transformers import sequence_logprobs
+    from prefixtree.scoring.logprobs import sequence_logprobs
 
     packed.zero_grad()
     scores = sequence_logprobs(packed, forest, loss_mask=batch.loss_masks)

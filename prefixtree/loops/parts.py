@@ -1,4 +1,4 @@
-"""The loops behind `packing.parts`, `split` and `steps`, compiled by numba: arrays in and out.
+"""The loops behind `planning.parts`, `split` and `steps`, compiled by numba: arrays in and out.
 
 Tokens are in packed order (preorder), and a run is a range of them. Two facts make everything here
 a walk over nodes rather than over tokens. The ancestors of the tokens of a run that stand before

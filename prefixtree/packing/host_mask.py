@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from prefixtree import loops
-from prefixtree.cost import visible_keys
 from prefixtree.errors import ForestError
 from prefixtree.packing.block_tables import BlockTables, TileShape, build_tables, visited_tiles
 from prefixtree.packing.segments import Segments, SegmentTables, find_segments
 from prefixtree.packing.transfers import lasting, move_all
+from prefixtree.packing.visible import visible_keys
 
 
 class HostMask:

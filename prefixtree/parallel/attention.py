@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from prefixtree.kernels.attention import checked_call
-from prefixtree.kernels.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.attention.api import checked_call
+from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.torch_library import uncompiled
-from prefixtree.packing.parts import Part
+from prefixtree.planning.parts import Part
 
 
 class KeyValueExchange(Protocol):

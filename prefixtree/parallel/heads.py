@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prefixtree.kernels.attention import checked_call
-from prefixtree.kernels.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.attention.api import checked_call
+from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.torch_library import uncompiled
-from prefixtree.packing.parts import Parts
 from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.ranks import all_to_all, arrival
+from prefixtree.planning.parts import Parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

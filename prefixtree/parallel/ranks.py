@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prefixtree.packing.parts import Part, Parts
 from prefixtree.packing.row_runs import RowRuns
 from prefixtree.parallel.attention import PartMask
+from prefixtree.planning.parts import Part, Parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

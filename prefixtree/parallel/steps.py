@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.steps import Steps
 from prefixtree.packing.transfers import move
+from prefixtree.planning.steps import Steps
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from prefixtree.errors import InputError
 from prefixtree.hub import explain, first_line
-from prefixtree.rollouts.pictures import (
+from prefixtree.rollouts.picture_messages import (
     FIRST_PICTURE,
     PictureReader,
     RolloutPicture,

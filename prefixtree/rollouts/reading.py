@@ -22,7 +22,7 @@ import numpy as np
 from prefixtree.errors import InputError
 from prefixtree.rollouts import datasets, parquet
 from prefixtree.rollouts.chat import ChatTokenizer
-from prefixtree.rollouts.pictures import FIRST_PICTURE, has_pictures
+from prefixtree.rollouts.picture_messages import FIRST_PICTURE, has_pictures
 from prefixtree.rollouts.sequences import Rollouts, complete_masks, note, require_some
 
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixtree._numbers import entries, integer, integers
 from prefixtree.errors import InputError
-from prefixtree.rollouts.pictures import (
+from prefixtree.rollouts.picture_messages import (
     FIRST_PICTURE,
     PictureBatch,
     RolloutPicture,

@@ -4,7 +4,7 @@ FLOPs of an update, forward and backward:
 
     linear     3 x 2 x (weights a token meets in linear layers) x tokens
     attention  3.5 x 2 x (query heads) x (D + Dv) x (visible query-key pairs), summed over layers
-    states     3 x 2 x (multiply-adds of a token with the states, `prefixtree.cost`) x tokens
+    states     3 x 2 x (multiply-adds of a token with the states, `planning.model_cost`) x tokens
     lm_head    3 x 2 x hidden size x vocabulary x (scored edges); packed 4 x 2 x, because
                prefixtree makes the logits once more in backward rather than keep them
 
@@ -15,7 +15,7 @@ all, not of the lm_head. The speed-up is the ratio of the FLOPs: both sides are 
 same rate, which short sequences and memory-bound layers do not.
 
 Memory of an update, without optimizer states: weights and gradients, 2 x (bytes per element) x
-parameters; and what the layers take for all tokens at once, as `integrations.recompute` traces it.
+parameters; and what the layers take for all tokens at once, as `recompute` traces it.
 Micro-batches divide both sides alike.
 """
 
@@ -26,15 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefixtree.cost import FEED_FORWARD, SOFTMAX, ModelCost, model_cost, visible_pairs
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import explain, load_config
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.planning.model_cost import FEED_FORWARD, SOFTMAX, ModelCost, model_cost
 from prefixtree.rollouts import Rollouts
 
 if TYPE_CHECKING:
-    from prefixtree.integrations.recompute.layers import Mode
-    from prefixtree.integrations.recompute.trace import ModelMemory
+    from prefixtree.recompute.layers import Mode
+    from prefixtree.recompute.trace import ModelMemory
 
 
 # bytes that torch sees of GPUs of 80 and 141 GB
@@ -81,7 +82,7 @@ def read_memory(path: str | Path, dtype: str | None = None) -> ModelMemory | Non
     """
     import torch
 
-    from prefixtree.integrations.recompute.trace import trace_memory
+    from prefixtree.recompute.trace import trace_memory
 
     config = load_config(path)
     element = getattr(torch, dtype) if dtype else getattr(config, "dtype", None) or torch.bfloat16
@@ -151,7 +152,7 @@ def _fits(memory: ModelMemory | None, held: int, scored_share: float) -> list[di
     nothing; `held` bytes are weights and gradients."""
     if memory is None:
         return []
-    from prefixtree.integrations.recompute.plan import reserve, tokens_that_fit
+    from prefixtree.recompute.plan import reserve, tokens_that_fit
 
     left = {gpu: size - reserve(size) - held for gpu, size in _GPUS.items()}
     return [

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixtree.cost import visible_pairs
 from prefixtree.forest import PrefixForest
+from prefixtree.packing.visible import visible_pairs
 
 
 def measure(forest: PrefixForest) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Predicts how the packed forest of a file of rollouts divides among the ranks of a group.
 
-The formulas are in the docstring of `prefixtree.packing.borrow_cost.BorrowCost`.
+The formulas are in the docstring of `prefixtree.planning.borrow_cost.BorrowCost`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from prefixtree.cost import ModelCost
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
+from prefixtree.planning.model_cost import ModelCost
 from prefixtree.rollouts import Rollouts
 
 
@@ -39,10 +39,10 @@ def predict_ranks(
         ForestError: more ranks than packed tokens.
         InputError: a model without keys and values to borrow.
     """
-    from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
-    from prefixtree.packing.cost_model import CostModel, cost_model_of
     from prefixtree.packing.layout import pack
-    from prefixtree.packing.split import split_tokens
+    from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+    from prefixtree.planning.cost_model import CostModel, cost_model_of
+    from prefixtree.planning.split import split_tokens
 
     cost_model, borrow_cost = CostModel(), BorrowCost()
     if cost is not None:

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from prefixtree.cost import visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.layout import pack
+from prefixtree.packing.visible import visible_pairs
 from prefixtree.progress import Watch, unwatched
 from prefixtree.testing.compare import Meter
 from prefixtree.testing.models import choose_device

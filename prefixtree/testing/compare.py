@@ -145,7 +145,7 @@ def _alone(
     """The model's keywords of one sequence."""
     if pictures is None:
         return {"input_ids": torch.from_numpy(tokens)[None].to(device)}
-    from prefixtree.integrations.pictures import alone_inputs
+    from prefixtree.models.vision import alone_inputs
 
     inputs = alone_inputs(pictures, tokens, pictures.of_sequences[index])
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
@@ -159,7 +159,7 @@ def run_packed(
     pictures: Pictures | None = None,
 ) -> Run:
     """The packed forest, with its pictures, through the model once, forward and backward."""
-    from prefixtree.integrations.transformers import sequence_logprobs
+    from prefixtree.scoring.logprobs import sequence_logprobs
 
     device = model.device
     there = objective.to(device)

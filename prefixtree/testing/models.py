@@ -11,7 +11,7 @@ import torch
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
 from prefixtree.rollouts import Rollouts
-from prefixtree.rollouts.pictures import FIRST_PICTURE
+from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 from prefixtree.testing.reference import EAGER_BY_ROWS
 
 _HALF = ("bfloat16", "float16")

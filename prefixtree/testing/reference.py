@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from prefixtree.integrations.plain_batches import family_eager
+from prefixtree.models.plain_batches import family_eager
 
 EAGER_BY_ROWS = "eager_by_rows"
 # attention scores held at once, beside some six copies. On a CPU 64 MiB of float32: glibc takes

@@ -13,14 +13,14 @@ import torch
 from prefixtree.errors import ForestError, InputError
 from prefixtree.forest import PrefixForest
 from prefixtree.hub import load_config
-from prefixtree.integrations.families import family_of
-from prefixtree.integrations.recompute.layers import Mode
+from prefixtree.models.families import family_of
 from prefixtree.packing.layout import pack
 from prefixtree.pictures import Pictures
 from prefixtree.progress import Status, Watch, unannounced, unwatched
+from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import read_cost, read_memory
-from prefixtree.sharing.pictures import measure_pictures
+from prefixtree.sharing.picture_counts import measure_pictures
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -34,7 +34,7 @@ from prefixtree.testing.models import Setting, build, build_as_trained, check_vo
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 
 if TYPE_CHECKING:
-    from prefixtree.integrations.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace import ModelMemory
 
 FLOAT32_LIMIT = 1e-4
 # of families whose layers carry a state: transformers' recurrences multiply exponentials of long

@@ -31,7 +31,7 @@ from benchmarks.lib import (
 )
 from benchmarks.lib.kinds import KINDS
 from prefixtree import compile_layers
-from prefixtree.cost import model_cost
+from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
 

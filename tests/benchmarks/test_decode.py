@@ -18,7 +18,7 @@ from benchmarks.lib import decoding
 from benchmarks.lib.decoding import Inputs, Step
 from benchmarks.lib.shapes import Shape
 from prefixtree import PrefixForest
-from prefixtree.integrations.sampling.step import DecodeStep
+from prefixtree.sampling.step import DecodeStep
 from tests.benchmarks.support import TINY
 from tests.support.benchmark_runs import result
 
@@ -83,8 +83,8 @@ def test_a_step_of_a_forest() -> None:
 
 
 def test_other_constants_and_tiles_can_be_tried() -> None:
-    from prefixtree.kernels.triton import configs
-    from prefixtree.packing import decode_work
+    from prefixtree.kernels.attention.triton import configs
+    from prefixtree.kernels.decoding import work as decode_work
 
     shipped = configs.choose_decode((9, 0), 128, 128, 2)
     options = SimpleNamespace(programs=9, share_from=7, wide=None, narrow="32,2,4,128")

@@ -22,8 +22,9 @@ from benchmarks.lib import (
     replicated,
 )
 from prefixtree import PrefixForest, TreeMask, pack, prepare, tree_attention
-from prefixtree.cost import model_cost, visible_pairs
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.planning.model_cost import model_cost
 
 
 def test_a_peer_that_does_not_exist_is_refused() -> None:

@@ -13,7 +13,7 @@ from benchmarks.cases import (
 )
 from benchmarks.lib.tables import markdown
 from prefixtree import tree_attention
-from prefixtree.kernels.flash import launch
+from prefixtree.kernels.attention.flash import launch
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

@@ -75,7 +75,7 @@ def test_steps_are_red_where_a_gradient_is_wrong(
 def test_a_head_is_red_where_its_kernels_are_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    from prefixtree.kernels.triton import lm_head as fused
+    from prefixtree.kernels.lm_head import kernels as fused
 
     right = getattr(fused, wrong)
 
@@ -125,7 +125,7 @@ def test_models_are_red_where_the_tree_is_ignored(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packed side alone: its forest is a tree, those of the others are chains."""
-    import prefixtree.integrations.transformers as integration
+    from prefixtree.models import attention as integration
 
     def ignoring(q: Any, k: Any, v: Any, mask: TreeMask, **options: Any) -> Any:
         # chains stay what they are: their first token's subtree ends before another's begins. On

@@ -18,8 +18,8 @@ from benchmarks.lib import (
     workloads,
 )
 from prefixtree import pack
-from prefixtree.kernels.flash import launch
-from prefixtree.kernels.flash.block_lists import lists_of
+from prefixtree.kernels.attention.flash import launch
+from prefixtree.kernels.attention.flash.block_lists import lists_of
 from tests.benchmarks.support import (
     ROOT,
 )

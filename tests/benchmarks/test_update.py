@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import prefixtree.integrations.transformers as adapter
+import prefixtree.models.attention as adapter
 from benchmarks.cases import update
 from benchmarks.lib import policy
 from prefixtree import CostModel, PrefixForest
-from prefixtree.packing.micro_batches import MicroBatchPlan
+from prefixtree.planning.micro_batches import MicroBatchPlan
 from tests.benchmarks.support import ROOT, TINY, causal
 from tests.support.benchmark_runs import gpu_check, result
 from tests.support.cli_runs import write_rollouts

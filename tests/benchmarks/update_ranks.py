@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partialmethod
 
-from prefixtree.packing.micro_batches import MicroBatchPlan
+from prefixtree.planning.micro_batches import MicroBatchPlan
 
 if __name__ == "__main__":
     from benchmarks.cases import update

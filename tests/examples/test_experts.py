@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixtree.integrations.replay import _RULES
+from prefixtree.models.replay import _RULES
 from tests.support.family_configs import WITH_ROUTER_LOSS
 from tests.support.models import padded_balancing_loss
 from tests.support.replay import recorded_choice

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from prefixtree import PrefixForest, pack
 from prefixtree.demo import depot
-from prefixtree.integrations.sampling import Draws
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.sampling import Draws
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.cli_runs import one_thread
 
 PATH = Path(__file__).parents[2] / "examples" / "grpo.py"

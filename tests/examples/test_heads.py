@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     Run,
     assert_same,

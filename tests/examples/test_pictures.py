@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from prefixtree._picture_inputs import _GRIDS, _POSITIONS
-from prefixtree.integrations.pictures import alone_inputs
+from prefixtree.models.vision import alone_inputs
 from tests.support.spawn import ROOT
 
 PAGE = ROOT / "docs" / "pictures.md"

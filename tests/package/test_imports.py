@@ -89,11 +89,12 @@ MASK_ROOMS = (
     "block_tables",
     "state_schedule",
     "segments",
+    "visible",
     "host_mask",
     "mask",
 )
-# what the kernels of decoding know of `packing`, and they alone; no mask is among it
-DECODE_ROOM = "decode_work"
+# the work list of decoding: what its kernels know in the place of a mask
+WORK = "prefixtree.kernels.decoding.work"
 LOOPS = "prefixtree.loops"
 # what raises and what reads numbers that callers give: every room may know them
 OF_ALL = ("prefixtree.errors", "prefixtree._numbers")
@@ -103,12 +104,17 @@ COMPILED = {m for m, file in MODULES.items() if ("numba", True) in imports(file)
 
 # each room may import those before it, and modules of its own; what is not named is at 0
 LAYERS = (
-    ("loops", "forest", "cost", "errors", "hub", "progress"),
+    ("loops", "forest", "errors", "hub", "progress"),
     ("packing",),
+    ("planning",),
     ("kernels",),
     ("parallel",),
+    ("models",),
+    ("recompute",),
+    ("scoring",),
+    ("sampling",),
     ("integrations",),
-    ("rollouts", "plotting", "view"),
+    ("rollouts", "plotting"),
     ("sharing",),
     ("testing",),
     ("demo",),
@@ -125,25 +131,26 @@ def layer_of(module: str) -> int:
 
 
 def backend_of(module: str) -> str | None:
-    """The kernel backend a module belongs to: a file or folder of `kernels` named so."""
+    """The backend of attention a module belongs to: a file or folder named so."""
     parts = module.split(".")
-    if parts[:2] == ["prefixtree", "kernels"] and len(parts) > 2:
-        return parts[2] if parts[2] in ("reference", "sdpa", "triton", "flash") else None
+    if module.startswith(f"{ATTENTION}.") and parts[3] in ("reference", "sdpa", "triton", "flash"):
+        return parts[3]
     return None
 
 
 # The rooms that q passes, in order. Those behind import none of those before; beside them stand
 # what every room may know.
-WAY = ("attention", "operator", "choice", "backends", "a backend", "protocol")
+ATTENTION = "prefixtree.kernels.attention"
+WAY = ("", "api", "operator", "choice", "backends", "a backend", "protocol")
 
 
 def room_of(module: str) -> str | None:
     """Where on the way to a kernel a module stands."""
     if backend_of(module) is not None:
         return "a backend"
-    parts = module.split(".")
-    room = parts[2] if parts[:2] == ["prefixtree", "kernels"] and len(parts) == 3 else None
-    return room if room in WAY else None
+    if module == ATTENTION:
+        return ""
+    return module.split(".")[3] if module.startswith(f"{ATTENTION}.") else None
 
 
 # The same for recurrent layers, in a room of their own. "a backend" is what is named nowhere here.
@@ -217,7 +224,7 @@ model = {models}.AutoModelForCausalLM.from_config(config, attn_implementation="p
 packed = prefixtree.pack(prefixtree.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4, 5]]))
 scores = prefixtree.sequence_logprobs(model, packed)
 assert isinstance(scores, prefixtree.SequenceScores)
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.scoring.logprobs import sequence_logprobs
 assert sequence_logprobs is prefixtree.sequence_logprobs
 hooks = sum(type(f).__module__.startswith("prefixtree") for f in sys.meta_path)
 print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}}))
@@ -245,7 +252,7 @@ def test_import_prefixtree_registers_the_attention(order: str) -> None:
 def test_what_cannot_be_registered_warns_and_leaves_transformers_alone() -> None:
     code = (
         "import json, sys, warnings, prefixtree\n"
-        "sys.modules['prefixtree.integrations.families'] = None  # as if it could not be imported\n"
+        "sys.modules['prefixtree.models.families'] = None  # as if it could not be imported\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    from transformers import PreTrainedModel\n"
@@ -290,11 +297,13 @@ def test_the_parser_sees_what_it_should(tmp_path: Path) -> None:
     assert layer_of("prefixtree.loops.planning") == layer_of("prefixtree.forest") == 0
     assert ("networkx", True) in imports(file, types=True)
     assert layer_of("prefixtree.forest") < layer_of("prefixtree.packing.mask")
-    assert layer_of("prefixtree.kernels.sdpa") < layer_of("prefixtree.integrations.transformers")
+    assert layer_of("prefixtree.kernels.attention.sdpa") < layer_of(
+        "prefixtree.integrations.transformers"
+    )
     assert layer_of("prefixtree.rollouts") < layer_of("prefixtree.testing.verify")
     assert layer_of("prefixtree.demo.depot") < layer_of("prefixtree.cli.console")
-    assert backend_of("prefixtree.kernels.triton.forward") == "triton"
-    assert room_of("prefixtree.kernels.triton.forward") == "a backend"
+    assert backend_of("prefixtree.kernels.attention.triton.forward") == "triton"
+    assert room_of("prefixtree.kernels.attention.triton.forward") == "a backend"
     assert recurrence_room_of("prefixtree.kernels.recurrence.conv") == "a backend"
     assert {recurrence_room_of(m) for m in MODULES} == {*RECURRENCE_WAY, None}
     assert {room_of(m) for m in MODULES} == {*WAY, None}
@@ -350,32 +359,25 @@ def test_benchmarks_share_by_their_library() -> None:
             assert not target.startswith("benchmarks.cases"), f"{file} imports {target}"
 
 
-def rooms_of_packing(module: str) -> tuple[str, ...]:
-    """Those that a module of kernels may know."""
-    if module.endswith(".triton.configs"):
-        # tiles of all kernels
-        return (*MASK_ROOMS, DECODE_ROOM)
-    return (DECODE_ROOM,) if module.rpartition(".")[2].startswith("decode") else MASK_ROOMS
-
-
 def test_kernels_know_the_mask_alone_and_backends_not_each_other() -> None:
     for module, target, _ in every_import("prefixtree.kernels"):
         parts = target.split(".")
         if parts[0] != "prefixtree":
             continue
         if parts[1:2] == ["packing"]:
-            allowed = {f"prefixtree.packing.{room}" for room in rooms_of_packing(module)}
+            allowed = {f"prefixtree.packing.{room}" for room in MASK_ROOMS}
             assert target in allowed, f"{module} imports {target}"
         elif parts[1:2] != ["kernels"]:
-            assert target in OF_ALL, f"{module} imports {target}"
+            assert target in (*OF_ALL, *([LOOPS] if module == WORK else [])), (
+                f"{module} imports {target}"
+            )
         ours, theirs = backend_of(module), backend_of(target)
         if ours is not None and theirs is not None:
             assert ours == theirs, f"backend {module} imports backend {target}"
 
 
 def test_the_mask_is_built_of_rooms_one_on_another() -> None:
-    # what mask and planner both count has one home, prefixtree.cost: numpy alone, no sequences
-    others = {LOOPS, *OF_ALL, "prefixtree.cost"}
+    others = {LOOPS, *OF_ALL}
     for place, room in enumerate(MASK_ROOMS):
         below = {f"prefixtree.packing.{other}" for other in MASK_ROOMS[:place]}
         for target, _ in imports(MODULES[f"prefixtree.packing.{room}"]):
@@ -384,7 +386,7 @@ def test_the_mask_is_built_of_rooms_one_on_another() -> None:
 
 
 def test_a_work_list_knows_no_mask() -> None:
-    found = {target for target, _ in imports(MODULES[f"prefixtree.packing.{DECODE_ROOM}"])}
+    found = {target for target, _ in imports(MODULES[WORK])}
     assert {name for name in found if name.startswith("prefixtree")} == {
         "prefixtree.loops",
         "prefixtree.packing.transfers",

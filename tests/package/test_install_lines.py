@@ -74,7 +74,7 @@ def test_what_is_to_be_installed_exists(file: Path) -> None:
 
 
 def test_packages_that_messages_name_are_in_their_extras() -> None:
-    from prefixtree.kernels.flash.launch import VERSION
+    from prefixtree.kernels.attention.flash.launch import VERSION
     from prefixtree.kernels.recurrence import flash_qla
     from prefixtree.kernels.recurrence.fla import VERSIONS
 

@@ -57,7 +57,7 @@ def test_the_rule() -> None:
     assert not may_import("integrations/trl/rank.py", "tests.integrations.verl.runs")
     assert not may_import("cli/test_verify.py", "tests.cli_runs.run")
     assert not may_import("support/models.py", "tests.conftest")
-    assert not may_import("support/models.py", "tests.packing.test_planning")
+    assert not may_import("support/models.py", "tests.planning.test_planning")
 
 
 def test_helpers_come_from_support_or_the_same_folder() -> None:

@@ -16,12 +16,12 @@ import torch
 
 import prefixtree as pt
 from prefixtree.integrations.dualkv import dualkv_mask, flash_attn_dualkv_varlen_func
-from prefixtree.integrations.sampling import Draws, TreeSampler
 from prefixtree.kernels import recurrence
-from prefixtree.packing.parts import Parts
-from prefixtree.packing.split import split_tokens
-from prefixtree.packing.steps import plan_any_steps, plan_steps
+from prefixtree.planning.parts import Parts
+from prefixtree.planning.split import split_tokens
+from prefixtree.planning.steps import plan_any_steps, plan_steps
 from prefixtree.rollouts import Rollouts
+from prefixtree.sampling import Draws, TreeSampler
 from tests.package import number_kinds as kinds
 from tests.package.number_kinds import SEQUENCES, Kind, two
 from tests.package.test_public import PUBLIC

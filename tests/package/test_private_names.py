@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels import backends
+from prefixtree.kernels.attention import backends
 from prefixtree.kernels.recurrence import backends as recurrence
 from tests.package import foreign_names
 from tests.package.without_names import without

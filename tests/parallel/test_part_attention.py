@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from prefixtree import PrefixForest, UnsupportedError, compile_layers, pack, tree_attention
-from prefixtree.packing.parts import Parts
 from prefixtree.parallel.attention import PartMask, part_attention
+from prefixtree.planning.parts import Parts
 from tests.support.models import (
     attentions,
     build,

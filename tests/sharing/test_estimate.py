@@ -16,10 +16,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from prefixtree.cost import visible_pairs
 from prefixtree.errors import InputError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.recompute.plan import Work, scoring_bytes
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.recompute.plan import Work, scoring_bytes
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.estimate import estimate, read_cost, read_memory
 from tests.support.cli_runs import one_thread, run, run_json

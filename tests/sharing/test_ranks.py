@@ -9,11 +9,11 @@ import pytest
 from transformers import GptOssConfig, Qwen3Config
 
 from prefixtree import CostModel, PrefixForest, pack
-from prefixtree.cost import model_cost
 from prefixtree.errors import InputError
-from prefixtree.packing.borrow_cost import BorrowCost, borrow_cost_of
-from prefixtree.packing.cost_model import cost_model_of
-from prefixtree.packing.split import split_tokens
+from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.cost_model import cost_model_of
+from prefixtree.planning.model_cost import model_cost
+from prefixtree.planning.split import split_tokens
 from prefixtree.rollouts import read_rollouts
 from prefixtree.sharing.ranks import predict_ranks
 from tests.support.cli_runs import run, run_json, write_rollouts

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.kernels import operator
+from prefixtree.kernels.attention import operator
 from prefixtree.testing.numerics import errors, pooled_nodes
 
 

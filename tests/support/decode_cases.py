@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree.kernels.decode import cascade_attention
-from prefixtree.packing.decode_work import DecodeWork
+from prefixtree.kernels.decoding.cascade import cascade_attention
+from prefixtree.kernels.decoding.work import DecodeWork
 
 
 @dataclass

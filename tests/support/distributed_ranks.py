@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
-from prefixtree.integrations.model_checks import find_causal_lm
-from prefixtree.integrations.recompute.layers import MODES, layers_of
-from prefixtree.integrations.recompute.plan import RecomputePlan
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.layers import layers_of
+from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_ranks
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.version import parse
 
-from prefixtree.integrations.unserved import UNSERVED
+from prefixtree.models.unserved import UNSERVED
 from tests.support.family_configs import FAMILIES, PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +165,7 @@ ABOUT: dict[str, tuple[str, str]] = {
 _HEAD = """# Families
 
 Written by `make families` from the results of
-`tests/integrations/transformers/test_families.py`; do not edit.
+`tests/models/test_families.py`; do not edit.
 
 A test has proven each family on this list. It builds a tiny model whose configuration uses all
 special parts of the family. It compares the packed forest with the family's eager attention,
@@ -174,7 +174,7 @@ It runs without checkpointing, with reentrant and with non-reentrant checkpointi
 chain and two trees, with up to six levels. Some sequences end inside a tree, one is repeated,
 and temperatures and loss masks differ. Every figure in the table must be below
 1e-5, or below 5e-5 in families whose layers carry a state. Norms and exponentials of sums enlarge
-rounding there, in eager runs as well. `tests/integrations/transformers/test_hybrids.py` proves
+rounding there, in eager runs as well. `tests/models/test_hybrids.py` proves
 those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
 
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.

@@ -5,7 +5,7 @@ Written from its sources (4.0.0b36), in float64 inside. Block lists go tile by t
 visited, which of them have the mask or only the sequence end applied, that keys behind the end are
 zeros. Sequences go one by one: `cu_seqlens`, causality and a window to the left. What its lse and
 its sink are, is common to both. `install` puts it, and stand-ins for the functions that run on the
-device, where `prefixtree.kernels.flash.launch` imports the real ones from.
+device, where `prefixtree.kernels.attention.flash.launch` imports the real ones from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from prefixtree import TreeMask
-from prefixtree.kernels.flash import launch
+from prefixtree.kernels.attention.flash import launch
 from tests.support.attention_checks import Case, eager, ours, run
 
 
@@ -404,7 +404,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     cute = module("flash_attn.cute", interface=interface, block_sparsity=sparsity)
     module("flash_attn", cute=cute)
     mask_mods = module(
-        "prefixtree.kernels.flash.mask_mods",
+        "prefixtree.kernels.attention.flash.mask_mods",
         address=lambda array: array,
         visible=visible,
         visible_in_window=visible_in_window,
@@ -413,19 +413,19 @@ def install(patch: pytest.MonkeyPatch) -> None:
         softcap=softcap,
     )
     heads_first_backward = module(
-        "prefixtree.kernels.flash.heads_first_backward",
+        "prefixtree.kernels.attention.flash.heads_first_backward",
         flash_attn_bwd=functools.partial(flash_attn_bwd, order="heads first"),
     )
     dense_tiles_backward = module(
-        "prefixtree.kernels.flash.dense_tiles_backward",
+        "prefixtree.kernels.attention.flash.dense_tiles_backward",
         in_dense_tiles=lambda call: functools.partial(call, tiles="dense"),
     )
     wide_backward = module(
-        "prefixtree.kernels.flash.wide_backward",
+        "prefixtree.kernels.attention.flash.wide_backward",
         # the emulator writes what it is given, in any dtype
         flash_attn_bwd=lambda call, *tensors, **how: call(*tensors, **how),
     )
-    import prefixtree.kernels.flash as package
+    import prefixtree.kernels.attention.flash as package
 
     patch.setattr(package, "mask_mods", mask_mods, raising=False)
     patch.setattr(package, "heads_first_backward", heads_first_backward, raising=False)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels import reference
-from prefixtree.kernels.flash import launch
-from prefixtree.kernels.protocol import AttentionCall
+from prefixtree.kernels.attention import reference
+from prefixtree.kernels.attention.flash import launch
+from prefixtree.kernels.attention.protocol import AttentionCall
 from tests.support.attention_checks import Case, ours, run
 from tests.support.gpu_cases import cuda_mask
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from prefixtree import PrefixForest, pack
-from prefixtree.integrations.transformers import sequence_logprobs
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases
 from tests.support.models import build, pack_sequences, ragged_sequences
 from tests.support.replay import drawn_routes

@@ -20,15 +20,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import prefixtree as pt
-from prefixtree.integrations import shares
-from prefixtree.integrations.recompute.layers import MODES
-from prefixtree.integrations.recompute.plan import RecomputePlan
-from prefixtree.integrations.shares import token_share_of_rank
-from prefixtree.packing.parts import Parts
-from prefixtree.packing.split import split_tokens
 from prefixtree.parallel import heads
 from prefixtree.parallel import ranks as exchange_of_ranks
 from prefixtree.parallel.attention import PartMask
+from prefixtree.planning.parts import Parts
+from prefixtree.planning.split import split_tokens
+from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring import in_groups as shares
+from prefixtree.scoring.in_groups import token_share_of_rank
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
 from tests.support.group_bad_calls import BAD, message_of, scored

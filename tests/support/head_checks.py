@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from prefixtree.kernels.lm_head import LogitRule
+from prefixtree.kernels.lm_head.eager import LogitRule
 
 
 def columns_of(z: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from packaging import version
 
 import prefixtree as pt
-from prefixtree.integrations import families
+from prefixtree.models import families
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
 from tests.support.models import TRANSFORMERS, ragged_packed
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from prefixtree import PackedForest, PrefixForest, pack
-from prefixtree.integrations import scoring
-from prefixtree.integrations.transformers import SequenceScores, sequence_logprobs
+from prefixtree.scoring import logprobs as scoring
+from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.family_configs import (
     BROKEN_BELOW,
     FAMILIES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prefixtree.kernels import operator
+from prefixtree.kernels.attention import operator
 
 
 def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:

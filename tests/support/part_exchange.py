@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from prefixtree import PackedForest, tree_attention
-from prefixtree.packing.parts import Parts
+from prefixtree.planning.parts import Parts
 
 Tensors = list[torch.Tensor]
 

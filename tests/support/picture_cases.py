@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
-from prefixtree.integrations.families import forward_inputs
-from prefixtree.integrations.pictures import PlacedPictures, alone_inputs
+from prefixtree.models.families import forward_inputs
+from prefixtree.models.vision import PlacedPictures, alone_inputs
 from tests.support.models import TOWERS, as_lists, randomise
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63

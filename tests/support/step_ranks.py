@@ -1,4 +1,4 @@
-"""One rank of the runs of tests/integrations/transformers/test_steps_on_ranks.py.
+"""One rank of the runs of tests/scoring/test_steps_on_ranks.py.
 
 Runs every case, one after the other; gives what it found or the traceback per case. The reference
 of a case is the packed run of each rank's forests in one forward, of a model without a wrapper.
@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from prefixtree import PrefixForest, pack
-from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.packing.borrow_cost import BorrowCost
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     Objective,
     build,

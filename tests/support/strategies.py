@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from prefixtree import MicroBatch, MicroBatchPlan, PackedForest, PrefixForest, TreeMask, pack
-from prefixtree.packing.parts import Parts
+from prefixtree.planning.parts import Parts
 
 Sequences = list[list[int]]
 _KINDS = ("scattered", "runs", "one part", "one token", "chunks")

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from prefixtree import PrefixForest, pack
-from prefixtree.integrations import scoring_lm_head
-from prefixtree.integrations.transformers import sequence_logprobs
-from prefixtree.kernels.lm_head import LogitRule
-from prefixtree.kernels.logprobs import linear_logprobs
-from prefixtree.kernels.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.scoring import lm_head as scoring_lm_head
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     HIDDEN,
     AdaptedHead,

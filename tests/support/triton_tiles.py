@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from prefixtree.kernels.triton import configs
-from prefixtree.kernels.triton.configs import Config, KernelConfigs
+from prefixtree.kernels.attention.triton import configs
+from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter multiplies bf16 bits as if they were fp16

@@ -26,22 +26,22 @@ from megatron.core.tensor_parallel import (
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.integrations.changes import changing
 from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model
 from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.integrations.scored_units import (
+from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from prefixtree.models.changes import changing
+from prefixtree.packing.arguments import check_packed
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.layout import PackedForest
+from prefixtree.scoring.units import (
     SequenceScores,
     Units,
     find_units,
     scores_of,
     units_on_device,
 )
-from prefixtree.kernels.lm_head import LogitRule
-from prefixtree.kernels.logprobs import linear_logprobs
-from prefixtree.kernels.vocabulary_parallel import VocabularySlice
-from prefixtree.packing.arguments import check_packed
-from prefixtree.packing.gather import GatherIndex, gather
-from prefixtree.packing.layout import PackedForest
 
 
 @with_hints

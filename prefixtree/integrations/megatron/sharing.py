@@ -24,10 +24,10 @@ from megatron.core.tensor_parallel import (
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.changes import changing
 from prefixtree.integrations.megatron.checks import check_calls, check_model, find_model
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.models.changes import changing
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from trl import DPOTrainer
 
-from prefixtree.integrations.changes import changing
-from prefixtree.integrations.recompute.forward import Recompute
 from prefixtree.integrations.trl.contract import check_dpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.packed_model import PackedModel
 from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import DATA_SET_ADVICE, SharingReport
+from prefixtree.models.changes import changing
+from prefixtree.recompute.forward import Recompute
 
 
 class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):

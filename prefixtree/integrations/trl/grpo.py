@@ -16,16 +16,16 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.model_checks import transformer_of
-from prefixtree.integrations.recompute.forward import Recompute
-from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.models.checks import transformer_of
 from prefixtree.packing.layout import pack
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.logprobs import sequence_logprobs
 
 # the entry of a generation batch that numbers its rows; taken out before a loss is computed
 _ROW = "prefixtree_row"

@@ -13,7 +13,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from prefixtree._picture_inputs import check_served
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.model_checks import transformer_of
+from prefixtree.models.checks import transformer_of
 from prefixtree.pictures import Pictures
 
 #: TRL's arguments for images that are taken: those of processors that give grids.

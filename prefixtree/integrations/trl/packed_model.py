@@ -20,13 +20,13 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.model_checks import transformer_of
-from prefixtree.integrations.recompute.forward import Recompute
-from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.integrations.trl.refusals import check_attention
 from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.models.checks import transformer_of
 from prefixtree.packing.layout import pack
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.logprobs import sequence_logprobs
 
 _NO_LABEL = -100
 

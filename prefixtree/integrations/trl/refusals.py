@@ -8,20 +8,20 @@ from typing import Any
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.adapters import check_adapters
-from prefixtree.integrations.families import (
+from prefixtree.integrations.trl.deepspeed import check_deepspeed
+from prefixtree.integrations.trl.fsdp import check_fsdp
+from prefixtree.integrations.trl.images import attention_beside_a_tower, check_images
+from prefixtree.models.adapters import check_adapters
+from prefixtree.models.checks import transformer_of
+from prefixtree.models.families import (
     DROPOUT_LAYERS,
     LIGER_LAYERS,
     check_config,
     check_modules,
 )
-from prefixtree.integrations.hybrids import prepare_states
-from prefixtree.integrations.model_checks import transformer_of
-from prefixtree.integrations.recompute.forward import Recompute
-from prefixtree.integrations.router_loss import loss_function
-from prefixtree.integrations.trl.deepspeed import check_deepspeed
-from prefixtree.integrations.trl.fsdp import check_fsdp
-from prefixtree.integrations.trl.images import attention_beside_a_tower, check_images
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.router_loss import loss_function
+from prefixtree.recompute.forward import Recompute
 
 # (argument, values that are fine, what is wrong with the others)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (

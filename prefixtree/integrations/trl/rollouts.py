@@ -13,9 +13,9 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.changes import changing
-from prefixtree.integrations.sampling import Draws, TreeSampler
-from prefixtree.integrations.sampling.rows import Rows
+from prefixtree.models.changes import changing
+from prefixtree.sampling import Draws, TreeSampler
+from prefixtree.sampling.rows import Rows
 
 #: Of the row's number and its completion so far, the ids of what comes next; None ends the rollout.
 Reply = Callable[[int, list[int]], Sequence[int] | None]

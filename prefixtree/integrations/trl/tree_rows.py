@@ -21,14 +21,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.integrations.model_checks import transformer_of
-from prefixtree.integrations.transformers import prefixtree_attention, prefixtree_mask
 from prefixtree.integrations.trl.contract import check_tree_attention
 from prefixtree.integrations.trl.refusals import (
     check_arguments,
     check_distribution,
     check_model,
 )
+from prefixtree.models.attention import prefixtree_attention, prefixtree_mask
+from prefixtree.models.checks import transformer_of
 from prefixtree.packing.mask import TreeMask
 
 # AsyncGRPO calls the model itself and takes the loss from it

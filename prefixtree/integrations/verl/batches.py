@@ -17,7 +17,7 @@ from verl.utils.device import get_device_id
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
-from prefixtree.packing.micro_batches import plan_micro_batches
+from prefixtree.planning.micro_batches import plan_micro_batches
 
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:

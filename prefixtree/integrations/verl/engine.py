@@ -29,13 +29,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.adapters import check_adapters
-from prefixtree.integrations.compiled import compile_layers
-from prefixtree.integrations.families import check_checkpointing
-from prefixtree.integrations.model_checks import every_layer_attends, transformer_of
-from prefixtree.integrations.recompute.forward import Recompute
-from prefixtree.integrations.shares import token_share_of_rank
-from prefixtree.integrations.transformers import prepare, sequence_logprobs
+from prefixtree.integrations.transformers import prepare
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     scored_tokens,
@@ -54,7 +48,14 @@ from prefixtree.integrations.verl.refusals import (
     check_settings,
     check_step,
 )
+from prefixtree.models.adapters import check_adapters
+from prefixtree.models.checks import every_layer_attends, transformer_of
+from prefixtree.models.compiled import compile_layers
+from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.in_groups import token_share_of_rank
+from prefixtree.scoring.logprobs import sequence_logprobs
 
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}

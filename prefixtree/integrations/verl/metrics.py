@@ -13,8 +13,8 @@ import numpy as np
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
-from prefixtree.cost import visible_pairs
 from prefixtree.forest import PrefixForest
+from prefixtree.packing.visible import visible_pairs
 
 
 @dataclass

@@ -14,8 +14,8 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.model import extract_multi_modal_inputs
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.families import LIGER_LAYERS, check_config, family_of
-from prefixtree.integrations.recompute.layers import MODES
+from prefixtree.models.families import LIGER_LAYERS, check_config, family_of
+from prefixtree.recompute.layers import MODES
 
 # of override_config: as in `sequence_logprobs`, and whether `compile_layers` compiles the layers
 RECOMPUTE, COMPILE = "prefixtree_recompute", "prefixtree_compile"

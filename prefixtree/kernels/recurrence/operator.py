@@ -1,6 +1,7 @@
 """The registered torch operators of the recurrent layers: kernels, fakes and autograd.
 
-As in `kernels.operator`: the mask goes in as its handle, so that one graph serves every forest.
+As in `kernels.attention.operator`: the mask goes in as its handle, so that one graph serves every
+forest.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from prefixtree.integrations.megatron import parameters, scoring, sharing
-from prefixtree.kernels.vocabulary_parallel import VocabularySlice
+from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from tests.integrations.megatron.runs import Case, build, compared, moe
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from prefixtree import tree_attention
 from prefixtree.integrations.megatron import layers, share, tree_logprobs, tree_spec
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
-from prefixtree.integrations.scored_units import SequenceScores
+from prefixtree.scoring.units import SequenceScores
 from tests.integrations.megatron.runs import (
     TEMPERATURE,
     VOCABULARY,

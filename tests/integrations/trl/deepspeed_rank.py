@@ -24,8 +24,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import GRPOTrainer
 
 import prefixtree as pt
-from prefixtree.integrations.transformers import sequence_logprobs
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
 

@@ -29,10 +29,10 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from prefixtree.integrations import scoring
-from prefixtree.integrations.router_loss import router_loss
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.models.router_loss import router_loss
+from prefixtree.scoring import logprobs as scoring
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS

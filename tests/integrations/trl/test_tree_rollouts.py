@@ -11,8 +11,8 @@ import torch
 from trl import GRPOTrainer
 
 from prefixtree import PrefixForest, UnsupportedError, pack, sequence_logprobs
-from prefixtree.integrations.sampling import TreeSampler
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
+from prefixtree.sampling import TreeSampler
 from tests.integrations.trl.runs import make, prompts, save_model
 
 

@@ -22,11 +22,11 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 import prefixtree as pt
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.compiled import compile_layers
-from prefixtree.integrations.recompute import trace as recompute_trace
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
+from prefixtree.models.compiled import compile_layers
+from prefixtree.recompute import trace as recompute_trace
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
     CASES,

@@ -1,0 +1,277 @@
+"""`tree_attention` checks its arguments and calls the operator; `explain` names the backend.
+
+Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from prefixtree._numbers import number
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.attention import operator
+from prefixtree.kernels.attention.backends import REFERENCE, TRITON
+from prefixtree.kernels.attention.choice import check_name, choose, passed_over
+from prefixtree.kernels.attention.protocol import AttentionCall, reach
+from prefixtree.kernels.call_counter import note_call
+from prefixtree.packing.mask import TreeMask, check_mask, check_window
+
+
+@overload
+def tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    *,
+    scale: float | None = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes attention of every packed token to itself and its ancestors in the forest.
+
+    Differentiable once in q, k, v, sinks and, with return_lse, through lse. The gradient of a
+    shared token's key and value is the sum over all queries that see it, accumulated in float32.
+
+    Args:
+        q: [Tq, H, D], floating point; Tq = T unless the mask is `for_queries(...)`. Any strides.
+        k: [T, Hk, D] in q's dtype. H is a multiple of Hk; query head h reads kv head h // (H / Hk).
+        v: [T, Hk, Dv] in q's dtype.
+        mask: the packed forest's TreeMask, on the device of q, k and v.
+        scale: the factor on q k^T. Default: D ** -0.5.
+        window: the sliding window, in tokens: a token sees the keys less than `window` positions
+            before it on its path, itself included. Default: no window.
+        softcap: c in c tanh(scale q k^T / c), applied before the mask. Default: no soft cap.
+        sinks: [H] floating point, one logit per query head that joins the softmax without a value
+            (gpt-oss). Default: no sinks.
+        deterministic: whether gradients are bitwise repeatable. Default: the option of the mask
+            (False until `with_options` changes it).
+        backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
+            on Hopper), "reference" (dense, T x T memory), or "auto": on a GPU the one of triton and
+            flash that was measured to be faster, sdpa where neither can serve the call (`explain`
+            says which). Default: the option of the mask ("auto" until `with_options` changes it).
+        return_lse: whether to return lse as well. Default: False.
+
+    Returns:
+        out [Tq, H, Dv] in q's dtype. With return_lse also lse [H, Tq], float32 (float64 for float64
+        inputs): the natural log of the sum of exponentials over the keys, without the sink.
+
+    Raises:
+        TypeError: a mask that is no TreeMask; q, k, v or sinks that are no tensors.
+        ValueError: arguments that do not fit together, with what was expected.
+        UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
+    """
+    scale, window, softcap, deterministic, backend = checked_call(
+        q, k, v, mask, scale, window, softcap, sinks, backend, deterministic
+    )
+    if backend == REFERENCE.name:
+        # without the operator: autograd differentiates the oracle itself, as often as it is asked
+        if not torch.compiler.is_compiling():
+            note_call(mask.host)
+        call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap)
+        out, lse = REFERENCE.forward(call)
+    else:
+        out, lse = operator.attend(
+            q, k, v, sinks, mask.handle, scale, window, softcap, deterministic, backend, return_lse
+        )
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    mask: TreeMask,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> str:
+    """Says which backend `tree_attention` would run for these arguments, and why.
+
+    Args:
+        mask: the packed forest's TreeMask.
+        q: as in `tree_attention`. Give q, k and v together or leave out all three. Default: one
+            head of dim 128 on the mask's device, bfloat16 on CUDA and float32 elsewhere.
+        k: as q.
+        v: as q.
+        scale: as in `tree_attention`.
+        window: as in `tree_attention`.
+        softcap: as in `tree_attention`.
+        sinks: as in `tree_attention`.
+        deterministic: as in `tree_attention`. Default: the option of the mask.
+        backend: as in `tree_attention`. Default: the option of the mask.
+
+    Returns:
+        One sentence. It starts with "tree_attention would refuse" and gives the reason where
+        `tree_attention` would raise an UnsupportedError.
+
+    Raises:
+        TypeError: a mask that is no TreeMask.
+        ValueError: arguments that do not fit together, as in `tree_attention`; some of q, k and v
+            without the others.
+    """
+    check_mask(mask)
+    if q is None or k is None or v is None:
+        if not (q is None and k is None and v is None):
+            raise ValueError("explain takes q, k and v together, or none of them")
+        dtype = torch.bfloat16 if mask.device.type == "cuda" else torch.float32
+        row = torch.empty(1, 1, 128, dtype=dtype, device=mask.device)
+        q = row.expand(mask.num_queries, 1, 128)
+        k = v = row.expand(mask.num_tokens, 1, 128)
+    scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
+    backend, deterministic = _of_mask(mask, backend, deterministic)
+    window = reach(mask.host, window)
+    call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap, deterministic)
+    try:
+        chosen = choose(backend, call)
+    except UnsupportedError as error:
+        return f"tree_attention would refuse: {error}."
+    reason = chosen.reason
+    if backend == "auto" and chosen.backend is TRITON:
+        reason += f" ({passed_over(call)})"
+    return f"tree_attention would run {chosen.backend.name!r}: {reason}."
+
+
+def checked_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    backend: str | None,
+    deterministic: bool | None,
+    part: bool = False,
+) -> tuple[float, int, float, bool, str]:
+    """Raises where arguments of `tree_attention` do not fit together.
+
+    Args:
+        part: whether k and v are those of the queries' tokens, as those that a part owns.
+
+    Returns:
+        scale, window (0 for none), softcap (0 for none), deterministic and backend, as the operator
+        takes them.
+    """
+    numbers = _check(q, k, v, mask, scale, window, softcap, sinks, part)
+    backend, deterministic = _of_mask(mask, backend, deterministic)
+    check_name(backend)
+    return *numbers, deterministic, backend
+
+
+def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
+    """Backend and deterministic of a call: where an argument is None, the option of the mask."""
+    return (
+        mask.backend if backend is None else backend,
+        mask.deterministic if deterministic is None else deterministic,
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    part: bool = False,
+) -> tuple[float, int, float]:
+    """Raises where arguments do not fit together; part: k and v have the rows of q.
+
+    Returns scale, window and softcap as numbers; 0 stands for no window or no soft cap.
+    """
+    check_mask(mask)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
+    dtype, device = q.dtype, mask.device
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise ValueError(
+                f"{name} must be [tokens, heads, head dim], got {x.ndim} dimensions; a batch is "
+                "one packed forest: drop the batch dimension"
+            )
+        if x.dtype != dtype or not dtype.is_floating_point:
+            raise ValueError(
+                "q, k and v must share one floating-point dtype, got "
+                f"{q.dtype}, {k.dtype} and {v.dtype}"
+            )
+        if x.device != device:
+            raise ValueError(
+                f"{name} is on {x.device}, the mask on {device}; use packed.to({x.device})"
+            )
+    (rows, heads, dim), (k_rows, k_heads, k_dim) = q.shape, k.shape
+    v_rows, v_heads, v_dim = v.shape
+    if rows != mask.num_queries:
+        raise ValueError(f"q has {rows} rows, the mask has {mask.num_queries} queries")
+    expected = rows if part else mask.num_tokens
+    if k_rows != v_rows or k_rows != expected:
+        whose = "the part owns" if part else "the mask has"
+        raise ValueError(f"k and v have {k_rows} and {v_rows} rows, {whose} {expected} tokens")
+    if k_heads != v_heads or k_heads == 0 or heads == 0 or heads % k_heads != 0:
+        raise ValueError(
+            "the query heads must be at least 1 and a multiple of the kv heads, which k and v "
+            f"share; got {heads} query heads, {k_heads} heads of k and {v_heads} of v"
+        )
+    if dim != k_dim:
+        raise ValueError(f"q and k differ in head dim: {dim} and {k_dim}")
+    if dim == 0 or v_dim == 0:
+        raise ValueError(f"head dims must be at least 1, got {dim} of q and k, {v_dim} of v")
+    if sinks is not None:
+        _check_tensor("sinks", sinks)
+        if sinks.shape != (heads,) or not sinks.is_floating_point():
+            raise ValueError(
+                f"sinks must be floating point [{heads}], one per query head, got "
+                f"{list(sinks.shape)} of {sinks.dtype}"
+            )
+        if sinks.device != device:
+            raise ValueError(f"sinks are on {sinks.device}, q is on {device}")
+    scale = dim**-0.5 if scale is None else number("scale", scale, or_none=True)
+    softcap = 0.0 if softcap is None else number("softcap", softcap, above=0, or_none=True)
+    return float(scale), check_window(window), float(softcap)
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

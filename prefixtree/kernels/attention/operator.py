@@ -1,0 +1,201 @@
+"""The registered torch operator: its kernels, fakes and autograd, and how eager calls enter it.
+
+Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from prefixtree.kernels.attention.choice import choose
+from prefixtree.kernels.attention.protocol import AttentionCall, reach
+from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
+from prefixtree.packing.host_mask import host_of
+
+# One graph for every forest: the mask goes in as its handle, a tensor, so that torch.compile has
+# nothing to specialise on. `lse_used` keeps autograd from making a gradient nobody asked for.
+# Dynamo is kept out where eager calls enter, or it would compile the backends' host code in a model
+# that is compiled in parts.
+
+_library = new_library("_library")
+# a torch that does not say is asked by way of the dispatcher, which is right and slower
+_is_transformed = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    handle: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+    wide: bool,
+    lse_used: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = host_of(handle)
+    note_call(mask)
+    window = reach(mask, window)
+    options = scale, window, softcap, deterministic, wide, lse_used
+    call = AttentionCall(q, k, v, sinks, mask, *options)
+    with as_given(q):
+        return choose(backend, call).backend.forward(call)
+
+
+@uncompiled
+def _backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    handle: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+    wide: bool,
+) -> list[torch.Tensor]:
+    mask = host_of(handle)
+    window = reach(mask, window)
+    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide)
+    with as_given(q):
+        *grads, dsinks = choose(backend, call).backend.backward(call, dout, dlse, out, lse)
+    return grads if dsinks is None else [*grads, dsinks]
+
+
+def _fake_forward(q, k, v, *_):
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
+
+
+def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
+    wide = torch.promote_types(k.dtype, torch.float32) if rest[-1] else k.dtype
+    dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
+    dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
+    return [q.new_empty(q.shape), dk, dv, *dsinks]
+
+
+# `wide`: the backward gives dk and dv in float32 (float64 for float64), because the caller adds to
+# them. The forward is told too, so that it takes a backend that can
+_OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
+TREE_ATTENTION = register(
+    _library,
+    "tree_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
+    f"{_OPTIONS}, bool lse_used) -> (Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+# -> gradients of q, k, v and, where there are any, sinks
+TREE_ATTENTION_BACKWARD = register(
+    _library,
+    "tree_attention_backward",
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
+    f"Tensor lse, Tensor handle, {_OPTIONS}) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+
+
+@uncompiled
+def _differentiable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    handle: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's kernel for autograd."""
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+    ):
+        return _TreeAttention.apply(q, k, v, sinks, handle, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return TREE_ATTENTION(q, k, v, sinks, handle, *options)
+
+
+_library.impl("tree_attention", _differentiable, "Autograd")
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        handle: torch.Tensor,
+        options: tuple[Any, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = TREE_ATTENTION(q, k, v, sinks, handle, *options)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, handle)
+        *ctx.options, lse_used = options
+        if not lse_used:
+            ctx.mark_non_differentiable(lse)
+            # no zeros in the place of its gradient, which backends take for one
+            ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        q, k, v, sinks, out, lse, handle = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        # with create_graph, what follows must not be taken for a constant
+        gradients = _Once.apply if torch.is_grad_enabled() else TREE_ATTENTION_BACKWARD
+        dq, dk, dv, *dsinks = gradients(dout, dlse, q, k, v, sinks, out, lse, handle, *ctx.options)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """The backward of a call whose second derivative may be asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(TREE_ATTENTION_BACKWARD(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("tree_attention is differentiable once, not twice")
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    handle: torch.Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    deterministic: bool,
+    backend: str,
+    lse_used: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator, for arguments that fit together -> out [Tq, H, Dv], lse [H, Tq].
+
+    Differentiable once; through lse only if `lse_used`.
+    """
+    # unless something transforms the call, what the dispatcher would come to first: less work
+    transformed = torch.compiler.is_compiling() or _is_transformed()
+    run = TREE_ATTENTION if transformed else _differentiable
+    options = scale, window, softcap, deterministic, backend, False, lse_used
+    return run(q, k, v, sinks, handle, *options)

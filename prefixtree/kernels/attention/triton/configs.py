@@ -1,0 +1,257 @@
+"""Which tiles each kernel uses: a frozen table, read by the table builder and by the launch.
+
+`choose` is a pure function of (capability, head dims, GQA group). For each kernel it gives a
+configuration for forests of long nodes and one for short ones, told apart by the share of partial
+tiles. Nothing is tuned at run time.
+
+What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
+of the inner loop read off the machine code for sm_90 (benchmarks/cases/compiled.py; triton 3.6,
+bf16, no feature flags); docs/results.md has the table. "Prototype" means measured on one H200 with
+the project's first pointer-load prototype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from prefixtree.kernels.decoding.work import NARROW, WIDE
+from prefixtree.packing.block_tables import TileShape
+from prefixtree.packing.host_mask import HostMask
+
+# the grid on which the share of partial tiles is counted, and the share above which a forest
+# counts as one of short nodes (prototype: its one guess between two sets, right on all ten
+# workloads)
+PROBE = TileShape(16, 128)
+SHORT_NODES = 0.1
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is launched.
+
+    Attributes:
+        rows: rows of a query tile: query tokens x heads of a block.
+        keys: keys of a key tile.
+        warps, stages: warps per program; depth of the software pipeline over tiles.
+        registers: most registers per thread, 0 for the compiler's choice.
+        cut: key tiles start at node borders where that saves work.
+        apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
+            sums of both for a tile of decent size.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int = 0
+    cut: bool = True
+    apart: bool = False
+
+
+Pair = tuple[Config, Config]
+
+
+@dataclass(frozen=True)
+class KernelConfigs:
+    """Configurations of the three kernels, each for forests of (long, short) nodes.
+
+    Attributes:
+        tma: tensor descriptors (Hopper's copy engine) in place of pointers.
+        heads: query heads of one kv head that a query tile holds side by side; a larger group is
+            worked off in blocks.
+        forward, keys, queries: out; dK and dV; dQ.
+    """
+
+    tma: bool
+    heads: int
+    forward: Pair
+    keys: Pair
+    queries: Pair
+
+    def of(self, mask: HostMask, window: int) -> tuple[Config, Config, Config]:
+        """The configurations (forward, keys, queries) for one forest."""
+        index = 0
+        if not self._uniform:
+            index = int(mask.partial_share(PROBE, window) > SHORT_NODES)
+        return self.forward[index], self.keys[index], self.queries[index]
+
+    @cached_property
+    def _uniform(self) -> bool:
+        return all(long == short for long, short in (self.forward, self.keys, self.queries))
+
+
+def _both(config: Config) -> Pair:
+    return config, config
+
+
+# Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
+# said; ms are of one kernel, 32 / 8 heads, bf16 (docs/notebook.md).
+_HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
+    # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
+    # (7.5 with 2)
+    (64, 64): (
+        _both(Config(128, 64, 4, 3)),
+        _both(Config(64, 64, 4, 3, registers=168)),
+        _both(Config(64, 64, 4, 3, registers=168)),
+    ),
+    # Forward: one warpgroup per program, three per multiprocessor, which 168 registers let in
+    # (10.5, against 14.5 with two); on long nodes two warpgroups over 128 keys (documents 10.3,
+    # against 11.4). Keys: two warpgroups over 128 keys, everywhere (documents 16.8, against 19.2
+    # for one over 64). Queries: a third stage (caterpillar 24: 13.7, against 16.6).
+    (128, 128): (
+        (Config(128, 128, 8, 3), Config(64, 64, 4, 2, registers=168)),
+        _both(Config(64, 128, 8, 3)),
+        _both(Config(64, 64, 4, 3)),
+    ),
+    # at (192, 128), caterpillar 24: forward 15.2 (18.3 for 64 x 64), keys 30.5 (32.3 for 64 keys,
+    # 39.2 for 64 x 64), queries 25.8 (28.4 with 2 stages)
+    (256, 128): (
+        _both(Config(128, 64, 8, 3)),
+        _both(Config(32, 128, 8, 3)),
+        _both(Config(128, 64, 8, 3)),
+    ),
+    # caterpillar 24: forward 24.6, keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does
+    # not spill), queries 37.5 (47 for 32 keys)
+    (256, 256): (
+        _both(Config(128, 64, 8, 2)),
+        _both(Config(32, 128, 8, 3, apart=True)),
+        _both(Config(128, 64, 8, 2)),
+    ),
+}
+
+# Pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
+# --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7, 21.0, 15.8; at D 256:
+# 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
+_HOPPER_POINTERS: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        _both(Config(64, 64, 4, 3)),
+        _both(Config(64, 64, 4, 3)),
+        _both(Config(64, 32, 4, 3)),
+    ),
+    128: (
+        (Config(128, 64, 8, 3), Config(128, 64, 4, 2)),
+        _both(Config(32, 64, 4, 3)),
+        _both(Config(128, 64, 8, 3)),
+    ),
+    256: (
+        _both(Config(128, 64, 8, 2)),
+        _both(Config(32, 64, 8, 3)),
+        _both(Config(128, 32, 8, 2)),
+    ),
+}
+# Ampere with large shared memory, and data center Blackwell; never run there. Compiled for sm_80:
+# at D 128 64 x 64 spills for dK and dV, so 32 rows; at D 256 the tallest tiles that do not spill.
+_LARGE: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+        _both(Config(32, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2)),
+    ),
+    128: (
+        (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+        _both(Config(32, 64, 4, 3)),
+        (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ),
+    256: (
+        _both(Config(64, 64, 8, 2)),
+        _both(Config(32, 64, 8, 3)),
+        _both(Config(64, 64, 8, 2)),
+    ),
+}
+# What 99 KiB of shared memory per program allow (Ada, consumer Ampere and Blackwell) and, one stage
+# fewer, AMD's 64 KiB. Not measured.
+_SMALL: dict[int, tuple[Pair, Pair, Pair]] = {
+    64: (
+        _both(Config(64, 64, 4, 2)),
+        _both(Config(32, 64, 4, 2)),
+        _both(Config(64, 64, 4, 2)),
+    ),
+    128: (
+        _both(Config(64, 32, 4, 2)),
+        _both(Config(32, 32, 4, 2)),
+        _both(Config(64, 32, 4, 2)),
+    ),
+    256: (
+        _both(Config(32, 32, 4, 1)),
+        _both(Config(16, 32, 8, 1)),
+        _both(Config(32, 32, 8, 1)),
+    ),
+}
+
+
+@cache
+def choose(
+    capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
+) -> KernelConfigs:
+    """The configurations for a GPU and a model.
+
+    Args:
+        capability: of the device, (9, 0) for Hopper.
+        d, dv: head dims of q and k, and of v, padded to powers of two, at most 256.
+        group: query heads a kv head.
+        tma: whether the inputs' layouts suit tensor descriptors.
+        cuda: False for AMD GPUs.
+    """
+    tma = tma and cuda and capability[0] == 9
+    heads = heads_of_tile(group, tma)
+    wide = max(d, dv, 64)
+    if tma:
+        key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
+        return KernelConfigs(True, heads, *_HOPPER[key])
+    if cuda and capability[0] == 9:
+        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
+    # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program
+    large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
+    return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])
+
+
+@cache
+def choose_decode(
+    capability: tuple[int, int], d: int, dv: int, itemsize: int
+) -> tuple[Config, Config]:
+    """The configurations of decoding, for (wide, narrow) items; their rows are the work list's.
+
+    Args:
+        capability: of the device.
+        d, dv: head dims, padded to powers of two, at most 256.
+        itemsize: bytes per number of the pools.
+    """
+    # Wide: three programs per multiprocessor (D 128, sm_90), where 64 keys leave room for two
+    # (H200, 16/8 heads: 634 us for 666 on agent rollouts, 101 for 117 on 8 prompts of 2K). Narrow:
+    # a program of one warp ends soon, and many wait at the same time (891 for 1,023 with 64 keys
+    # and 4 warps, 114 for 123)
+    stages = 3 if capability in ((9, 0), (10, 0), (10, 3)) else 2
+    if max(d, dv) * itemsize <= 256:
+        return Config(WIDE, 32, 4, stages), Config(NARROW, 16, 1, 3)
+    # head dims above 128; float32, whose products spill even so
+    keys = 32 if itemsize < 4 else 16
+    return Config(WIDE, keys, 8, 2), Config(NARROW, keys, 4, 2)
+
+
+def heads_of_tile(group: int, tma: bool) -> int:
+    """Query heads of a group that share a tile; divides the group.
+
+    Through descriptors, whose boxes have powers of two as sides, the largest such divisor up to 16;
+    through pointers the largest divisor up to 8.
+    """
+    if tma:
+        return min(group & -group, 16)
+    return max(n for n in range(1, 9) if group % n == 0)
+
+
+def piece_tiles(visible_pairs: int, tile_pairs: int, kv_heads: int, processors: int) -> int:
+    """Query tiles after which a key tile's run is cut: a power of two, at least 32.
+
+    Between 1/16 and 1/32 of the work of a program slot (two slots per multiprocessor), so that the
+    last piece, started longest first, leaves little idle. So at most 64 pieces per multiprocessor
+    belong to cut tiles (all kv heads together), which bounds the float32 sums: by 64 x processors x
+    keys x (D + Dv) x 4 bytes, 0.5 GiB on an H200 at D 128.
+
+    Args:
+        visible_pairs: the number of visible (query, key) pairs per head.
+        tile_pairs: pairs of a full tile.
+        kv_heads, processors: kv heads; multiprocessors of the device.
+    """
+    share = visible_pairs * kv_heads / (tile_pairs * 2 * processors * 16)
+    return max(1 << max(int(share), 1).bit_length() - 1, 32)

@@ -1,0 +1,1 @@
+"""Log-probabilities and entropies of a linear lm_head, and their gradients."""

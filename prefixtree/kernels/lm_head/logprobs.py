@@ -1,0 +1,290 @@
+"""Log-probabilities and entropies of a linear lm_head, chunk by chunk of rows x vocabulary.
+
+Legend: E rows to score, V vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from prefixtree._numbers import integer
+from prefixtree.kernels import device_info
+from prefixtree.kernels.lm_head import eager
+from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.logit_statistics import write_statistics
+from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+
+# The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
+# 16 MiB, which malloc reuses. Larger blocks come fresh from the operating system for every
+# operation, measured 4x slower
+_CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
+# bytes of logits at once where nothing is held beside them: each chunk's part of the weight's
+# gradient, [V, d], is added to a float32 sum, which takes as long as a product of 400 rows
+# (1.2 ms on an H200 with V 151,936 and d 4,096)
+_FUSED_BYTES = 1 << 29
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk: int | None = None,
+    statistics: Sequence[str] = (),
+    vocabulary: VocabularySlice | None = None,
+    accumulate: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
+
+    The logits are computed in hidden's dtype (autocast's dtype where it is on), as an eager lm_head
+    does; everything after them is computed in `accumulate`. The backward computes the logits again,
+    chunk by chunk, and sums the weight's gradient in `accumulate`.
+
+    Args:
+        hidden: [E, d].
+        weight: [V, d].
+        bias: [V] or None.
+        target: int64 [E], the token whose log-probability each row gives.
+        temperature: float32 [E], the divisor of the logits.
+        rule: the family's change to the logits.
+        with_entropy: whether to compute the entropy too.
+        chunk: rows per chunk. Default: with the Triton kernels, as many as keep the logits near
+            512 MiB; without them, chunk x V is near 2^26 (2^22 on a CPU).
+        statistics: names of `lm_head.logit_statistics`, which have no gradients. Default: none.
+        vocabulary: which part of the vocabulary the weight and the bias are, where ranks share it.
+            All ranks then give the same hidden states, targets, temperatures and chunk, and get the
+            same scores. The gradient of hidden is whole on every rank, that of the weight is the
+            rank's own. Takes no statistics. Default: the weight is whole.
+        accumulate: float32 or float64. Default: float32.
+
+    Returns:
+        [E, 1] in `accumulate`, or [E, 2] with the entropy of the whole distribution, in nats; and
+        one more column per statistic.
+
+    Raises:
+        ValueError: statistics of a part of the vocabulary.
+    """
+    if vocabulary is not None and statistics:
+        raise ValueError(
+            "statistics need whole rows of logits, and this lm_head is spread over ranks: gather "
+            f"its output, or ask for none of {', '.join(statistics)}"
+        )
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    # ranks exchange sums per chunk, so all of them cut the rows alike
+    width = weight.shape[0] if vocabulary is None else vocabulary.widest
+    rows = chunk_rows(width, hidden.device, chunk)
+    if chunk is None and _scorer(hidden, vocabulary, accumulate) not in (eager, vocabulary):
+        rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
+    scores, others = _LinearLogprobs.apply(
+        *(hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype),
+        *(tuple(statistics), vocabulary, accumulate),
+    )
+    return torch.cat([scores, others], 1) if statistics else scores
+
+
+def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
+    """The number of rows per chunk.
+
+    Raises:
+        ValueError: a chunk that is neither None nor an integer >= 1.
+    """
+    if chunk is not None:
+        return integer("chunk_size", chunk, 1, or_none=True)
+    return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
+
+
+def lm_head_logprobs(
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    vocabulary: int,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk: int | None = None,
+    statistics: Sequence[str] = (),
+) -> torch.Tensor:
+    """`linear_logprobs` for an lm_head that is more than a weight and a bias.
+
+    It may have an adapter, be quantised or be sharded. It is called chunk by chunk, and again in
+    the backward.
+    """
+
+    def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
+        x = lm_head(h)
+        z = rule.apply(x.float()) / temp[:, None]
+        logp = F.log_softmax(z, -1)
+        columns = [logp.gather(1, t[:, None])[:, 0]]
+        if with_entropy:
+            columns.append(-(logp.exp() * logp).sum(-1))
+        others = z.new_empty(len(z), len(statistics))
+        write_statistics(x, t, temp, rule, statistics, others)
+        return torch.cat([torch.stack(columns, -1), others], 1)
+
+    rows = chunk_rows(vocabulary, hidden.device, chunk)
+    parts = [
+        checkpoint(score, h, t, temp, use_reentrant=False)
+        # an empty batch still runs the lm_head once, so that wrappers see it take part
+        for h, t, temp in zip(
+            hidden.split(rows), target.split(rows), temperature.split(rows), strict=True
+        )
+    ]
+    return torch.cat(parts)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        temperature: torch.Tensor,
+        rule: LogitRule,
+        with_entropy: bool,
+        rows: int,
+        dtype: torch.dtype,
+        statistics: tuple[str, ...],
+        vocabulary: VocabularySlice | None,
+        accumulate: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=accumulate)
+        others = out.new_empty(len(out), len(statistics))
+        # a temperature for all rows may come expanded
+        target, temperature = target.contiguous(), temperature.to(accumulate).contiguous()
+        kernels = _scorer(hidden, vocabulary, accumulate)
+        with torch.autocast(hidden.device.type, enabled=False):
+            weights = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for at in range(0, hidden.shape[0], rows):
+                part = slice(at, at + rows)
+                logits = F.linear(hidden[part].to(dtype), *weights)
+                rest = (target[part], temperature[part], rule)
+                # first: the logits are overwritten as they are scored
+                write_statistics(logits, *rest, statistics, others[part])
+                kernels.score(logits, *rest, out[part])
+                # not beside the next chunk's
+                del logits
+        ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
+        ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = rule, rows, dtype, vocabulary
+        ctx.mark_non_differentiable(others)
+        return out, others
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, target, temperature, out = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad = grad.to(out.dtype).contiguous()
+        dhidden = torch.empty_like(hidden) if need_hidden else None
+        dweight = torch.zeros_like(weight, dtype=out.dtype) if need_weight else None
+        dbias = torch.zeros_like(bias, dtype=out.dtype) if need_bias else None
+        vocabulary = ctx.vocabulary
+        kernels = _scorer(hidden, vocabulary, out.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            weights = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+            for at in range(0, hidden.shape[0], ctx.rows):
+                part = slice(at, at + ctx.rows)
+                h = hidden[part].to(ctx.dtype)
+                dx = F.linear(h, *weights)
+                rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
+                # logits until here, and in their place their gradient
+                kernels.gradient(dx, *rest, dx)
+                if dbias is not None:
+                    dbias += dx.sum(0, dtype=out.dtype)
+                if dhidden is not None and vocabulary is None:
+                    dhidden[part] = dx @ weights[0]
+                elif dhidden is not None:
+                    mine = torch.zeros_like(h, dtype=out.dtype)
+                    _add_product(mine, dx, weights[0])
+                    dhidden[part] = vocabulary.summed(mine)
+                if dweight is not None:
+                    _add_product(dweight, dx.t(), h)
+                # not beside the next chunk's
+                del dx
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype),
+            *[None] * 9,
+        )
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b with total in float32 or in a's dtype; in one call, without rounding a b, where
+    torch can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cpu":
+        # most CPUs have no products of half precision that are faster
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif not torch.compiler.is_compiling() and _adds_in_float32(total.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
+
+
+@cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds half-precision products to a float32 sum; newer versions do."""
+    ones, total = torch.ones(8, 8, device=device, dtype=dtype), torch.ones(8, 8, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError):
+        return False
+    return bool((total == 9).all())
+
+
+def _scorer(
+    hidden: torch.Tensor, vocabulary: VocabularySlice | None, accumulate: torch.dtype
+) -> ModuleType | VocabularySlice:
+    """Whose `score` and `gradient` serve a call; the Triton kernels compute in float32 alone."""
+    if vocabulary is not None:
+        return vocabulary
+    return _kernels_for(hidden) if accumulate == torch.float32 else eager
+
+
+def _kernels_for(hidden: torch.Tensor) -> ModuleType:
+    """The module that scores a chunk's logits: Triton kernels on a GPU, else torch's operations.
+
+    In compiled code and for tensor subclasses it is torch's operations: the compiler fuses them,
+    and a subclass knows them.
+    """
+    if not hidden.is_cuda or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
+        return eager
+    return _compiled_for(hidden.device)
+
+
+@cache
+def _compiled_for(device: torch.device) -> ModuleType:
+    """The Triton kernels if they compile here; warns if they should compile and do not."""
+    is_served = torch.version.hip is None and device_info.capability(device) >= (8, 0)
+    if not is_served or find_spec("triton") is None:
+        return eager
+    try:
+        from prefixtree.kernels.lm_head import kernels as fused
+
+        one, none = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        fused.score(one[None].half(), none, one, LogitRule(), one.clone()[None])
+    except Exception as problem:  # Triton, its compiler and the driver raise what they like
+        warnings.warn(
+            "prefixtree: Triton cannot compile here, so torch's operations score the logits: "
+            f"slower, with the same results ({type(problem).__name__}: {problem})",
+            stacklevel=2,
+        )
+        return eager
+    return fused

@@ -1,0 +1,1 @@
+"""What a model needs to run on a packed forest."""

@@ -1,0 +1,265 @@
+"""What transformers' attention modules call: the attention of a packed forest, and its mask.
+
+The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
+checkpointing and torch.compile. What cannot run exactly is refused (`models.families`). A batch
+without a tree mask gets an ordinary one (`models.plain_batches`).
+"""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.models.families import (
+    ENCODES,
+    PACKING_KEYWORDS,
+    TOWERS,
+    check_config,
+    check_replayed,
+    check_router_logits,
+)
+from prefixtree.models.hybrids import check_prepared
+from prefixtree.models.plain_batches import (
+    plain_attention,
+    plain_mask,
+    shown_positions,
+    shows_positions,
+)
+from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.packing.no_labels import LABELS, NoLabels
+from prefixtree.parallel.attention import DividedMask
+
+# of the tensors of a trace, which have shapes and no values
+_TRACED = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+
+
+class KeepsKeys(Protocol):
+    """The keys and values of a growing forest (`sampling.forest_cache`)."""
+
+    def keep(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> None:
+        """Keeps those of a packed forest, q [T, H, D], k [T, Hk, D], v [T, Hk, Dv]."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Attention of new tokens to the keys of their rows: [T, H, Dv]."""
+        ...
+
+
+def prefixtree_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    tree_mask: TreeMask | DividedMask | None = None,
+    forest_cache: KeepsKeys | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that is registered with transformers.
+
+    Without a tree mask, `models.plain_batches` computes or refuses the call.
+
+    Args:
+        module: the attention module that calls.
+        query: [1, H, T, D].
+        key: [1, Hk, T, D], its heads not repeated.
+        value: [1, Hk, T, Dv], its heads not repeated.
+        attention_mask: None with a tree mask.
+        dropout: 0 with a tree mask.
+        scaling: as `scale` of `tree_attention`.
+        sliding_window: as `window` of `tree_attention`.
+        softcap: as in `tree_attention`.
+        s_aux: as `sinks` of `tree_attention`.
+        tree_mask: the packed forest's mask. A DividedMask where a rank or a step computes its part
+            of the forest: T is then the number of own tokens.
+        forest_cache: the keys and values of a growing forest (`sampling`): with a tree
+            mask it keeps those of this call, without one the tokens of the call see its own.
+        kwargs: the model's other keywords; those that a packed forest cannot serve are refused.
+
+    Returns:
+        ([1, T, H, Dv], None).
+
+    Raises:
+        TypeError: a tree_mask that is neither a TreeMask nor a DividedMask.
+        ValueError: arguments that do not fit a packed forest.
+        UnsupportedError: a model or setting that does not run exactly on packed forests.
+    """
+    if not getattr(module, "is_causal", True):
+        if not kwargs.get(ENCODES):
+            raise UnsupportedError(
+                f"{type(module).__name__} attends both ways, as image encoders do: pictures of a "
+                "forest are scored with sequence_logprobs(model, packed, pictures=pictures); for "
+                'other calls with pictures use model.set_attn_implementation({"": "prefixtree", '
+                '"text_config": "prefixtree", "vision_config": "sdpa"})'
+            )
+        # patches of one picture see each other, and nothing of the tree
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=False
+        )
+    if attention_mask is None and sliding_window is None and _slides(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} keeps its sliding window from the attention function: set "
+            "layer_types to full_attention, or use_sliding_window to False"
+        )
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
+    if tree_mask is None and forest_cache is not None:
+        return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
+    if tree_mask is None:
+        kwargs["dropout"] = dropout
+        return plain_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling,
+            sliding_window,
+            softcap,
+            s_aux,
+            **kwargs,
+        )
+    mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
+    check_mask(mask, "tree_mask")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
+            f"rows, the mask has {mask.num_tokens})"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            "tree_mask already says which tokens see which: do not pass an attention_mask too"
+        )
+    if query.shape[0] != 1:
+        raise ValueError(f"a packed forest is one row: expected batch size 1, got {query.shape[0]}")
+    if kwargs.get("use_cache"):
+        raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
+    if any(kwargs.get(name) is not None for name in PACKING_KEYWORDS):
+        raise ValueError(f"tree_mask cannot be combined with {', '.join(PACKING_KEYWORDS)}")
+    if dropout > 0:
+        raise UnsupportedError(
+            f"attention dropout is {dropout}: set config.attention_dropout to 0, or model.eval()"
+        )
+    check_router_logits(module.config, kwargs)
+    check_replayed(module, kwargs)
+    if not isinstance(kwargs.get("num_items_in_batch"), (NoLabels, NoneType)):
+        raise UnsupportedError(LABELS)
+    check_config(module.config, module.training)
+    check_prepared(module)
+    if shows_positions(module):
+        _check_position_ids(shown_positions(kwargs), mask)
+    q, k, v = _token_rows(query, key, value)
+    if forest_cache is not None:
+        forest_cache.keep(q, k, v, sliding_window)
+    if isinstance(tree_mask, DividedMask):
+        out = tree_mask.attend(module, q, k, v, **options)
+    else:
+        out = tree_attention(q, k, v, mask, **options)
+    return out.unsqueeze(0), None
+
+
+def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """query, key and value of the one row of a batch: [1, H, T, D] -> [T, H, D]."""
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        # RoPE leaves query and key in float32; eager's matrix products would cast all three
+        dtype = torch.get_autocast_dtype(tensors[0].device.type)
+        tensors = tuple(x.to(dtype) for x in tensors)
+    return tuple(x[0].transpose(0, 1) for x in tensors)
+
+
+# attributes and values by which attention modules tell that they have a sliding window
+_SLIDING = {"layer_type": "sliding_attention", "is_sliding": True, "is_local_attention": True}
+
+
+def _slides(module: nn.Module) -> bool:
+    """Whether the configuration gives this layer a sliding window.
+
+    Some models put the window into their mask alone and do not pass it to the attention function.
+    """
+    layer_types: Any = getattr(module.config, "layer_types", None)
+    if not layer_types or "sliding_attention" not in layer_types:
+        return False
+    # Most modules have one of these attributes. In compiled code, reading layer_idx would give one
+    # graph per layer
+    for name, sliding in _SLIDING.items():
+        if (known := getattr(module, name, None)) is not None:
+            return bool(known == sliding)
+    index: Any = getattr(module, "layer_idx", None)
+    return index is not None and bool(layer_types[index] == "sliding_attention")
+
+
+def _check_position_ids(position_ids: torch.Tensor | None, tree_mask: TreeMask) -> None:
+    """Refuses position_ids other than the tokens' positions in the forest.
+
+    The model's default counts packed tokens, which would make RoPE wrong without an error. Those of
+    `packed.model_inputs()` are known by their memory. Others cost one comparison per forward, for
+    which the host waits. It is skipped where values cannot be read: while a CUDA graph is captured,
+    and for tensors of a trace.
+    """
+    if position_ids is None:
+        raise UnsupportedError(
+            "this model does not pass position_ids to its attention, so wrong ones would go "
+            "unseen; to a model with a multi-dimensional RoPE pass "
+            "packed.position_ids.expand(4, 1, -1)"
+        )
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if type(position_ids).__module__ in _TRACED:
+        return
+    depths = tree_mask.position_ids
+    if tree_mask.query_tokens is not None:
+        depths = depths[tree_mask.query_tokens]
+    first_row = position_ids.reshape(-1, position_ids.shape[-1])[0]
+    if depths is tree_mask.position_ids and tree_mask.is_given(first_row):
+        return
+    if not torch.equal(first_row.to(depths.dtype), depths):
+        raise ValueError(
+            "position_ids are not the tokens' positions in the forest: pass "
+            "packed.position_ids[None], or call the model with **packed.model_inputs()"
+        )
+
+
+def prefixtree_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function that is registered with transformers.
+
+    It returns None for a packed forest, which needs no T x T mask. transformers does not give it
+    the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
+    function refuses beside a tree mask.
+    """
+    if getattr(kwargs.get("config"), "model_type", None) in TOWERS:
+        lengths = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+        return sdpa_mask(**lengths, attention_mask=attention_mask, use_vmap=use_vmap, **kwargs)
+    if use_vmap:
+        raise UnsupportedError(
+            "this model adds its own mask function (images or bidirectional parts), which a tree "
+            "mask would ignore"
+        )
+    if attention_mask is None and q_length == kv_length and q_offset == 0:
+        return None
+    return plain_mask(
+        attention_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
+    )

@@ -1,0 +1,328 @@
+"""Which module of a model is the language model, and whether all of it runs along the tree.
+
+A model type on the allow-list (`models.families`) is not enough: layers may keep another
+configuration, and classes, patches and hooks may change logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.call_counter import counted_calls
+from prefixtree.models.adapters import check_adapters
+from prefixtree.models.families import (
+    ATTENDING_TYPES,
+    check_checkpointing,
+    check_config,
+    check_modules,
+    check_tokens,
+    family_of,
+)
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
+from prefixtree.pictures import Pictures
+
+_NAME = "prefixtree"
+# whose wrappers and hooks hand on what a forward gives; Liger Kernel's forwards are verified, and
+# TRL's fused head is for calls that ask for it
+_KNOWN_PACKAGES = (
+    "transformers",
+    "torch",
+    "accelerate",
+    "peft",
+    "trl",
+    "liger_kernel",
+    "prefixtree",
+    "functools",
+)
+# whose hooks gather and release parameters around a forward, and hand on what it gives
+_KNOWN_HOOKS = (
+    *_KNOWN_PACKAGES,
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.utils.nvtx",
+)
+
+
+def find_causal_lm(model: nn.Module) -> Any:
+    """The transformers model with a language-model head inside wrappers and adapters.
+
+    Raises:
+        TypeError: not a module. UnsupportedError: there is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch module, got {type(model).__name__}; "
+            'AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree") makes one'
+        )
+    causal_lm = _outermost(model)
+    if causal_lm is None or causal_lm.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"sequence_logprobs needs a transformers model with a language-model head, such as "
+            f"AutoModelForCausalLM gives; {type(model).__name__} has none"
+        )
+    return causal_lm
+
+
+def check_model(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures | None = None
+) -> None:
+    """Refuses what would not give the scores of the replicated batch.
+
+    Args:
+        model: what is called. causal_lm: the transformers model inside it.
+        pictures: those of the forest. Default: text alone.
+
+    Raises:
+        UnsupportedError: with the part of the model and the way to mend it.
+        ValueError: tokens or a device that do not match the model.
+    """
+    _check_gathered(causal_lm)
+    check_parts(model, causal_lm)
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    if causal_lm.training and torch.is_grad_enabled():
+        check_checkpointing(causal_lm, text)
+    if (tokens := packed.forest.tokens) is not None:
+        check_tokens(config, tokens)
+        if pictures is not None:
+            tokens = pictures.with_placeholders(tokens)
+        check_vocabulary(causal_lm, tokens)
+    _check_treatment_of_logits(causal_lm)
+    device = next(causal_lm.parameters()).device
+    # parameters on the CPU may be offloaded ones: then the forward will tell
+    if device.type not in ("cpu", "meta") and device != packed.device:
+        raise ValueError(
+            f"the packed forest is on {packed.device}, the model on {device}: "
+            "call packed = packed.to(model.device)"
+        )
+
+
+def check_parts(model: nn.Module, causal_lm: Any) -> None:
+    """Refuses a configuration, layers, noise or adapters that are not exact; as `check_model`."""
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    check_config(config, causal_lm.training)
+    if text is not config:
+        check_config(text, causal_lm.training)
+    check_modules(model)
+    check_adapters(model)
+
+
+def runs_deepspeed(model: nn.Module) -> bool:
+    """Whether DeepSpeed wraps a model, or its ZeRO-3 owns the parameters, whatever is called."""
+    return any(type(m).__module__.startswith("deepspeed.") for m in model.modules()) or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    )
+
+
+def _check_gathered(causal_lm: nn.Module) -> None:
+    """Refuses parameters that ZeRO-3 has partitioned where no hook gathers them for a forward."""
+    partitioned = next(
+        (
+            name
+            for name, p in causal_lm.named_parameters()
+            if getattr(getattr(p, "ds_status", None), "name", None) == "NOT_AVAILABLE"
+        ),
+        None,
+    )
+    # DeepSpeed gives every module its hooks at once
+    hooks = causal_lm._forward_pre_hooks.values()
+    origins = [foreign_module(hook) or "" for hook in hooks]
+    if partitioned is None or any(origin.startswith("deepspeed.") for origin in origins):
+        return
+    raise UnsupportedError(
+        f"{partitioned} is partitioned by DeepSpeed ZeRO-3 (its shape is [0] here), and "
+        f"{type(causal_lm).__name__} has no hooks that would gather it: give the model to "
+        "deepspeed.initialize or Accelerator.prepare before it is scored, or score within "
+        "deepspeed.zero.GatheredParameters(model.parameters())"
+    )
+
+
+@contextmanager
+def every_layer_attends(model: nn.Module, mask: TreeMask) -> Iterator[None]:
+    """One forward over a packed forest, in which every attention layer must follow the tree.
+
+    Before the forward, every causal attention module must be set to "prefixtree". After it, as many
+    calls must have reached `tree_attention` as there are layers: modules that compute attention
+    elsewhere ignore the mask without an error.
+
+    Args:
+        model: what is called.
+        mask: the mask of the forward.
+
+    Raises:
+        UnsupportedError: a layer that runs another attention.
+    """
+    transformer = transformer_of(model)
+    expected = _attention_layers(transformer)
+    with counted_calls(mask.host) as calls:
+        yield
+        count, recurrent = calls()
+    _check_states(transformer, recurrent)
+    # compiled code does not count the calls of the dense backend, which is for checks
+    if count == expected or (mask.backend == "reference" and count == 0):
+        return
+    raise UnsupportedError(
+        f"{count} attention calls followed the tree in a forward of {type(transformer).__name__}, "
+        f"which has {expected} attention layers: the others ran another attention (a replaced "
+        "module or a patched forward), whose results are those of another batch. Make them call "
+        'transformers\' attention interface with attn_implementation="prefixtree"'
+    )
+
+
+def _check_states(transformer: Any, calls: int) -> None:
+    """Every recurrent layer must have called its functions along the tree."""
+    config = transformer.config.get_text_config()
+    family = family_of(config)
+    layers = sum(
+        kind in family.recurrent_types for kind in getattr(config, "layer_types", None) or ()
+    )
+    if calls < layers * (expected := len(family.operators)):
+        raise UnsupportedError(
+            f"{calls} recurrent calls followed the tree in a forward of "
+            f"{type(transformer).__name__}, which has {layers} recurrent layers of {expected} "
+            "each: the others mixed tokens by packed order. They were replaced, or this version of "
+            "transformers does not hand them the tree mask"
+        )
+
+
+def transformer_of(model: nn.Module) -> Any:
+    """The transformers model inside wrappers and adapters.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    transformer = _outermost(model)
+    if transformer is None:
+        raise UnsupportedError(f"{type(model).__name__} holds no transformers model")
+    return transformer
+
+
+def _outermost(model: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
+    """Name and module of every causal attention, a shared one once per place it stands in.
+
+    Raises:
+        UnsupportedError: one that is not set to "prefixtree".
+    """
+    # a module that stands in two layers runs twice
+    modules = [
+        (name, module)
+        for name, module in transformer.named_modules(remove_duplicate=False)
+        # getattr of what most modules do not have would take most of the time
+        if ("is_causal" in vars(module) or hasattr(type(module), "is_causal"))
+        and module.is_causal is True
+        and hasattr(module, "config")
+    ]
+    others = {n: i for n, m in modules if (i := m.config._attn_implementation) != _NAME}
+    if not others:
+        return modules
+    name, implementation = next(iter(others.items()))
+    fix = 'call model.set_attn_implementation("prefixtree")'
+    text = transformer.config.get_text_config()
+    if text._attn_implementation == _NAME:
+        fix = (
+            "its configuration is a copy, which model.set_attn_implementation does not reach: "
+            'load the model with attn_implementation="prefixtree" before layers are copied, or '
+            "set .config of these modules to the model's config"
+        )
+    raise UnsupportedError(
+        f"{len(others)} of {len(modules)} attention modules run another attention, which "
+        f"ignores the tree ({name}: attn_implementation={implementation!r}); {fix}"
+    )
+
+
+def _attention_layers(transformer: Any) -> int:
+    """The number of layers that attend, each of which must be set to "prefixtree"."""
+    modules = attention_modules(transformer)
+    config = transformer.config.get_text_config()
+    if not modules or not (family := family_of(config)).is_tested:
+        return len(modules)
+    attending = config.num_hidden_layers
+    if family.rules:
+        attending = sum(kind in ATTENDING_TYPES for kind in config.layer_types)
+    return max(len(modules), attending)
+
+
+# ---- what becomes of logits ------------------------------------------------------------------
+
+
+def _check_treatment_of_logits(causal_lm: Any) -> None:
+    """Scores take the place of logits, so nothing unknown may work on these."""
+    kind, model_type = type(causal_lm).__name__, causal_lm.config.model_type
+    forward = causal_lm.forward
+    if family_of(causal_lm.config).is_tested and (origin := foreign_module(forward)) is not None:
+        raise UnsupportedError(
+            f"{kind}.forward is not the one transformers has for model type {model_type!r} but "
+            f"comes from {origin}: what it does to logits would be lost, as scores take their "
+            "place; use transformers' class, or verify yours and call "
+            f"allow_model_type({model_type!r})"
+        )
+    for hook in causal_lm._forward_hooks.values():
+        check_hook(hook, f"{kind}, the language model,")
+
+
+def check_hook(hook: Callable[..., Any], owner: str) -> None:
+    """Refuses a forward hook that would see scores where it expects logits."""
+    if foreign_module(hook, _KNOWN_HOOKS) is not None:
+        raise UnsupportedError(
+            f"{owner} has a forward hook ({hook!r}): it would see scores, never logits; remove it "
+            "while scoring"
+        )
+
+
+def foreign_module(function: Any, known: Sequence[str] = _KNOWN_PACKAGES) -> str | None:
+    """The module of a function that is outside of `known` (packages and modules): that of this
+    one, or of one that it wraps."""
+    left, seen = [function], set()
+    while left:
+        function = left.pop()
+        if isinstance(function, functools.partial):
+            left.append(function.func)
+        function = getattr(function, "__func__", function)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        # not __module__, which a wrapper takes over from what it wraps
+        names = getattr(function, "__globals__", None)
+        module = type(function).__module__ if names is None else names.get("__name__", "?")
+        if not any(f"{module}.".startswith(f"{name}.") for name in known):
+            return str(module)
+        left.append(getattr(function, "__wrapped__", None))
+        # what a wrapper calls need not be what it says it wraps
+        if isinstance(function, FunctionType):
+            left += inspect.getclosurevars(function).nonlocals.values()
+        left = [f for f in left if isinstance(f, _FUNCTIONS) or hasattr(f, "__wrapped__")]
+    return None
+
+
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+
+
+def check_vocabulary(causal_lm: Any, tokens: np.ndarray) -> None:
+    """Refuses token ids that the model does not have."""
+    vocabulary = causal_lm.config.get_text_config().vocab_size
+    if len(tokens) == 0 or int(tokens.max()) < vocabulary:
+        return
+    or_pictures = ""
+    if getattr(causal_lm.config, "image_token_id", None) is not None:
+        or_pictures = "; ids of Pictures.sequences need sequence_logprobs(pictures=)"
+    raise ValueError(
+        f"token id {int(tokens.max())} is beyond the model's vocabulary of {vocabulary}: the "
+        "sequences were tokenised for another model, or tokens were added without "
+        f"model.resize_token_embeddings{or_pictures}"
+    )

@@ -1,0 +1,50 @@
+"""Compiled layers: one graph per kind of layer, for forests of every size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.layers import layers_of
+
+# graphs of one kind of code that torch keeps: layers of every kind in every mode of recomputation,
+# with gradients and without
+_GRAPHS = 64
+
+
+def compile_layers(model: nn.Module, **options: Any) -> None:
+    """Compiles every decoder layer of a model with torch.compile, in place.
+
+    Norms, activations and rotary embeddings become few kernels, so an update takes less time and
+    less memory. Layers of one kind share a graph, and a new forest compiles nothing anew. The first
+    forward and the first backward compile; so does the first use of each mode of `recompute`, which
+    holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
+
+    The layers of LongCat-Flash are compiled in parts, because its experts look at numbers.
+
+    torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
+    (`torch._dynamo.config.recompile_limit`) to 64.
+
+    Args:
+        model: as `sequence_logprobs` takes it.
+        options: of torch.compile. Default: dynamic=True, so that no graph is made for the size of
+            one forest.
+
+    Raises:
+        TypeError: not a module.
+        UnsupportedError: a family without layers that transformers checkpoints.
+    """
+    causal_lm = find_causal_lm(model)
+    layers = layers_of(causal_lm)
+    # it replaces functions that would be compiled otherwise
+    prepare_states(causal_lm)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    for layer in layers:
+        # of the layer and not of its class, as `recompute` sets it: so a forward that recomputes
+        # nothing by a plan finds the graph of one without a plan
+        layer.gradient_checkpointing = layer.gradient_checkpointing
+        layer.compile(**{"dynamic": True, **options})

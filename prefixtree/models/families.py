@@ -1,0 +1,517 @@
+"""Which transformers model types run exactly, and the checks that keep the others out.
+
+A model type is on the list because a test compares it with eager attention, log-probabilities and
+all parameter gradients (tests/models/test_families.py). Nothing is
+inferred from what a class declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from packaging import version
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.low_precision import check_low_precision
+from prefixtree.models.unserved import UNSERVED
+from prefixtree.packing.layout import PackedForest
+
+# transformers' names of layers that only attend, that attend, and that carry a state
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"}
+_RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# a kernel of all of a layer, which is left out along the tree
+FUSED = "mamba2_split_conv1d_scan_combined"
+OLDEST_WITH_STATES = "5.17"
+# asked for once: layers check it in compiled code
+_TRANSFORMERS = metadata.version("transformers")
+_IS_TOO_OLD = version.parse(_TRANSFORMERS) < version.parse(OLDEST_WITH_STATES)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family turns its lm_head's output into logits, besides the lm_head itself.
+
+    Attributes:
+        softcap: config attribute holding c in c tanh(logits / c), or None.
+        scale: attribute logits are multiplied by, or None: of the first that has it of the model,
+            its base model and the configuration.
+        divisor: config attribute logits are divided by, or None.
+        position_rows: rows of position_ids that the text model takes: those of the text, which
+            its attention gets, and those of a multi-dimensional RoPE.
+        ignores_window: its layers attend to everything whatever sliding_window says.
+        hides_positions: its layers are not shown position_ids, whatever they do with them.
+        layer_types: what config.layer_types may name.
+        rules: functions that its recurrent layers call, which `models.hybrids` replaces by
+            those along the tree; none where no layer carries a state.
+        is_tested: False for what a user let through.
+    """
+
+    softcap: str | None = None
+    scale: str | None = None
+    divisor: str | None = None
+    position_rows: int = 1
+    ignores_window: bool = False
+    hides_positions: bool = False
+    layer_types: frozenset[str] = ATTENTION_TYPES
+    rules: tuple[str, ...] = ()
+    is_tested: bool = True
+
+    @property
+    def recurrent_types(self) -> frozenset[str]:
+        """Layer types that carry a state."""
+        return self.layer_types & _RECURRENT_TYPES
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those of `rules` that a recurrent layer calls once per packed forward."""
+        return tuple(rule for rule in self.rules if rule != FUSED)
+
+
+def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+
+
+_CONV = ("causal_conv1d_fn",)
+_DELTA_RULE = (*_CONV, "torch_chunk_gated_delta_rule")
+_KIMI = (*_CONV, "chunk_kimi_delta_attention")
+_SSD = (*_CONV, "mamba2_chunk_scan", FUSED)
+
+_FAMILIES: dict[str, Family] = {
+    "afmoe": Family(),
+    "apertus": Family(),
+    "arcee": Family(),
+    "aria_text": Family(),
+    "axk1": Family(),
+    "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
+    "bamba": _hybrid(_SSD, "linear_attention"),
+    "beam": Family(softcap="final_logit_softcapping"),
+    "bitnet": Family(),
+    "cohere": Family(scale="logit_scale"),
+    "cohere2": Family(scale="logit_scale"),
+    "cohere2_moe": Family(scale="logit_scale"),
+    "cwm": Family(),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "dots1": Family(),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "exaone4": Family(),
+    "exaone_moe": Family(),
+    "falcon_h1": _hybrid(_SSD, "hybrid", scale="lm_head_multiplier"),
+    "flex_olmo": Family(),
+    "flint": Family(),
+    "gemma": Family(),
+    "gemma2": Family(softcap="final_logit_softcapping"),
+    "gemma3_text": Family(softcap="final_logit_softcapping"),
+    "gemma3n_text": Family(softcap="final_logit_softcapping"),
+    "gemma4": Family(softcap="final_logit_softcapping"),
+    "gemma4_text": Family(softcap="final_logit_softcapping"),
+    "gemma4_unified_text": Family(softcap="final_logit_softcapping"),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(),
+    "glm4_moe_lite": Family(),
+    "gpt2": Family(),
+    "gpt_neox": Family(),
+    "gpt_oss": Family(),
+    "granite": Family(divisor="logits_scaling"),
+    "granite_swa": Family(divisor="logits_scaling"),
+    "granitemoe": Family(divisor="logits_scaling"),
+    "granitemoe_swa": Family(divisor="logits_scaling"),
+    "granitemoehybrid": _hybrid(
+        _SSD, "linear_attention", divisor="logits_scaling", hides_positions=True
+    ),
+    "granitemoeshared": Family(divisor="logits_scaling"),
+    "helium": Family(),
+    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_moe": Family(),
+    "hy_v3": Family(),
+    "hyperclovax": Family(scale="logits_scaling"),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "jais2": Family(),
+    "jetmoe": Family(),
+    "kimi_linear": _hybrid(_KIMI, "linear_attention"),
+    "kolibri1": Family(),
+    "laguna": Family(),
+    "lfm2": _hybrid(_CONV, "conv"),
+    "lfm2_moe": _hybrid(_CONV, "conv"),
+    "lfm3": _hybrid(_CONV, "conv", "sliding_attention"),
+    "llama": Family(),
+    "longcat_flash": Family(),
+    "mellum": Family(),
+    "mimo_v2_flash": Family(),
+    "minicpm3": Family(),
+    "minimax_m2": Family(),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "modernbert-decoder": Family(),
+    "nanochat": Family(softcap="final_logit_softcapping"),
+    "nemotron_h": _hybrid(_SSD, "linear_attention", "mlp", "moe"),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmo_hybrid": _hybrid(_DELTA_RULE, "linear_attention"),
+    "olmoe": Family(ignores_window=True),
+    "opt": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_5_vl": Family(position_rows=4),
+    "qwen2_5_vl_text": Family(position_rows=4),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_5": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_moe": Family(),
+    "qwen3_next": _hybrid(_DELTA_RULE, "linear_attention"),
+    "qwen3_vl": Family(position_rows=4),
+    "qwen3_vl_moe": Family(position_rows=4),
+    "qwen3_vl_moe_text": Family(position_rows=4),
+    "qwen3_vl_text": Family(position_rows=4),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "solar_open": Family(),
+    "starcoder2": Family(),
+    "vaultgemma": Family(softcap="final_logit_softcapping"),
+    "youtu": Family(),
+    "zamba2": _hybrid(_SSD, "linear_attention", "hybrid"),
+}
+
+# whose norms, rotary embeddings, MLPs and experts may be Liger Kernel's
+# (tests/models/test_liger.py, on a GPU)
+LIGER_LAYERS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "llama",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+
+# model types of vision towers, which attend both ways in a picture
+TOWERS = frozenset(
+    {
+        "gemma4_vision",
+        "qwen2_5_vl_vision",
+        "qwen3_5_moe_vision",
+        "qwen3_5_vision",
+        "qwen3_vl_moe_vision",
+        "qwen3_vl_vision",
+    }
+)
+
+# the keyword by which a tower's attention knows that pictures of a forest are encoded
+ENCODES = "tree_encodes"
+
+# of another way of packing, as layers and the functions that they call know them
+PACKING_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# says that the caller's load-balancing loss counts a shared token once per sequence
+COUNTS_COPIES = "router_loss_counts_copies"
+# the keyword of recorded routes, and the mark of attention layers in a model that replays them
+ROUTES = "tree_routes"
+REPLAYS = "_prefixtree_replays"
+ROUTER_LOGITS = (
+    "output_router_logits asks the model for its load-balancing loss, which counts a shared token "
+    "once where the replicated batch counts every copy: take scores.aux_loss of "
+    "prefixtree.sequence_logprobs(model, packed, output_router_logits=True), or set "
+    "config.output_router_logits to False and pass no output_router_logits"
+)
+
+_ROPE_TYPES = {"default", "linear", "llama3", "proportional", "yarn"}
+
+# names under which configurations keep a dropout or a jitter of the forward
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "resid_pdrop",
+    "residual_dropout",
+    "embd_pdrop",
+    "embedding_dropout",
+    "embed_dropout",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "activation_dropout",
+    "dropout",
+    "layerdrop",
+)
+# the layers of torch that draw, each by its public name
+DROPOUT_LAYERS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+_JITTERS = ("router_jitter_noise", "input_jitter_noise", "jitter_noise", "moe_jitter_eps")
+
+
+def supported_model_types() -> list[str]:
+    """Lists the model types that run.
+
+    Returns:
+        Values of `config.model_type`, sorted: those that a test compares with their eager run, and
+        those that `allow_model_type` let through in this process.
+    """
+    return sorted(_FAMILIES)
+
+
+def allow_model_type(
+    model_type: str,
+    *,
+    softcap: str | None = None,
+    scale: str | None = None,
+    divisor: str | None = None,
+) -> None:
+    """Allows a model type that this project has not tested; verify it yourself first.
+
+    For a type that is on the list already, the call allows a class or a forward that you changed.
+
+    Run `prefixtree verify --model CONFIG FILE` (or compare log-probabilities and every parameter
+    gradient with eager attention per sequence): a model that ignores the mask, keeps a recurrent
+    state or looks at the whole batch gives wrong gradients without an error.
+
+    Args:
+        model_type: `config.model_type` of the text model.
+        softcap: configuration attribute c of a forward that caps the logits after the lm_head:
+            c tanh(logits / c). Default: none.
+        scale: configuration attribute that the forward multiplies the logits by. Default: none.
+        divisor: configuration attribute that the forward divides the logits by. Default: none.
+    """
+    _FAMILIES[model_type] = replace(
+        _FAMILIES.get(model_type, Family()),
+        softcap=softcap,
+        scale=scale,
+        divisor=divisor,
+        is_tested=False,
+    )
+
+
+def family_of(config: Any) -> Family:
+    """The family of a configuration; `UnsupportedError` for one that is not on the list."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in _FAMILIES and model_type in UNSERVED:
+        raise UnsupportedError(f"model type {model_type!r} is not served: {UNSERVED[model_type]}")
+    if model_type not in _FAMILIES:
+        raise UnsupportedError(
+            f"model type {model_type!r} is not verified to run exactly on packed forests; verified "
+            f"are {', '.join(supported_model_types())}. If you have verified yours, call "
+            "prefixtree.integrations.transformers.allow_model_type"
+        )
+    return _FAMILIES[model_type]
+
+
+def check_config(config: Any, training: bool) -> None:
+    """Refuses what would make a packed run differ from the replicated one, by configuration."""
+    family = family_of(config)
+    if family.rules:
+        _check_version(config)
+    if family.ignores_window and getattr(config, "sliding_window", None) is not None:
+        raise UnsupportedError(
+            f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "
+            "other attentions, so that results would differ; set it to None"
+        )
+    for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types):
+        raise UnsupportedError(
+            f"layers of type {layer_type!r} are not verified in {config.model_type}: they may mix "
+            "tokens by packed order, not along the tree; only "
+            f"{', '.join(sorted(family.layer_types))} run exactly"
+        )
+    # "vision" is of images, which text models do not take
+    both_ways = getattr(config, "use_bidirectional_attention", None)
+    if both_ways not in (None, False, "vision") or not getattr(config, "is_causal", True):
+        raise UnsupportedError("bidirectional attention has no prefix to share; use a causal model")
+    for rope in _rope_types(config):
+        if rope not in _ROPE_TYPES:
+            raise UnsupportedError(
+                f"RoPE type {rope!r} looks at the longest sequence of the batch, so that packed "
+                f"logits differ; set rope_parameters to one of {', '.join(sorted(_ROPE_TYPES))}"
+            )
+    _check_groups(config)
+    if training:
+        check_noise(config)
+
+
+def _check_groups(config: Any) -> None:
+    """Refuses experts that do not divide into their groups: routers would reach over tokens."""
+    groups = getattr(config, "n_group", None) or 1
+    if groups == 1 or getattr(config, "topk_method", None) == "greedy":
+        return
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if (getattr(config, name, None) or 0) % groups:
+            raise UnsupportedError(
+                f"config.{name} ({getattr(config, name)}) does not divide into config.n_group "
+                f"({groups}) groups: transformers' router would mix the scores of several tokens"
+            )
+
+
+def check_noise(config: Any, name: str = "config") -> None:
+    """Refuses a configuration with dropout or jitter in training; `name` is what it is called."""
+    for attribute in (*_DROPOUTS, *_JITTERS):
+        if isinstance(value := getattr(config, attribute, None), (int, float)) and value > 0:
+            raise UnsupportedError(
+                f"{name}.{attribute} is {value}: a shared token would draw one noise where the "
+                "replicated batch draws several; set it to 0 (or call model.eval())"
+            )
+
+
+def _check_version(config: Any) -> None:
+    if _IS_TOO_OLD:
+        raise UnsupportedError(
+            f"{config.model_type} has recurrent layers, which take the tree from transformers "
+            f"{OLDEST_WITH_STATES} on; {_TRANSFORMERS} is installed: pip install "
+            f'"transformers>={OLDEST_WITH_STATES}"'
+        )
+
+
+def placeholder_in(config: Any, tokens: np.ndarray) -> tuple[str, int] | None:
+    """The first placeholder of images, videos or sound among token ids: its name and id."""
+    for name in ("image_token_id", "video_token_id", "audio_token_id"):
+        if (token := getattr(config, name, None)) is not None and (tokens == token).any():
+            return name, token
+    return None
+
+
+def check_tokens(config: Any, tokens: np.ndarray) -> None:
+    """Refuses placeholders of images and videos: equal ids may stand for different pixels."""
+    if (found := placeholder_in(config, tokens)) is None:
+        return
+    name, token = found
+    if name == "audio_token_id":
+        raise UnsupportedError(
+            f"the sequences hold audio_token_id {token}: sound is not verified; drop them"
+        )
+    raise UnsupportedError(
+        f"the sequences hold {name} {token}, which would be shared whatever it shows: make "
+        "the forest of pictures.sequences and pass pictures=pictures, with pictures = "
+        "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config)"
+    )
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
+    included; linear layers of low precision that mix tokens, models that transformers loaded
+    quantised, and layers replaced by kernels of the hub."""
+    for name, module in model.named_modules():
+        check_low_precision(name, module)
+        if vars(module).get("hf_quantizer") is not None:
+            raise UnsupportedError(
+                "models that transformers loads quantised (quantization_config) are not verified: "
+                "load it unquantised; torchao's quantize_ may then quantise its weights"
+            )
+        if vars(module).get("_use_kernels"):
+            raise UnsupportedError("use_kernels replaces layers of the model: load it without")
+        if module.training and (alpha := vars(module).get("neftune_noise_alpha")):
+            raise UnsupportedError(
+                f"NEFTune is active on {name} (neftune_noise_alpha={alpha}): a shared token would "
+                "draw one noise where the replicated batch draws several; leave "
+                "neftune_noise_alpha at None or call model.eval()"
+            )
+        is_dropout = isinstance(module, DROPOUT_LAYERS)
+        if is_dropout and module.training and module.p > 0:
+            raise UnsupportedError(
+                f"{name} is an active dropout (p = {module.p}): a shared token would draw one mask "
+                "where the replicated batch draws several; set it to 0 (lora_dropout=0 for an "
+                "adapter) or call model.eval()"
+            )
+
+
+def forward_inputs(packed: PackedForest, config: Any) -> dict[str, Any]:
+    """The keywords of a forward over a packed forest, positions with as many rows as are taken."""
+    inputs = packed.model_inputs()
+    if (rows := family_of(config).position_rows) > 1:
+        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    return inputs
+
+
+def check_checkpointing(model: nn.Module, config: Any) -> None:
+    """Refuses reentrant checkpointing where layers use keys of earlier ones: transformers passes
+    those beside the checkpoint's inputs, and their gradients are lost, packed or not."""
+    if getattr(config, "num_kv_shared_layers", 0) and checkpoints_reentrantly(model):
+        raise UnsupportedError(
+            f"reentrant checkpointing loses gradients in {config.model_type} with "
+            'num_kv_shared_layers > 0: enable it with {"use_reentrant": False}'
+        )
+
+
+def checkpoint_wrappers(model: nn.Module) -> list[Any]:
+    """torch's CheckpointWrappers in a model, which recompute what they hold whatever is planned.
+
+    Known by name: the class is not public, and FSDP2 puts a subclass in its place.
+    """
+    name = "CheckpointWrapper"
+    return [m for m in model.modules() if name in (c.__name__ for c in type(m).__mro__)]
+
+
+def checkpoints_reentrantly(model: nn.Module) -> bool:
+    """Whether a layer of transformers runs in reentrant checkpoints, which is its default."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = list(model.modules())
+    # what holds such layers has the switch as well, and does not use it
+    layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer)]
+    for module in layers or modules:
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        options = getattr(checkpoint, "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
+            return True
+    return False
+
+
+def check_replayed(module: nn.Module, keywords: dict[str, Any]) -> None:
+    """Refuses recorded routes in a model whose routers would choose by themselves.
+
+    Args:
+        module: an attention layer. keywords: those that it got.
+    """
+    if keywords.get(ROUTES) is not None and not getattr(module, REPLAYS, False):
+        raise UnsupportedError(
+            "the forest has recorded routes, and the model's routers would choose by themselves: "
+            "score it with sequence_logprobs, which makes them take the routes"
+        )
+
+
+def check_router_logits(config: Any, keywords: dict[str, Any]) -> None:
+    """Refuses a forward over a packed forest whose load-balancing loss the model would compute.
+
+    Args:
+        config: of an attention layer. keywords: those that the layer got.
+    """
+    if keywords.get(COUNTS_COPIES):
+        return
+    asked = keywords.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        raise UnsupportedError(ROUTER_LOGITS)
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """RoPE types of a configuration, one for all layers or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    for entry in nested or [parameters]:
+        yield str(entry.get("rope_type", entry.get("type", "default")))

@@ -1,0 +1,343 @@
+"""Models whose layers carry a state (convolutions, linear recurrences) on packed forests.
+
+A recurrent layer of transformers calls functions of its module and hands them its keywords, the
+tree mask among them. `prepare` gives the layers of a model the same forward, with these functions
+replaced by those along the tree: the family's own code runs, and no class or module of transformers
+is touched. Without a tree mask the family's own functions are called.
+
+Legend: T packed tokens, D channels of a convolution, W taps, H heads (Hk of keys), K and V sizes of
+a key and a value, G groups, N size of a state, P size of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import CellType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.models.checks import attention_modules, transformer_of
+from prefixtree.models.families import (
+    FUSED,
+    PACKING_KEYWORDS,
+    Family,
+    check_config,
+    check_modules,
+    family_of,
+)
+from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.packing.mask import TreeMask, check_mask
+
+_MARK = "_prefixtree_prepared"
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def prepare(model: _Model) -> _Model:
+    """Makes a model of transformers ready for forwards over packed forests.
+
+    `sequence_logprobs` does it by itself. A bare `model(**packed.model_inputs())` needs it where
+    layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others): their recurrent layers
+    get a class of their own, which runs the family's forward along the tree. On other models it
+    changes nothing. On all it checks what no single layer sees: that the type is verified, that
+    every layer runs attn_implementation="prefixtree", and that no dropout is active.
+
+    A second call changes nothing. Copies and pickles of a prepared model are prepared;
+    `from_pretrained` gives a model that is not.
+
+    Args:
+        model: a model of transformers, wrapped (PEFT, DDP) or not, with
+            attn_implementation="prefixtree".
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: a model that does not run exactly on packed forests, with the reason.
+    """
+    transformer = transformer_of(model)
+    config = transformer.config
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        check_config(part, transformer.training)
+    check_modules(model)
+    attention_modules(transformer)
+    prepare_states(transformer)
+    return model
+
+
+def prepare_states(transformer: Any) -> None:
+    """Gives recurrent layers their forward along the tree; nothing where there are none.
+
+    Raises:
+        UnsupportedError: a recurrent layer that is not as the family's proof had it.
+    """
+    config = transformer.config.get_text_config()
+    family = family_of(config)
+    mixers = [(n, m) for n, m in transformer.named_modules() if _rules(_kind(m))]
+    if not mixers and not family.rules:
+        return
+    for name, mixer in mixers:
+        _check_mixer(name, mixer, config, family)
+    _check_none_is_missing(len(mixers), config, family)
+    for _, mixer in mixers:
+        if not isinstance(mixer, _AlongTree):
+            mixer.__class__ = _along_tree(_kind(mixer))
+    if family.hides_positions:
+        _show_positions(transformer.get_decoder())
+    for _, module in attention_modules(transformer):
+        setattr(module, _MARK, True)
+
+
+def check_prepared(module: nn.Module) -> None:
+    """Refuses an attention layer of a model whose recurrent layers do not know the tree yet.
+
+    Its layers would drop the mask without an error, and mix tokens by packed order.
+    """
+    config: Any = module.config
+    if family_of(config).rules and not getattr(module, _MARK, False):
+        raise UnsupportedError(
+            f"{config.model_type} has recurrent layers, which mix tokens by packed order until the "
+            "model is prepared: call prefixtree.prepare(model) once before model(...), or use "
+            "sequence_logprobs, which does it by itself"
+        )
+
+
+# ---- functions along the tree --------------------------------------------------------------------
+
+
+def _conv(
+    original: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    tree_mask: TreeMask | None = None,
+    **kwargs: Any,
+) -> Any:
+    """causal_conv1d_fn: x [1, D, T], weight [D, W] -> [1, D, T]."""
+    if tree_mask is None:
+        return original(x, weight, bias, activation=activation, **kwargs)
+    _check_call(tree_mask, x.transpose(1, 2), kwargs)
+    out = tree_conv(x[0].t().to(weight.dtype), weight, bias, tree_mask, activation)
+    return out.to(x.dtype).t()[None]
+
+
+def _delta_rule(
+    original: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    tree_mask: TreeMask | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Gated delta rule, its decay a number per head (g [1, T, H]) or per channel ([1, T, H, K])."""
+    if tree_mask is None:
+        return original(query, key, value, g=g, beta=beta, **kwargs)
+    _check_call(tree_mask, query, kwargs)
+    l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
+    q, k, v, decay, strength = (part[0] for part in (query, key, value, g, beta))
+    return tree_delta_rule(q, k, v, decay, strength, tree_mask, qk_l2norm=l2norm)[None], None
+
+
+def _ssd(
+    original: Any,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    tree_mask: TreeMask | None = None,
+    **kwargs: Any,
+) -> Any:
+    """mamba2_chunk_scan: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
+    if tree_mask is None:
+        return original(x, dt, A, B, C, **kwargs)
+    _check_call(tree_mask, x, kwargs)
+    if kwargs.get("z") is not None:
+        raise UnsupportedError("a gate inside mamba2_chunk_scan (z) is not verified")
+    names = ("D", "dt_bias", "dt_softplus", "dt_limit")
+    options = {name: kwargs[name] for name in names if name in kwargs}
+    return tree_ssd(x[0], dt[0], A, B[0], C[0], tree_mask, **options)[None]
+
+
+def _not_fused(original: Any, *args: Any, tree_mask: TreeMask | None = None, **kwargs: Any) -> Any:
+    """One kernel for convolution, scan and norm, which knows no tree: None lets the layer go on."""
+    return original(*args, **kwargs) if tree_mask is None else None
+
+
+def _check_call(tree_mask: TreeMask, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """x [B, n, ..]; what the attention layers refuse, before a state mixes it."""
+    check_mask(tree_mask, "tree_mask")
+    if x.shape[0] != 1:
+        raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
+    if tree_mask.query_tokens is not None:
+        raise UnsupportedError(
+            "a mask of some queries (TreeMask.for_queries) says nothing of the states between "
+            "them: recurrent layers take the whole forest, packed.mask"
+        )
+    if any(kwargs.get(name) is not None for name in (*PACKING_KEYWORDS, "seq_idx")):
+        raise ValueError(
+            f"tree_mask cannot be combined with {', '.join((*PACKING_KEYWORDS, 'seq_idx'))}"
+        )
+    if any(kwargs.get(name) for name in _STATES_OUT):
+        raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
+    if x.shape[1] != tree_mask.num_tokens:
+        raise ValueError(
+            f"a packed forest has no key-value cache: pass use_cache=False ({x.shape[1]} rows, the "
+            f"mask has {tree_mask.num_tokens})"
+        )
+
+
+# how a layer asks for the state to put it into a cache
+_STATES_OUT = ("output_final_state", "return_final_states")
+# by the names that recurrent layers of transformers call
+_TREE_RULES: dict[str, Any] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _ssd,
+    FUSED: _not_fused,
+}
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+class _AlongTree:
+    """Base of the classes that prepared layers get.
+
+    A class and not a forward of the instance, so that whatever copies or pickles a module takes it
+    along, and nothing is bound to the module that it was copied from.
+    """
+
+    _original: Any
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._original,), self.__dict__
+
+
+def _rebuild(original: Any) -> Any:
+    along_tree = _along_tree(original)
+    return along_tree.__new__(along_tree)
+
+
+@functools.cache
+def _along_tree(original: Any) -> type[nn.Module]:
+    """The class with the same forward along the tree; one per class, and so one code object, by
+    which torch.compile keeps what it compiled."""
+    members = {
+        "forward": _with_tree_rules(original.forward, _rules(original)),
+        "_original": original,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (_AlongTree, original), members)
+
+
+@functools.cache
+def _rules(kind: Any) -> frozenset[str]:
+    """Which functions along the tree the forward of a class has a place for."""
+    forward = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return frozenset()
+    # co_names has attributes too
+    return frozenset(_TREE_RULES.keys() & set(code.co_names) & forward.__globals__.keys())
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module)
+
+
+def _with_tree_rules(forward: Any, rules: frozenset[str]) -> Any:
+    """The same code, in which the names of `rules` mean those along the tree; the decorators around
+    it are kept."""
+    wrapped = getattr(forward, "__wrapped__", None)
+    closure, scope = forward.__closure__, forward.__globals__
+    if wrapped is None:
+        scope = dict(scope)
+        # torch.compile looks for the globals of a function that has it in that module instead
+        scope.pop("__name__", None)
+        for name in rules:
+            scope[name] = functools.partial(_TREE_RULES[name], scope[name])
+    else:
+        inner = _with_tree_rules(wrapped, rules)
+        closure = tuple(CellType(inner) if c.cell_contents is wrapped else c for c in closure)
+        if closure == forward.__closure__:
+            raise UnsupportedError(
+                f"{forward.__qualname__} stands in a decorator that does not call it: not verified"
+            )
+    copy = FunctionType(
+        forward.__code__.replace(), scope, forward.__name__, forward.__defaults__, closure
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    copy.__dict__.update(forward.__dict__)
+    if wrapped is not None:
+        copy.__wrapped__ = inner  # type: ignore[attr-defined]
+    return copy
+
+
+def _show_positions(decoder: nn.Module) -> None:
+    """Lets the attention see position_ids beside the keywords that the layers hand on."""
+    if _with_shown_positions not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_with_shown_positions, with_kwargs=True)
+
+
+def _with_shown_positions(
+    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs | {SHOWN_POSITIONS: kwargs.get("position_ids")}
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> None:
+    kind = type(mixer).__name__
+    if _rules(_kind(mixer)) != set(family.rules):
+        raise UnsupportedError(
+            f"{name} ({kind}) computes {', '.join(sorted(_rules(_kind(mixer))))}; verified for "
+            f"{config.model_type} is {', '.join(sorted(family.rules)) or 'no recurrent layer'}"
+        )
+    origin = str(inspect.unwrap(type(mixer).forward).__globals__.get("__name__", "transformers."))
+    if not origin.startswith("transformers."):
+        raise UnsupportedError(
+            f"{name}: {kind}.forward is not the one of transformers but comes from {origin}: undo "
+            "the patch, or it would not be known along the tree"
+        )
+    parameters = inspect.signature(inspect.unwrap(type(mixer).forward)).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise UnsupportedError(
+            f"{name}: {kind}.forward of this version of transformers takes no further keywords, so "
+            "the tree mask does not reach it: pip install --upgrade transformers"
+        )
+    hooked = next((n for n, m in mixer.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None:
+        place = ".".join(part for part in (name, hooked) if part)
+        raise UnsupportedError(
+            f"{place} has a hook of accelerate (offloading, or a device_map over several devices), "
+            "which is not verified on recurrent layers: load the model on one device, without "
+            "device_map"
+        )
+    if "forward" in vars(mixer):
+        raise UnsupportedError(
+            f"{name} ({kind}) has a forward of its own ({vars(mixer)['forward']!r}), which knows "
+            "no tree: undo the patch"
+        )
+
+
+def _check_none_is_missing(found: int, config: Any, family: Family) -> None:
+    kinds = getattr(config, "layer_types", None) or ()
+    expected = sum(kind in family.recurrent_types for kind in kinds)
+    if found < max(1, expected):
+        raise UnsupportedError(
+            f"{config.model_type} has {expected} recurrent layers by its layer_types, of which "
+            f"{found} have transformers' own code: replaced ones would mix tokens by packed order"
+        )

@@ -1,0 +1,60 @@
+"""The parts of a model: its decoder, the layers that are checkpointed, the groups it runs in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from prefixtree.errors import UnsupportedError
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """What holds the layers of a causal language model of transformers."""
+    decoder = model.get_decoder()
+    # ModernBERT calls its lm_head so
+    found: nn.Module = model.base_model if isinstance(decoder, nn.Linear) else decoder
+    return found
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers that transformers checkpoints, first to last.
+
+    Args:
+        model: a causal language model of transformers; layers of image encoders are not counted.
+
+    Raises:
+        UnsupportedError: transformers does not checkpoint this family.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers, seen = [], set()
+    left: list[nn.Module] = [decoder_of(model)]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, GradientCheckpointingLayer):
+            # not what is inside: Zamba2 has such layers in such layers
+            layers.append(module)
+        else:
+            left += reversed(list(module.children()))
+    if not layers or not model.supports_gradient_checkpointing:
+        raise UnsupportedError(
+            f"transformers does not checkpoint the layers of {type(model).__name__}, so nothing "
+            "can be said of them one by one: leave recompute=None, and compile no layers"
+        )
+    return layers
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """The groups of ranks that run the model in lockstep, in an order that all ranks share."""
+    kinds = DistributedDataParallel, FullyShardedDataParallel
+    groups = [m.process_group for m in model.modules() if isinstance(m, kinds)]
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    for mesh in dict.fromkeys(meshes):
+        groups += [] if mesh is None else mesh.get_all_groups()
+    return list(dict.fromkeys(groups))

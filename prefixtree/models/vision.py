@@ -1,0 +1,372 @@
+"""Pictures of a packed forest through a model: its inputs, and each distinct picture encoded once.
+
+The model's forward calls its vision tower with the pixels it was given, and puts the features in
+the place of the placeholders, in packed order. A picture that two branches hold is placed twice.
+So the model gets the pixels of the distinct pictures and the grids of the placements: a hook in
+front of the tower hands it the grids of the distinct pictures, and one behind it repeats the
+features per placement. The tower runs inside the model's forward, where wrappers gather its
+parameters, and autograd sums its gradients. The hooks are removed after the forward.
+
+Legend: T packed tokens, K placements, N distinct pictures that are placed, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from prefixtree._picture_inputs import Modality, Picture, check_served
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
+from prefixtree.models.layers import groups_of
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.placements import PathPictures, Placements, place
+from prefixtree.packing.transfers import move
+from prefixtree.pictures import Pictures
+
+# the tower's attribute in the model without its lm_head, and its keyword of grids
+_TOWERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
+_TOWER = ("visual", "grid_thw")
+# keywords of the text part, which outer forwards hand to towers too
+_OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
+_FEATURES = ("pooler_output", "deepstack_features")
+
+
+class PlacedPictures:
+    """A packed forest with its pictures, ready for one forward.
+
+    Attributes:
+        packed: the forest with the token ids that the model knows.
+        inputs: keywords of the model's forward that differ from those of the packed forest alone.
+    """
+
+    def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
+        config = causal_lm.config
+        placements, paths = place(packed, pictures)
+        assert packed.input_ids is not None
+        ids = pictures.with_placeholders(packed.input_ids.cpu().numpy())
+        self.packed = packed.with_input_ids(torch.from_numpy(ids))
+        self.inputs: dict[str, Any] = {}
+        if family_of(config).position_rows > 1:
+            self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
+        self._causal_lm = causal_lm
+        attribute, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
+        self._tower, self._vision = getattr(causal_lm.model, attribute), config.vision_config
+        self._encodings = [
+            encoding
+            for modality in ("image", "video")
+            if (encoding := _encoding(modality, placements, pictures, packed.device)) is not None
+        ]
+        if not self._encodings and _runs_in_lockstep(model):
+            # ranks with pictures run the tower, and wait for those without
+            self._encodings = [_blank(config, packed.device)]
+        for encoding in self._encodings:
+            self.inputs |= encoding.inputs()
+
+    @contextmanager
+    def encoded(self) -> Iterator[None]:
+        """One forward, in which the tower encodes each distinct picture once.
+
+        Raises:
+            UnsupportedError: a model that does not call its tower as transformers' does.
+        """
+        left = list(self._encodings)
+        current: list[_Encoding] = []
+
+        def before(tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if not left or kwargs.get(self._grid_keyword) is None:
+                raise UnsupportedError(f"{_UNEXPECTED} more often, or with other keywords")
+            encoding = left.pop(0)
+            current.append(encoding)
+            kwargs = {k: v for k, v in kwargs.items() if k not in _OF_THE_TEXT}
+            if self._vision._attn_implementation == "prefixtree":
+                kwargs[ENCODES] = True
+            return args, kwargs | {self._grid_keyword: encoding.grids}
+
+        def after(tower: nn.Module, args: Any, output: Any) -> None:
+            current.pop().repeat(output)
+
+        with changing(self._causal_lm) as changes:
+            changes.hook(self._tower.register_forward_pre_hook, before, with_kwargs=True)
+            changes.hook(self._tower.register_forward_hook, after)
+            yield
+        if left:
+            raise UnsupportedError(f"{_UNEXPECTED} {len(left)} times less")
+
+
+_UNEXPECTED = (
+    "pictures are verified with transformers' models, which call their vision tower once for the "
+    "images and once for the videos of a forward; this one called it"
+)
+
+
+def check_pictures(
+    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any, recompute: object
+) -> None:
+    """Refuses pictures that the model would not run as it runs each sequence alone.
+
+    Args:
+        model: what is called. causal_lm: the transformers model inside it.
+
+    Raises:
+        TypeError: no Pictures.
+        ValueError: pictures that were made for another model.
+        UnsupportedError: what is not verified with pictures, with the way to mend it.
+    """
+    if not isinstance(pictures, Pictures):
+        raise TypeError(
+            f"pictures must be a Pictures, got {type(pictures).__name__}; "
+            "Pictures.from_batch(sequences, pixel_values, image_grid_thw, model.config) makes one"
+        )
+    config, text = causal_lm.config, causal_lm.config.get_text_config()
+    check_served(config.model_type, text)
+    made_for = pictures.model_type, pictures.placeholders
+    is_for = config.model_type, {m: getattr(config, f"{m}_token_id") for m in made_for[1]}
+    if made_for != is_for or pictures.first_id < text.vocab_size:
+        raise ValueError(
+            f"the pictures were made for {made_for[0]} with placeholders {made_for[1]} and ids "
+            f"from {pictures.first_id} on, the model is {is_for[0]} with {is_for[1]} and a "
+            f"vocabulary of {text.vocab_size}: give Pictures.from_batch this model's config"
+        )
+    if causal_lm.training:
+        check_noise(config.vision_config, "vision_config")
+    if packed.forest.routes is not None:
+        raise UnsupportedError("recorded routes of experts are not verified with pictures")
+    if recompute == "auto":
+        raise UnsupportedError(
+            "recompute='auto' does not know the memory of a vision tower: with pictures give "
+            "'all', 'all_but_attention', 'nothing' or a RecomputePlan"
+        )
+    if runs_deepspeed(model):
+        raise UnsupportedError("DeepSpeed is not verified with pictures: use DDP or FSDP2")
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                "FSDP1 is not verified with pictures: use FSDP2 (fully_shard) or DDP"
+            )
+        if vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod"):
+            raise UnsupportedError(
+                "pictures are not verified in compiled models: leave torch.compile and "
+                "compile_layers out"
+            )
+        if getattr(module, "_is_hooked", False):
+            raise UnsupportedError(
+                "pictures are not verified under tensor or expert parallelism: load the model "
+                "without tp_plan and ep_size"
+            )
+    has_videos = any(picture.modality == "video" for picture in pictures.distinct)
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if has_videos and is_sharded and _runs_in_lockstep(model):
+        raise UnsupportedError(
+            "videos are not verified under FSDP2: ranks with images alone would run the tower "
+            "less often than ranks with videos too"
+        )
+
+
+def _runs_in_lockstep(model: nn.Module) -> bool:
+    """Whether other ranks wait for this one in every layer, or in the backward."""
+    return any(group.size() > 1 for group in groups_of(model))
+
+
+# ---- positions -----------------------------------------------------------------------------------
+
+
+def _position_ids(
+    base: Any, packed: PackedForest, pictures: Pictures, paths: list[PathPictures]
+) -> torch.Tensor:
+    """int64 [4, 1, T]: positions in the text, for masks, and those of the model's 3-D RoPE.
+
+    The latter are the model's own, of each sequence alone. Those of a token follow from its path,
+    so that `pack_values` finds the copies of shared tokens equal.
+    """
+    known: dict[int, torch.Tensor] = {}
+    for path in paths:
+        if id(path) not in known:
+            known[id(path)] = _alone(base, pictures, path)
+    three = packed.pack_values([known[id(path)] for path in paths])
+    return torch.cat([packed.position_ids[None], three.t()])[:, None]
+
+
+def _alone(base: Any, pictures: Pictures, path: PathPictures) -> torch.Tensor:
+    """int64 [n, 3], the positions of one sequence alone."""
+    if not path.numbers:
+        return torch.arange(len(path.tokens))[:, None].expand(-1, 3)
+    inputs = alone_inputs(pictures, path.tokens, path.numbers)
+    for name in ("pixel_values", "pixel_values_videos"):
+        inputs.pop(name, None)
+    positions, _ = base.get_rope_index(**inputs)
+    return torch.as_tensor(positions)[:, 0].t().contiguous()
+
+
+def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
+    """What transformers takes for one sequence alone, as its processor gives it.
+
+    Args:
+        pictures: the pictures of the batch.
+        tokens: integers [n], one of `pictures.sequences`.
+        numbers: the pictures it holds, in order; `pictures.of_sequences` has them.
+
+    Returns:
+        input_ids and mm_token_type_ids [1, n], and the pixels and grids of its pictures, on the
+        CPU.
+    """
+    ids = torch.from_numpy(pictures.with_placeholders(np.asarray(tokens, np.int64)))[None]
+    types = torch.zeros_like(ids, dtype=torch.int32)
+    inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
+    held = [pictures.distinct[n] for n in numbers]
+    for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
+        types[ids == token] = value
+        if shown := [picture for picture in held if picture.modality == modality]:
+            inputs |= _tensors(modality, pictures.model_type, shown)
+    return inputs
+
+
+def _tensors(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
+    """Pixels and grids of some pictures of one modality, as keywords of the model."""
+    pixels, grids = _NAMES[model_type in _TOWERS, modality]
+    join = torch.stack if model_type in _TOWERS else torch.cat
+    inputs: dict[str, Any] = {
+        pixels: join([picture.pixels for picture in shown]),
+        grids: torch.stack([picture.grid for picture in shown]),
+    }
+    if shown[0].seconds is not None:
+        inputs["second_per_grid_ts"] = [picture.seconds for picture in shown]
+    return inputs
+
+
+_NAMES = {
+    (False, "image"): ("pixel_values", "image_grid_thw"),
+    (False, "video"): ("pixel_values_videos", "video_grid_thw"),
+    (True, "image"): ("pixel_values", "image_position_ids"),
+}
+
+
+# ---- the tower -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """One call of the vision tower: the distinct pictures of one modality.
+
+    Attributes:
+        tensors: the keywords of the model's forward, pixels and grids of the N distinct pictures.
+        grid_name: the one of them that is the grids.
+        placed: in its place, the grids of the K placements: as many features as they hold.
+        rows: from features [F, H] of the distinct pictures to those of the placements.
+        count: F.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    grid_name: str
+    placed: torch.Tensor
+    rows: GatherIndex
+    count: int
+
+    @property
+    def grids(self) -> torch.Tensor:
+        """Of the distinct pictures."""
+        return self.tensors[self.grid_name]
+
+    def inputs(self) -> dict[str, Any]:
+        """Keywords of the model's forward."""
+        return self.tensors | {self.grid_name: self.placed}
+
+    def repeat(self, output: Any) -> None:
+        """Repeats the features in the tower's output per placement, in packed order."""
+        found = [name for name in _FEATURES if getattr(output, name, None) is not None]
+        if self.grid_name == "image_position_ids":
+            # its features come straight from the last layer
+            found = ["last_hidden_state"]
+        if not found:
+            raise UnsupportedError(f"{_UNEXPECTED} and got {type(output).__name__}")
+        for name in found:
+            values = getattr(output, name)
+            is_list = isinstance(values, (list, tuple))
+            repeated = [self._repeated(each) for each in (values if is_list else [values])]
+            setattr(output, name, repeated if is_list else repeated[0])
+
+    def _repeated(self, features: torch.Tensor) -> torch.Tensor:
+        if len(features) != self.count:
+            raise UnsupportedError(
+                f"the vision tower gave {len(features)} features for pictures of {self.count} "
+                "placeholders: it is not the one that the pictures were made for"
+            )
+        return gather(features, self.rows)
+
+
+def _encoding(
+    modality: Modality, placements: Placements, pictures: Pictures, device: torch.device
+) -> _Encoding | None:
+    """The call for the pictures of one modality; None where none is placed."""
+    numbers, frames = placements.number.tolist(), placements.frame.tolist()
+    placed = [
+        (n, frame)
+        for n, frame in zip(numbers, frames, strict=True)
+        if pictures.distinct[n].modality == modality
+    ]
+    if not placed:
+        return None
+    distinct = sorted({n for n, _ in placed})
+    shown = [pictures.distinct[n] for n in distinct]
+    ends = np.cumsum([p.runs * p.run_tokens for p in shown]).tolist()
+    first = dict(zip(distinct, [0, *ends], strict=False))
+    rows, grids = [], []
+    for n, frame in placed:
+        picture = pictures.distinct[n]
+        start = first[n] + frame * picture.run_tokens
+        rows.append(np.arange(start, start + picture.run_tokens, dtype=np.int32))
+        grid = picture.grid.clone()
+        if picture.runs > 1:
+            grid[0] = 1
+        grids.append(grid)
+    tensors = _tensors(modality, pictures.model_type, shown)
+    # positions are given, which alone would ask for them
+    tensors.pop("second_per_grid_ts", None)
+    return _made(tensors, torch.stack(grids), np.concatenate(rows), ends[-1], device)
+
+
+def _blank(config: Any, device: torch.device) -> _Encoding:
+    """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
+    vision = config.vision_config
+    tensors: dict[str, Any]
+    if config.model_type in _TOWERS:
+        side = vision.pooling_kernel_size
+        steps = torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]
+        values = 3 * vision.patch_size**2
+        tensors = {
+            "pixel_values": torch.zeros(1, side**2, values),
+            "image_position_ids": steps,
+        }
+        placed = torch.full_like(steps, -1)
+    else:
+        side = vision.spatial_merge_size
+        channels = getattr(vision, "in_channels", None) or vision.in_chans
+        values = channels * vision.temporal_patch_size * vision.patch_size**2
+        grid = torch.tensor([[1, side, side]])
+        tensors = {"pixel_values": torch.zeros(side**2, values), "image_grid_thw": grid}
+        placed = torch.zeros_like(grid)
+    return _made(tensors, placed, np.empty(0, np.int32), 1, device)
+
+
+def _made(
+    tensors: dict[str, Any],
+    placed: torch.Tensor,
+    rows: np.ndarray,
+    count: int,
+    device: torch.device,
+) -> _Encoding:
+    moved = {name: move(tensor, device) for name, tensor in tensors.items()}
+    _, grid_name = moved
+    return _Encoding(
+        moved, grid_name, move(placed, device), GatherIndex(rows, count, device), count
+    )

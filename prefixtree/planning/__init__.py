@@ -1,0 +1,1 @@
+"""Which sequences run together, in what parts, and at what cost."""

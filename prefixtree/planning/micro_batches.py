@@ -1,0 +1,496 @@
+"""`plan_micro_batches`: puts each sequence into a micro-batch of a rank.
+
+Sequences that share tokens should be computed together, micro-batches are limited by the distinct
+tokens they hold, and every rank should have the same work in the same number of steps. The search
+for such a plan is in `planning.assignment`. Legend: S sequences, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from prefixtree import loops
+from prefixtree._hints import with_hints
+from prefixtree._numbers import integer, number
+from prefixtree._tokens import label_numbers
+from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.packing.per_sequence import flat_selection, per_sequence, zeros_like
+from prefixtree.planning import assignment
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.plan_stats import PlanStats, ReuseStats
+from prefixtree.planning.steps import StepStats, plan_any_steps
+
+
+class MicroBatch:
+    """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
+
+    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
+    sequence of one token, which has no predictor and so no score. It runs through a model like any
+    other (collectives match) and its scores sum to 0, with a graph to every parameter.
+
+    Attributes:
+        sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
+            `packed` is sequence_indices[i].
+        num_tokens: distinct tokens; 0 for an empty step.
+        cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
+            step.
+        steps: the StepStats of the steps that compute it, where it holds more tokens than the
+            plan's `max_tokens`; None where it is computed in one forward.
+    """
+
+    def __init__(
+        self,
+        source: PrefixForest,
+        sequence_indices: np.ndarray,
+        num_tokens: int,
+        cost: float,
+        steps: StepStats | None = None,
+        forest: PrefixForest | None = None,
+        num_planned: int | None = None,
+    ) -> None:
+        self._source = source
+        self._forest = forest
+        self._num_planned = source.num_sequences if num_planned is None else num_planned
+        self.sequence_indices = sequence_indices
+        self.num_tokens = num_tokens
+        self.cost = cost
+        self.steps = steps
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is an empty step: a dummy without a sequence of the batch."""
+        return len(self.sequence_indices) == 0
+
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest of these sequences alone, cut out of the plan's forest.
+
+        It is made at the first access, without comparing tokens, and kept.
+        """
+        if self._forest is None and self.is_empty:
+            self._forest = _dummy_forest(self._source)
+        elif self._forest is None:
+            self._forest = _cut_out(self._source, self.sequence_indices)
+        return self._forest
+
+    @cached_property
+    def packed(self) -> PackedForest:
+        """`pack(self.forest)`, on the CPU; `.to(device)` copies it to a device.
+
+        It is made at the first access and kept, so that further passes reuse its block tables.
+        """
+        return pack(self.forest)
+
+    def take(self, values: Sequence[Any]) -> list[Any]:
+        """Selects the entries of a per-sequence list that belong to this micro-batch.
+
+        Args:
+            values: S entries, for all sequences that were planned: numbers, lists, arrays, tensors
+                or anything else.
+
+        Returns:
+            One entry per sequence of `packed`, in their order. For the dummy of an empty step one
+            entry of zeros, without a gradient: a number for numbers, one token's worth ([1, ...])
+            for per-token values, None for what has no zero. So a training loop needs no special
+            case.
+
+        Raises:
+            ForestError: another number of entries than S, as of values that were taken already.
+        """
+        given = per_sequence("values", values, self._num_planned)
+        if self.is_empty:
+            return [zeros_like(given[0])]
+        return [given[i] for i in self.sequence_indices.tolist()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # to another process goes this micro-batch's part of the forest, not the whole
+        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps, self._num_planned
+        return _rebuild, (self.forest, *sizes)
+
+    def __repr__(self) -> str:
+        steps = f" in {len(self.steps.own_tokens)} steps" if self.steps else ""
+        return (
+            f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens{steps})"
+        )
+
+
+def _rebuild(
+    forest: PrefixForest,
+    sequence_indices: np.ndarray,
+    num_tokens: int,
+    cost: float,
+    steps: StepStats | None,
+    num_planned: int,
+) -> MicroBatch:
+    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
+
+
+class _RankMicroBatches(tuple[MicroBatch, ...]):
+    """The micro-batches of one rank, step after step."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"plan[rank] has no {name}: it is the micro-batches of a rank, one per step, and a "
+            "plan's entries are its ranks; write `for batch in plan[rank]`"
+        )
+
+
+class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
+    """The micro-batches of all ranks: `plan[rank][step]`. Made by `plan_micro_batches`.
+
+    Every rank has the same number of steps. The same arguments give the same plan, so every rank
+    may plan for itself and take its row. A rank's costliest micro-batch comes first, so an
+    out-of-memory error shows in the first step, and ranks that synchronise in each step have
+    similar work. An update on rank r, with or without empty steps:
+
+        weights = plan.loss_weights("token-mean", masks)
+        for batch in plan[r]:
+            kept, packed = batch.take(masks), batch.packed.to(device)
+            scores = sequence_logprobs(model, packed, loss_mask=kept)
+            terms = zip(batch.take(weights), batch.take(advantages), scores.logprobs, kept)
+            sum(w * -(a * p * m[1:]).sum() for w, a, p, m in terms).backward()
+        optimizer.step()
+
+    Of a plan with `reuse`, give `sequence_logprobs` max_tokens=plan.max_tokens too.
+
+    Attributes:
+        forest: the PrefixForest over all sequences.
+        max_tokens: the budget of a micro-batch, in distinct tokens; of a step with `reuse`.
+        stats: PlanStats.
+    """
+
+    def __init__(
+        self,
+        forest: PrefixForest,
+        max_tokens: int,
+        ranks: tuple[tuple[MicroBatch, ...], ...],
+        stats: PlanStats,
+    ) -> None:
+        self.forest = forest
+        self.max_tokens = max_tokens
+        self.stats = stats
+        self._ranks = ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return self._ranks[rank]
+        rank = integer("rank", rank, wrong=TypeError)
+        if not -len(self) <= rank < len(self):
+            raise IndexError(
+                f"rank {rank} of a plan for {len(self)} rank{'s' * (len(self) > 1)}: plan with "
+                "num_ranks= the number of data-parallel ranks, on every one of them"
+            )
+        return self._ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, ...]]:
+        return iter(self._ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks, those without any sequence included."""
+        return len(self._ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of micro-batches of every rank, empty ones included."""
+        return len(self._ranks[0])
+
+    @property
+    def num_sequences(self) -> int:
+        """S, the sequences of the whole mini-batch: the denominator of a mean over sequences."""
+        return self.forest.num_sequences
+
+    @with_hints
+    def num_loss_tokens(self, loss_mask: Sequence[Any] | None = None) -> int:
+        """Counts the scored tokens of the whole mini-batch: the denominator of a token mean.
+
+        A shared token counts once per sequence that holds it.
+
+        Args:
+            loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry
+                0 has no predictor and does not count. Default: every token is scored, except the
+                first token of each sequence.
+
+        Returns:
+            The number of scored tokens over all sequences.
+
+        Raises:
+            ForestError: masks of another number or length than the sequences, or that hold anything
+                but 0 and 1.
+        """
+        return int(self._scored(loss_mask).sum())
+
+    @with_hints
+    def loss_weights(
+        self,
+        normalization: str = "token-mean",
+        loss_mask: Sequence[Any] | None = None,
+        *,
+        constant: float | None = None,
+        rank_reduction: str = "mean",
+    ) -> np.ndarray:
+        """Computes the weights that make a loss the same, however the batch was cut.
+
+        With l the per-token loss of sequence i and m its mask, every step's loss is the sum over
+        its sequences of weights[i] * (l * m).sum(). Gradients accumulated over the steps (without
+        dividing by their number) and reduced over the ranks are then those of the normalised loss
+        of the whole mini-batch, with n_i scored tokens in sequence i:
+
+            token-mean      sum of all losses / sum of n_i
+            sequence-mean   mean over the sequences of (its losses / n_i); 0 where n_i is 0
+            constant        mean over the sequences of (its losses / constant): Dr. GRPO's
+                            (arXiv 2503.20783), with the greatest response length for example
+
+        Args:
+            normalization: "token-mean", "sequence-mean" or "constant". Default: "token-mean".
+            loss_mask: as in `num_loss_tokens`.
+            constant: the divisor, in tokens, above 0; for "constant" alone.
+            rank_reduction: "mean" where gradients are averaged over the ranks (DDP and FSDP do),
+                "sum" where they are added. Default: "mean".
+
+        Returns:
+            float64 [S], one weight per sequence, in input order.
+
+        Raises:
+            ForestError: masks as in `num_loss_tokens`.
+            ValueError: unknown names, a constant missing or not above 0, nothing scored at all.
+        """
+        if rank_reduction not in ("mean", "sum"):
+            raise ValueError(f"rank_reduction must be 'mean' or 'sum', got {rank_reduction!r}")
+        scale = self.num_ranks if rank_reduction == "mean" else 1
+        count = self.num_sequences
+        if (normalization == "constant") != (constant is not None):
+            raise ValueError("constant= goes with normalization='constant', and only with it")
+        if constant is not None:
+            constant = number("constant", constant, above=0)
+            return np.full(count, scale / (constant * count))
+        scored = self._scored(loss_mask)
+        if scored.sum() == 0:
+            raise ValueError("no token is scored: there is nothing to take a mean of")
+        if normalization == "token-mean":
+            return np.full(count, scale / scored.sum())
+        if normalization == "sequence-mean":
+            return np.where(scored > 0, scale / (np.maximum(scored, 1) * count), 0.0)
+        raise ValueError(
+            "normalization must be 'token-mean', 'sequence-mean' or 'constant', got "
+            f"{normalization!r}"
+        )
+
+    def _scored(self, loss_mask: Sequence[Any] | None) -> np.ndarray:
+        """Scored tokens of each sequence, int64 [S]."""
+        lengths = self.forest.sequence_lengths
+        if loss_mask is None:
+            return lengths - 1
+        flat = flat_selection(loss_mask, lengths)
+        starts = np.cumsum(lengths) - lengths
+        return np.add.reduceat(flat, starts, dtype=np.int64) - flat[starts]
+
+    def __repr__(self) -> str:
+        return (
+            f"MicroBatchPlan({self.num_ranks} ranks x {self.num_steps} steps, "
+            f"{self.num_sequences} sequences, {self.stats.packed_tokens} tokens)"
+        )
+
+
+@with_hints
+def plan_micro_batches(
+    sequences: Iterable[Any] | PrefixForest,
+    max_tokens: int,
+    num_ranks: int = 1,
+    groups: Sequence[Hashable] | None = None,
+    min_steps: int = 1,
+    *,
+    namespaces: Sequence[Hashable] | None = None,
+    cost_model: CostModel | None = None,
+    reuse: bool = False,
+    borrow_cost: BorrowCost | None = None,
+) -> MicroBatchPlan:
+    """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
+
+    A tree that does not fit is cut, and the path above a cut is computed again on each side. With
+    `reuse` the trees of a rank are not cut: a micro-batch may exceed `max_tokens`, and
+    `sequence_logprobs(max_tokens=)` computes it in steps. Then a sequence may be longer, too.
+    `stats.reuse` compares both.
+
+    The plan is deterministic. It does not depend on the order of the input, except for ties
+    between trees of different namespaces and between groups.
+
+    Args:
+        sequences: S sequences of token ids (lists, numpy arrays or torch tensors), or a forest.
+        max_tokens: the most distinct tokens that a micro-batch may hold.
+        num_ranks: the number of data-parallel ranks. Default: 1.
+        groups: S hashable labels, None for a sequence without a group. The sequences of a group
+            (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
+            tokens fit. Default: no groups.
+        min_steps: the least number of steps per rank; those that are not needed are empty.
+            Default: 1.
+        namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
+            nothing. Default: all sequences may share.
+        cost_model: FLOPs per token and per visible pair, `CostModel.from_config(model.config)`.
+            Default: those of a model like Qwen3-8B.
+        reuse: whether trees larger than `max_tokens` stay whole and are computed in steps.
+            Default: False.
+        borrow_cost: bytes of a borrowed token, for the steps. Default: `BorrowCost()`.
+
+    Returns:
+        The plan: `plan[rank][step]` is a MicroBatch.
+
+    Raises:
+        ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens` without
+            `reuse`; with it, a path that fits no steps (`plan_steps`); another number of groups
+            than of sequences.
+        ValueError: max_tokens, num_ranks or min_steps below 1; namespaces with a forest.
+    """
+    max_tokens, num_ranks, min_steps = (
+        at_least_one(name, value)
+        for name, value in (
+            ("max_tokens", max_tokens),
+            ("num_ranks", num_ranks),
+            ("min_steps", min_steps),
+        )
+    )
+    if isinstance(sequences, PrefixForest):
+        if namespaces is not None:
+            raise ValueError(
+                "give namespaces= with sequences; for a PrefixForest give them to from_sequences"
+            )
+        forest = sequences
+    else:
+        forest = PrefixForest.from_sequences(sequences, namespaces)
+    lengths = forest.sequence_lengths
+    for bad in [] if reuse else np.flatnonzero(lengths > max_tokens)[:1]:
+        raise ForestError(
+            f"sequences[{bad}] has {lengths[bad]} tokens, max_tokens is {max_tokens}; a sequence "
+            f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it, "
+            "or compute it in steps (reuse=True)"
+        )
+    cost_model = cost_model or CostModel()
+    tree = assignment.make_tree(forest, cost_model)
+    group = np.full(len(lengths), -1)
+    if groups is not None:
+        group = label_numbers(groups, "groups", len(lengths), none_is_no_label=True)
+    units = assignment.make_units(tree, group, max_tokens)
+    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens, reuse)
+
+    # bins are numbered rank by rank
+    num_bins = int(unit_bin.max()) + 1
+    bin_rank = np.zeros(num_bins, np.int64)
+    bin_rank[unit_bin] = unit_rank
+    bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
+    tokens = loops.planning.union_weights(tree.parent, tree.length, *bins)
+    costs = loops.planning.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
+    sequence_bin = unit_bin[units.of_sequence]
+    by_bin = np.argsort(sequence_bin, kind="stable")
+    members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
+    costliest_first = np.lexsort((-costs, bin_rank))
+    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    for b in costliest_first.tolist():
+        steps_of = None
+        if tokens[b] > max_tokens:
+            packed = pack(_cut_out(forest, members[b]))
+            steps_of = plan_any_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost).stats
+        batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
+        ranks[bin_rank[b]].append(batch)
+    steps = max(min_steps, *(len(rank) for rank in ranks))
+    nothing = np.empty(0, np.int64)
+    for rank in ranks:
+        rank += [MicroBatch(forest, nothing, 0, 0.0) for _ in range(steps - len(rank))]
+
+    naive_bin = loops.planning.fill_in_order(lengths, max_tokens)
+    naive = loops.planning.union_weights(
+        tree.parent, tree.length, *assignment.make_sets(naive_bin, tree.ends)
+    )
+    stats = PlanStats(
+        packed_tokens=int(tokens.sum()),
+        distinct_tokens=forest.num_tokens,
+        replicated_tokens=int(lengths.sum()),
+        micro_batches=num_bins,
+        steps=steps,
+        empty_steps=steps * num_ranks - num_bins,
+        rank_costs=tuple(sum(batch.cost for batch in rank) for rank in ranks),
+        lockstep_cost=sum(max(batch.cost for batch in step) for step in zip(*ranks, strict=True)),
+        naive_tokens=int(naive.sum()),
+        naive_micro_batches=len(naive),
+    )
+    if reuse:
+        cut = None
+        if lengths.max() <= max_tokens:
+            _, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens)
+            bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
+            cut = tuple(
+                int(loops.planning.union_weights(tree.parent, weight, *bins).sum())
+                for weight in (tree.length, tree.cost)
+            )
+        stats = replace(stats, reuse=_reuse_stats(ranks, cut, tree.unit_cost))
+    return MicroBatchPlan(forest, max_tokens, tuple(map(_RankMicroBatches, ranks)), stats)
+
+
+def _reuse_stats(
+    ranks: list[list[MicroBatch]],
+    cut: tuple[int, ...] | None,
+    unit_cost: float,
+) -> ReuseStats:
+    batches = [batch for rank in ranks for batch in rank if not batch.is_empty]
+    steps = [batch.steps for batch in batches if batch.steps is not None]
+    return ReuseStats(
+        stepped=len(steps),
+        forwards=len(batches) - len(steps) + sum(len(s.own_tokens) for s in steps),
+        borrowed_tokens=max((max(s.borrowed_tokens) for s in steps), default=0),
+        lent_bytes=max((s.lent_bytes for s in steps), default=0),
+        second_forward=sum(s.second_forward for s in steps),
+        cut_tokens=cut[0] if cut else None,
+        cut_cost=cut[1] * unit_cost if cut else None,
+    )
+
+
+# ---- forests of micro-batches --------------------------------------------------------------------
+
+
+def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
+    """The forest of some sequences of a forest: their paths, compressed again."""
+    ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
+    nodes = loops.planning.used_nodes(forest.node_parent, ends)
+    parent = assignment.renumber(forest.node_parent[nodes], nodes)
+    # a node continues its parent's where no other child is left and no sequence ends between
+    children = np.bincount(parent[parent >= 0], minlength=len(nodes))
+    is_end = np.zeros(len(nodes), bool)
+    is_end[np.searchsorted(nodes, ends)] = True
+    starts = (parent < 0) | (children[parent] > 1) | is_end[parent]
+    new_id = np.cumsum(starts) - 1
+    first_nodes = np.flatnonzero(starts)
+    above = parent[first_nodes]
+    lengths = forest.node_length[nodes].astype(np.int64)
+    tokens = routes = None
+    if forest.tokens is not None:
+        first = forest.node_start[nodes] - (np.cumsum(lengths) - lengths)
+        place = np.repeat(first, lengths) + np.arange(lengths.sum())
+        tokens = forest.tokens[place]
+        routes = None if forest.routes is None else forest.routes[place]
+    return PrefixForest.from_parents(
+        np.where(above < 0, -1, new_id[above]),
+        np.add.reduceat(lengths, first_nodes),
+        tokens,
+        new_id[np.searchsorted(nodes, ends)][sequence_end],
+        routes=routes,
+    )
+
+
+def _dummy_forest(forest: PrefixForest) -> PrefixForest:
+    # a token that the model is sure to know: the largest may stand for pictures
+    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
+    routes = None if forest.routes is None else forest.routes[:1]
+    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -1,0 +1,238 @@
+"""`split_tokens`: divides the tokens of a packed forest among ranks.
+
+The packed tokens are cut into chunks of equal length, several per rank, and dealt heaviest first
+to the rank with the least work. So ranks have equal tokens and nearly equal work. More chunks even
+out the work better, and make ranks borrow more. The number of chunks is the one with the least
+predicted time. Legend: T packed tokens, n ranks, C chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixtree import loops
+from prefixtree._numbers import integers
+from prefixtree.errors import ForestError
+from prefixtree.packing.arguments import at_least_one, check_packed
+from prefixtree.packing.layout import Edges, PackedForest
+from prefixtree.planning.borrow_cost import BorrowCost, run_flops
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.parts import Parts, borrowed_rows, find_pieces
+
+# chunks per rank that are tried
+_CHUNKS = (1, 2, 4, 8, 16)
+# tiles per rank below which tiles are halved, so that a tile more or less is little of a rank
+_TILES = 16
+
+
+@dataclass(frozen=True)
+class SplitStats:
+    """Balance and traffic of a division among ranks, one entry per rank in each tuple.
+
+    Attributes:
+        own_tokens: tokens that the rank computes.
+        flops: FLOPs of an update of these, by the cost model.
+        seconds: predicted seconds to compute these.
+        received_rows: rows that the rank borrows, per layer and exchange.
+        sent_rows: rows that the rank lends, once per borrower, per layer and exchange.
+        received_bytes: bytes of an update that the rank receives as a borrower, and sends back as
+            gradients, in all layers.
+        exchange_seconds: predicted seconds of all exchanges of an update.
+        efficiency: predicted seconds of one rank with all tokens, over n times those of n ranks.
+    """
+
+    own_tokens: tuple[int, ...]
+    flops: tuple[float, ...]
+    seconds: tuple[float, ...]
+    received_rows: tuple[int, ...]
+    sent_rows: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+    exchange_seconds: float
+    efficiency: float
+
+    @property
+    def token_balance(self) -> float:
+        """Most own tokens of a rank over the mean; 1.0 is even."""
+        return _balance(self.own_tokens)
+
+    @property
+    def work_balance(self) -> float:
+        """Longest predicted computation of a rank over the mean; 1.0 is even."""
+        return _balance(self.seconds)
+
+    @property
+    def received_share(self) -> float:
+        """Most rows that a rank borrows, over those that an all-gather would bring to it."""
+        foreign = sum(self.own_tokens) - np.array(self.own_tokens)
+        return float(max(np.array(self.received_rows) / np.maximum(1, foreign)))
+
+    def __str__(self) -> str:
+        ranks, tokens = len(self.own_tokens), sum(self.own_tokens)
+        return (
+            f"{tokens:,} tokens on {ranks} ranks: at most {max(self.own_tokens):,} tokens "
+            f"({self.token_balance:.3f} of the mean), work {self.work_balance:.3f} of the mean; "
+            f"a rank borrows at most {max(self.received_rows):,} rows ({self.received_share:.1%} "
+            f"of an all-gather), {max(self.received_bytes) / 2**20:,.1f} MiB per update; predicted "
+            f"efficiency {self.efficiency:.3f}"
+        )
+
+
+class Split(Parts):
+    """A packed forest divided among ranks. Made by `split_tokens`; see `Parts`.
+
+    Attributes:
+        chunks_per_part: the number of chunks that were dealt to each rank.
+        tile: tokens; every chunk starts at a multiple of it.
+        stats: balance and traffic.
+    """
+
+    chunks_per_part: int
+    tile: int
+    stats: SplitStats
+
+
+def split_tokens(
+    packed: PackedForest,
+    num_parts: int,
+    cost_model: CostModel | None = None,
+    scored: Edges | None = None,
+    *,
+    borrow_cost: BorrowCost | None = None,
+    tile: int = 128,
+) -> Split:
+    """Divides the packed tokens among the ranks of a group, with equal tokens and equal work.
+
+    The result depends on the arguments alone, so all ranks find the same one.
+
+    Args:
+        packed: the packed forest.
+        num_parts: n, the ranks of the group.
+        cost_model: FLOPs per token and visible pair. Default: `CostModel()`.
+        scored: the edges to score, from `packed.edges(loss_mask)`. A token pays for the lm_head
+            once per edge that it predicts. Default: every token pays once.
+        borrow_cost: bytes and rates, to predict times. Default: `BorrowCost()`.
+        tile: chunks start at multiples of so many tokens, so that no tile of queries is cut. It is
+            halved while a rank has fewer than 16 tiles. Default: 128, the largest query tile.
+
+    Returns:
+        The split. Every part has at least one token.
+
+    Raises:
+        TypeError: anything but a PackedForest.
+        ForestError: more parts than packed tokens, predictors that are no packed tokens, or a
+            packed forest whose mask holds a subset of the queries.
+        ValueError: num_parts or tile that is no integer >= 1; `scored` with a cost model whose
+            `linear` is below `borrow_cost.lm_head`.
+    """
+    check_packed(packed, "split_tokens")
+    num_parts = at_least_one("num_parts", num_parts)
+    tile = at_least_one("tile", tile)
+    num_tokens = packed.num_tokens
+    if num_parts > num_tokens:
+        raise ForestError(
+            f"split_tokens cannot divide {num_tokens} packed tokens among {num_parts} parts; "
+            "expected at least one token per part, so use fewer parts"
+        )
+    cost_model = CostModel() if cost_model is None else cost_model
+    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    while tile > 1 and num_tokens < num_parts * tile * _TILES:
+        tile //= 2
+    num_tiles = -(-num_tokens // tile)
+    grid = np.minimum(np.arange(num_tiles + 1) * tile, num_tokens)
+    seconds = _work(packed, grid, cost_model, borrow_cost, scored)[1]
+    before = np.concatenate([[0.0], np.cumsum(seconds)])
+
+    best, least = None, np.inf
+    for each in _CHUNKS if num_parts > 1 else _CHUNKS[:1]:
+        count = each * num_parts
+        if count > num_tiles:
+            break
+        border = num_tiles * np.arange(count + 1) // count
+        chunk = np.diff(before[border])
+        tiles = np.diff(border)
+        order = np.argsort(-chunk, kind="stable")
+        part = loops.parts.deal(chunk, order, tiles > num_tiles // count, num_parts, each)
+        new = np.concatenate([[True], part[1:] != part[:-1]])
+        start, owner = grid[border[:-1]][new], part[new]
+        ptr, pieces = find_pieces(packed, np.append(start, num_tokens), owner, num_parts)
+        rows = borrowed_rows(np.repeat(np.arange(num_parts), np.diff(ptr)), pieces, num_parts)
+        busiest = np.bincount(part, chunk, num_parts).max()
+        predicted = busiest + borrow_cost.exchange_seconds(rows)
+        if predicted < least:
+            best, least = (each, start, owner), predicted
+    assert best is not None
+    split = Split.__new__(Split)
+    split.chunks_per_part, split.tile = best[0], tile
+    split._init(packed, *best[1:], num_parts)
+    split.stats = split_stats(split, cost_model, scored, borrow_cost=borrow_cost)
+    return split
+
+
+def split_stats(
+    parts: Parts,
+    cost_model: CostModel | None = None,
+    scored: Edges | None = None,
+    *,
+    borrow_cost: BorrowCost | None = None,
+) -> SplitStats:
+    """Predicts balance and traffic of any division among ranks.
+
+    Args:
+        parts: the division.
+        cost_model, scored, borrow_cost: as in `split_tokens`.
+
+    Returns:
+        The stats.
+
+    Raises:
+        ForestError, ValueError: as in `split_tokens`.
+    """
+    cost_model = CostModel() if cost_model is None else cost_model
+    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    runs, owner = parts.runs
+    of_run = _work(parts.packed, runs, cost_model, borrow_cost, scored)
+    flops, seconds = (np.bincount(owner, x, len(parts)) for x in of_run)
+    exchange = borrow_cost.exchange_seconds(parts.borrowed)
+    received = parts.borrowed.sum(1)
+    together = float(seconds.max()) + exchange
+    return SplitStats(
+        own_tokens=tuple(parts.num_own_tokens.tolist()),
+        flops=tuple(flops.tolist()),
+        seconds=tuple(seconds.tolist()),
+        received_rows=tuple(received.tolist()),
+        sent_rows=tuple(parts.borrowed.sum(0).tolist()),
+        received_bytes=tuple((received * borrow_cost.update_row_bytes).tolist()),
+        exchange_seconds=exchange,
+        efficiency=float(seconds.sum()) / (len(parts) * together) if together else 1.0,
+    )
+
+
+def _work(
+    packed: PackedForest,
+    border: np.ndarray,
+    cost_model: CostModel,
+    borrow_cost: BorrowCost,
+    scored: Edges | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """FLOPs and predicted seconds of the tokens between each two borders, float64 [B]."""
+    flops = run_flops(packed, border, cost_model)
+    seconds = borrow_cost.compute_seconds(np.diff(border), flops, cost_model)
+    if scored is None:
+        return flops, seconds
+    if borrow_cost.lm_head > cost_model.linear:
+        raise ValueError(
+            f"with scored=, linear must count the lm_head for every token: expected at least "
+            f"borrow_cost.lm_head {borrow_cost.lm_head:.3g}, got {cost_model.linear:.3g}; give a "
+            "borrow_cost of the same model, or leave scored out"
+        )
+    predictor = integers("scored.predictor", scored.predictor, packed.num_tokens, "packed tokens")
+    edges = np.bincount(predictor, minlength=packed.num_tokens)
+    unscored = np.diff(border) - np.add.reduceat(edges, border[:-1])
+    less = borrow_cost.lm_head * unscored
+    return flops - less, seconds - less / borrow_cost.linear_rate
+
+
+def _balance(values: tuple[float, ...]) -> float:
+    return max(values) * len(values) / sum(values) if any(values) else 1.0

@@ -1,0 +1,243 @@
+"""`plan_steps`: divides a packed forest into steps that are computed one after another.
+
+A step is a run of packed tokens. It borrows the tokens above its first one, which earlier steps
+computed, so a trunk is computed once however many steps it takes. Forwards run in the order of the
+steps and backwards in the reverse order: what a step lends gets its gradients before its own
+backward. A sequence may be longer than a step. Legend: T packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from prefixtree import loops
+from prefixtree.errors import ForestError
+from prefixtree.packing.arguments import at_least_one, check_packed
+from prefixtree.packing.layout import PackedForest
+from prefixtree.planning.borrow_cost import BorrowCost, run_flops
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.parts import Parts
+
+# a step may end early by at most this share of its room
+_SLACK = 0.5
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Tokens, memory and work of steps.
+
+    Attributes:
+        max_tokens: the budget.
+        borrow_weight: what a borrowed token counts of it.
+        own_tokens: tokens that each step computes.
+        borrowed_tokens: tokens that each step borrows.
+        own_lent_tokens: own tokens of each step that any later step borrows.
+        lent_tokens: tokens that any later step borrows.
+        lent_bytes: bytes of these keys and values in all layers, if all are kept from the forwards
+            to the backwards.
+        again: FLOPs of a second forward of the lent tokens alone, over those of an update of the
+            forest in one piece: what the least repetition would cost.
+        second_forward: FLOPs of the forwards that a backward of `sequence_logprobs(max_tokens=)`
+            repeats: those of all steps but the last. Layers that are checkpointed in one forward
+            repeat one of all tokens.
+        on_host: whether what a step borrows waits on the host until its layer runs.
+    """
+
+    max_tokens: int
+    borrow_weight: float
+    own_tokens: tuple[int, ...]
+    borrowed_tokens: tuple[int, ...]
+    own_lent_tokens: tuple[int, ...]
+    lent_tokens: int
+    lent_bytes: int
+    again: float
+    second_forward: float = 0.0
+    on_host: bool = False
+
+    @property
+    def peak(self) -> float:
+        """The most that a step holds, in own tokens; at most max_tokens."""
+        weighed = np.array(self.own_tokens) + self.borrow_weight * np.array(self.borrowed_tokens)
+        return float(weighed.max())
+
+    def held_bytes(self, borrow_cost: BorrowCost) -> int:
+        """Computes the most bytes of borrowed and lent rows that wait on the device at once.
+
+        In the backward of a step these are the keys, values and gradients of what it borrows, and
+        the gradients of what it lends. In its forward they are the keys and values of both. With
+        `on_host` there are none.
+
+        Args:
+            borrow_cost: the bytes per row.
+
+        Returns:
+            Bytes, in all layers, beside the activations of one step.
+        """
+        if self.on_host:
+            return 0
+        row, gradient = borrow_cost.row_bytes, borrow_cost.gradient_row_bytes
+        borrowed, lent = np.array(self.borrowed_tokens), np.array(self.own_lent_tokens)
+        forward = (borrowed + lent) * row
+        backward = borrowed * (row + gradient) + lent * gradient
+        return borrow_cost.layers * int(np.maximum(forward, backward).max())
+
+    def __str__(self) -> str:
+        tokens = sum(self.own_tokens)
+        return (
+            f"{tokens:,} tokens in {len(self.own_tokens):,} steps of at most {self.max_tokens:,}: "
+            f"a step borrows at most {max(self.borrowed_tokens):,} tokens, "
+            f"{self.borrow_weight:.2f} each; {self.lent_tokens:,} tokens are lent "
+            f"({self.lent_tokens / tokens:.1%}, {self.lent_bytes / 2**30:,.2f} GiB)"
+            f"{' and borrowed from the host' if self.on_host else ''}, "
+            f"{self.again:.1%} of the work if computed again"
+        )
+
+
+class Steps(Parts):
+    """A packed forest divided into steps, each of which borrows from earlier ones. See `Parts`.
+
+    `plan_steps` makes them. The constructor takes any owners that keep the order: no token may
+    belong to an earlier step than a token above it.
+
+    Attributes:
+        stats: tokens, memory and work, where `plan_steps` made them.
+
+    Raises:
+        TypeError, ForestError, ValueError: as `Parts`; a ForestError too where a step borrows from
+            a later one.
+    """
+
+    stats: StepStats
+
+    def _init(
+        self, packed: PackedForest, start: np.ndarray, part: np.ndarray, num_parts: int
+    ) -> None:
+        super()._init(packed, start, part, num_parts)
+        for bad in np.flatnonzero(self._pieces[:, 2] > self._borrower)[:1]:
+            token, _, lender = self._pieces[bad].tolist()
+            borrower = int(self._borrower[bad])
+            raise ForestError(
+                f"step {borrower} borrows packed token {token} from step {lender}, which comes "
+                "later; expected every token in the step of the tokens above it, or in a later one"
+            )
+
+
+def plan_steps(
+    packed: PackedForest,
+    max_tokens: int,
+    cost_model: CostModel | None = None,
+    *,
+    borrow_cost: BorrowCost | None = None,
+) -> Steps:
+    """Divides a packed forest into steps that fit a budget, and computes every token in one step.
+
+    A step ends early, by up to half of its room, at the end of a branch where the next step borrows
+    fewer tokens, by at least as many as are given up.
+
+    Args:
+        packed: the packed forest.
+        max_tokens: what a step may hold, in own tokens. A borrowed token counts
+            `borrow_cost.weight`, the bytes of its keys, values and their gradients over those of an
+            own token. A sequence may be longer.
+        cost_model: FLOPs per token and visible pair, for the stats. Default: `CostModel()`.
+        borrow_cost: the bytes. Default: `BorrowCost()`.
+
+    Returns:
+        The steps, in the order of their forwards.
+
+    Raises:
+        TypeError: anything but a PackedForest.
+        ForestError: a path that fits no steps, because of the bytes of what they borrow, or a
+            packed forest whose mask holds a subset of the queries.
+        ValueError: max_tokens that is no integer >= 1, or a borrow_cost without token_bytes.
+    """
+    check_packed(packed, "plan_steps")
+    max_tokens = at_least_one("max_tokens", max_tokens)
+    cost_model = CostModel() if cost_model is None else cost_model
+    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    weight, host = borrow_cost.weight, packed.mask.host
+    start, stuck = loops.parts.cut_steps(host.position, host.predictor, max_tokens, weight, _SLACK)
+    if stuck >= 0:
+        above = int(host.position[stuck])
+        raise ForestError(
+            f"max_tokens {max_tokens} is too little for packed token {stuck}, whose path has "
+            f"{above + 1} tokens: a step that begins there borrows {above}, which count "
+            f"{weight:.2f} each by their bytes, {weight * above:.1f} in all; the least max_tokens "
+            f"that works for this forest is {_least_budget(packed, max_tokens, weight)}"
+        )
+    steps = Steps.__new__(Steps)
+    steps._init(packed, start, np.arange(len(start)), len(start))
+    steps.stats = _stats(steps, max_tokens, cost_model, borrow_cost)
+    return steps
+
+
+def plan_any_steps(
+    packed: PackedForest,
+    max_tokens: int,
+    cost_model: CostModel | None = None,
+    *,
+    borrow_cost: BorrowCost | None = None,
+) -> Steps:
+    """`plan_steps`, with borrowed rows on the host where a path does not fit on the device.
+
+    Args:
+        packed, max_tokens, cost_model, borrow_cost: as in `plan_steps`.
+
+    Returns:
+        The steps; `stats.on_host` says where what they borrow waits.
+
+    Raises:
+        TypeError, ForestError, ValueError: as `plan_steps`. The ForestError names the least budget
+            with borrowed rows on the host.
+    """
+    borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
+    if not borrow_cost.on_host:
+        with suppress(ForestError):
+            return plan_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost)
+        borrow_cost = replace(borrow_cost, on_host=True)
+    return plan_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost)
+
+
+def _least_budget(packed: PackedForest, too_little: int, weight: float) -> int:
+    """The least budget that reaches every token. A larger one reaches no fewer."""
+    host = packed.mask.host
+    low, high = too_little, math.ceil(weight * (host.deepest - 1)) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        stuck = loops.parts.cut_steps(host.position, host.predictor, middle, weight, _SLACK)[1]
+        low, high = (middle, high) if stuck >= 0 else (low, middle)
+    return high
+
+
+def _stats(
+    steps: Steps, max_tokens: int, cost_model: CostModel, borrow_cost: BorrowCost
+) -> StepStats:
+    border, lent = steps.lent_runs()
+    own = steps.num_own_tokens
+    lender = np.searchsorted(steps.runs[0], border[:-1][lent], side="right") - 1
+    own_lent = np.zeros(len(steps), np.int64)
+    np.add.at(own_lent, steps.runs[1][lender], np.diff(border)[lent])
+    flops = run_flops(steps.packed, border, cost_model)
+    lent_tokens = int(np.diff(border)[lent].sum())
+    linear = cost_model.linear * lent_tokens
+    # a forward is a third of an update in matrix products and 1 of 3.5 in attention
+    again = linear / 3 + (float(flops[lent].sum()) - linear) / 3.5
+    linear = cost_model.linear * int(own[:-1].sum())
+    all_but_last = float(run_flops(steps.packed, steps.runs[0], cost_model)[:-1].sum())
+    second = linear / 3 + (all_but_last - linear) / 3.5
+    return StepStats(
+        max_tokens=max_tokens,
+        borrow_weight=borrow_cost.weight,
+        own_tokens=tuple(own.tolist()),
+        borrowed_tokens=tuple((steps.num_rows - own).tolist()),
+        own_lent_tokens=tuple(own_lent.tolist()),
+        lent_tokens=lent_tokens,
+        lent_bytes=lent_tokens * borrow_cost.row_bytes * borrow_cost.layers,
+        again=again / float(flops.sum()),
+        second_forward=second,
+        on_host=borrow_cost.on_host,
+    )

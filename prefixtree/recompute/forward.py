@@ -1,0 +1,241 @@
+"""The plan of one forward: what a caller asked for, in what memory is available now."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from prefixtree._hints import with_hints
+from prefixtree._numbers import integer, number
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.families import checkpoint_wrappers
+from prefixtree.models.layers import layers_of
+from prefixtree.packing.arguments import check_packed
+from prefixtree.packing.layout import PackedForest
+from prefixtree.recompute.layers import Mode, recomputing
+from prefixtree.recompute.plan import (
+    RecomputePlan,
+    Work,
+    plan_for,
+    reserve,
+    tokens_that_fit,
+)
+
+if TYPE_CHECKING:
+    from prefixtree.recompute.trace import Adapters, ModelMemory
+
+#: What `sequence_logprobs(recompute=)` takes.
+Recompute = Literal["auto"] | Mode | RecomputePlan | None
+
+
+@with_hints
+def plan_recomputation(
+    model: nn.Module, packed: PackedForest, memory: int | None = None, scored: int | None = None
+) -> RecomputePlan:
+    """Plans what the layers of a model recompute in the backward of a packed forest.
+
+    As few FLOPs as possible are computed again: as many of the last layers as fit recompute
+    nothing, as many of the others as fit keep the outputs of attention and of recurrences, and the
+    rest recompute all. The memory that this takes is traced on the model's configuration, without
+    computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
+    Kernel's layers take less than is predicted.
+
+    Args:
+        model: as `sequence_logprobs` takes it.
+        packed: the packed forest, on the model's device.
+        memory: bytes for activations. Default: what is free on the device now, less gradients that
+            are not there yet and 5 % of the device's memory (1 GiB at least).
+        scored: edges whose log-probability is computed. Default: one per token.
+
+    Returns:
+        RecomputePlan: for `sequence_logprobs(recompute=)`.
+
+    Raises:
+        TypeError: anything but a packed forest.
+        ValueError: memory or scored that is no such number.
+        UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
+            recomputes by itself.
+        torch.OutOfMemoryError: the forest does not fit with every layer recomputed.
+    """
+    check_packed(packed, "plan_recomputation", subset=True)
+    memory = None if memory is None else _bytes(memory)
+    if scored is not None:
+        scored = integer("scored", scored, 0, or_none=True)
+    causal_lm = _causal_lm(model)
+    lm_head = causal_lm.get_output_embeddings()
+    trains = any(p.requires_grad for p in lm_head.parameters())
+    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
+    traced = memory_of(model, causal_lm, packed.device)
+    if memory is None:
+        memory = _left_for_activations(model, causal_lm, packed.device)
+    return plan_for(traced, work, memory)
+
+
+@with_hints
+def max_micro_batch_tokens(
+    model: nn.Module, memory: int | None = None, scored_share: float = 1.0
+) -> int:
+    """The most distinct tokens of one micro-batch, for `plan_micro_batches(max_tokens=)`.
+
+    Every layer is recomputed then; micro-batches with fewer tokens recompute less with
+    `recompute="auto"`.
+
+    Args:
+        model: as `sequence_logprobs` takes it, on the device it trains on.
+        memory: bytes for activations. Default: as for `plan_recomputation`.
+        scored_share: scored edges divided by distinct tokens. Default: 1.0.
+
+    Returns:
+        A number of tokens; 0 where not even one fits.
+
+    Raises:
+        ValueError: memory that is no number, or a scored_share below 0.
+        UnsupportedError: a family whose memory cannot be traced.
+    """
+    memory = None if memory is None else _bytes(memory)
+    scored_share = number("scored_share", scored_share, 0)
+    causal_lm = _causal_lm(model)
+    device = next(causal_lm.parameters()).device
+    if memory is None:
+        memory = _left_for_activations(model, causal_lm, device)
+    traced = memory_of(model, causal_lm, device)
+    return tokens_that_fit(traced, memory, scored_share)
+
+
+def _bytes(memory: Any) -> int:
+    """A number of bytes; below 0 where nothing is free."""
+    return int(number("memory", memory, or_none=True, note=" of bytes, as 40 * 2**30"))
+
+
+def _causal_lm(model: nn.Module) -> Any:
+    from prefixtree.models.checks import find_causal_lm
+
+    if checkpoint_wrappers(model):
+        raise UnsupportedError(
+            "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
+            "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
+        )
+    return find_causal_lm(model)
+
+
+def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device) -> int:
+    return available_bytes(device) - _missing_gradients(model) - gathered_bytes(causal_lm)
+
+
+def recomputed_forward(
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    scored: int,
+    recompute: Recompute,
+    held: int = 0,
+) -> AbstractContextManager[None]:
+    """A context for one forward, in which layers recompute what was asked for.
+
+    Args:
+        scored: edges whose log-probability is computed.
+        held: bytes that are held until the backward beside activations of layers. Default: 0.
+
+    Raises:
+        ValueError: an unknown mode, or a plan for another number of layers.
+        UnsupportedError: a model in eval mode, or what `plan_recomputation` refuses.
+        torch.OutOfMemoryError: see `plan_recomputation`.
+    """
+    if recompute is None or not torch.is_grad_enabled():
+        return nullcontext()
+    if not causal_lm.training:
+        raise UnsupportedError(
+            f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
+            "model.train() (dropout is refused anyway), or leave recompute=None"
+        )
+    layers = len(layers_of(causal_lm))
+    modes: Sequence[Mode]
+    if recompute == "auto":
+        memory = _left_for_activations(model, causal_lm, packed.device) - held
+        modes = plan_recomputation(model, packed, memory, scored).modes
+    elif isinstance(recompute, RecomputePlan):
+        modes = recompute.modes
+        if len(modes) != layers:
+            raise ValueError(
+                f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
+                "with this model"
+            )
+    elif recompute in get_args(Mode):
+        modes = [recompute] * layers
+    else:
+        raise ValueError(
+            f"recompute must be None, 'auto', {', '.join(map(repr, get_args(Mode)))} or a "
+            f"RecomputePlan, got {recompute!r}"
+        )
+    return recomputing(causal_lm, modes)
+
+
+def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
+    """The memory model of a model as it trains now, with autocast or FSDP2's mixed precision, with
+    PEFT's adapters, and with layers as they are compiled."""
+    from prefixtree.recompute.trace import trace_memory
+
+    layer = layers_of(causal_lm)[0]
+    # FSDP1 takes a layer's parameters away
+    dtype = next(causal_lm.parameters()).dtype
+    if isinstance(layer, FSDPModule):
+        dtype = layer._get_fsdp_state()._mp_policy.param_dtype or dtype
+    autocast = None
+    if torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
+    adapters = _adapters_of(model, causal_lm, dtype)
+    compiled = vars(layer).get("_compiled_call_impl") is not None
+    return trace_memory(causal_lm.config, dtype, autocast, device, adapters, compiled)
+
+
+def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapters | None:
+    # wrappers come before what they wrap
+    for module in itertools.takewhile(lambda module: module is not causal_lm, model.modules()):
+        configs = getattr(module, "peft_config", None)
+        # a PeftModel
+        if isinstance(configs, dict) and hasattr(module, "get_base_model"):
+            trained = (p for p in module.parameters() if p.requires_grad)
+            wide = dtype != torch.float32 and any(p.dtype == torch.float32 for p in trained)
+            from prefixtree.recompute.trace import Adapters
+
+            return Adapters(dict(configs), wide)
+    return None
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes of a device, those that torch's allocator holds unused too, less a reserve."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(facts[k].split()[0]) << 10 for k in ("MemAvailable", "MemTotal"))
+    return int(free - reserve(total))
+
+
+def _missing_gradients(model: nn.Module) -> int:
+    """Bytes of the gradients that the backward will leave where there are none yet."""
+    return sum(
+        # of a sharded parameter this rank's part
+        getattr(p, "_local_tensor", p).nbytes
+        for p in model.parameters()
+        if p.requires_grad and p.grad is None
+    )
+
+
+def gathered_bytes(causal_lm: Any) -> int:
+    """Bytes that FSDP2 takes for whole parameters, their gradients and their exchange."""
+    sizes = [
+        sum(p.nbytes for p in layer.parameters())
+        for layer in layers_of(causal_lm)
+        if isinstance(layer, FSDPModule)
+    ]
+    # two layers on their way in, one at work, and a layer's gradients on their way out
+    return 4 * max(sizes, default=0)

@@ -1,0 +1,101 @@
+"""What each layer of a transformers model computes again in its backward.
+
+transformers' layers hold a switch and a function each for gradient checkpointing. While a model is
+scored, both are set per layer, so a forward may recompute some layers whole, keep the outputs of
+attention in others and recompute nothing in the rest. Values and gradients are those of the same
+operations on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from prefixtree.kernels.attention.operator import TREE_ATTENTION
+from prefixtree.kernels.recurrence.operator import TREE_DELTA_RULE, TREE_SSD
+from prefixtree.models.changes import changing
+from prefixtree.models.layers import layers_of
+
+#: What a layer computes again in its backward: all of it, all but attention and recurrences, or
+#: nothing.
+Mode = Literal["all", "all_but_attention", "nothing"]
+MODES: tuple[Mode, ...] = ("all", "all_but_attention", "nothing")
+
+#: Operators whose outputs are kept where attention is.
+KEPT = (TREE_ATTENTION, TREE_DELTA_RULE.forward, TREE_SSD.forward)
+
+# nothing that a packed forest allows draws random numbers, so no generator's state is kept
+_checkpoint = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_selective = partial(
+    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, list(KEPT))
+)
+
+
+def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+    """A checkpoint that keeps the outputs of `KEPT`, under autocast too.
+
+    Whoever asks a layer how it is checkpointed reads the keyword, as of transformers' functions.
+
+    It counts operators in both runs. A weight whose cast autocast has kept is cast in one run and
+    not in the other, so both cast anew.
+    """
+    before = torch.is_autocast_cache_enabled()
+    # compiled layers have no such cache
+    if not before or torch.compiler.is_compiling():
+        return _selective(run, *args)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return _selective(run, *args)
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+_FUNCTIONS: dict[Mode, Any] = {
+    "all": _checkpoint,
+    "all_but_attention": partial(_keeping_attention, use_reentrant=False),
+    "nothing": None,
+}
+_SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+
+
+@contextmanager
+def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
+    """While open, a forward in training mode recomputes what `modes` says, a mode per layer."""
+    layers = layers_of(model)
+    inner = [[m for m in x.modules() if _has_switch(m) and m is not x] for x in layers]
+    with changing(model) as changes:
+        for layer, within, mode in zip(layers, inner, modes, strict=True):
+            for module in within:
+                changes.set(module, **{_SWITCH: False})
+            function = _FUNCTIONS[mode]
+            function = partial(_as_one, within, function) if within else function
+            changes.set(layer, **{_SWITCH: mode != "nothing", _FUNCTION: function})
+        yield
+
+
+def _has_switch(module: nn.Module) -> bool:
+    # hasattr of a module that has it not takes ten times as long
+    return _SWITCH in vars(module) or hasattr(type(module), _SWITCH)
+
+
+def _as_one(
+    within: Sequence[nn.Module], function: Callable[..., Any], run: Callable[..., Any], *args: Any
+) -> Any:
+    """A checkpoint in which the layers within have none of their own.
+
+    It is asked for in the backward too, when what was set before is set again.
+    """
+
+    def whole(*args: Any) -> Any:
+        with changing(within[0]) as changes:
+            for module in within:
+                changes.set(module, **{_SWITCH: False})
+            return run(*args)
+
+    return function(whole, *args)

@@ -1,0 +1,189 @@
+"""Which layers recompute what, so that a micro-batch fits and as little as possible is recomputed.
+
+Layers that recompute nothing stand last: their memory is free again before the backward of the
+others begins. In front of them stand layers that keep attention, and first those that recompute
+all. Of all such plans that fit, the one that recomputes the fewest FLOPs is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.visible import visible_pairs
+from prefixtree.recompute.layers import MODES, Mode
+
+if TYPE_CHECKING:
+    from prefixtree.recompute.trace import ModelMemory
+
+_GIB = 2**30
+# logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs
+_LOGITS = 1 << 29
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """What the layers of a model compute again in one backward.
+
+    Attributes:
+        modes: "all", "all_but_attention" or "nothing", first layer to last.
+        peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
+            weights that are added to kept ones count, weights and kept gradients do not.
+    """
+
+    modes: tuple[Mode, ...]
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
+        return f"recomputed in {len(self.modes)} layers: {counts}; {self.peak_bytes / _GIB:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A micro-batch, as the memory model sees it.
+
+    Attributes:
+        forest: of the micro-batch.
+        scored: edges whose log-probability is computed.
+        trains_lm_head: whether the lm_head's weight gets a gradient.
+    """
+
+    forest: PrefixForest
+    scored: int
+    trains_lm_head: bool = True
+
+
+def scoring_bytes(memory: ModelMemory, work: Work) -> float:
+    """The most bytes that the last norm and the lm_head take beside what the layers hold."""
+    cost = memory.cost
+    # hidden states of predictors and of edges, and their gradients
+    rows = 4 * work.scored * cost.hidden * cost.element_bytes
+    rows += round(memory.after * work.forest.num_tokens)
+    if not work.trains_lm_head:
+        return rows + _LOGITS
+    # a float32 sum beside a chunk of logits; then, beside it, its copy in the weight's dtype
+    return rows + 4 * cost.lm_head_weights + max(_LOGITS, cost.element_bytes * cost.lm_head_weights)
+
+
+def plan_for(memory: ModelMemory, work: Work, available: float) -> RecomputePlan:
+    """The plan that recomputes least of those that need at most `available` bytes.
+
+    Raises:
+        torch.OutOfMemoryError: not even a backward that recomputes every layer fits.
+    """
+    peaks = _peaks(memory, work.forest.num_tokens, scoring_bytes(memory, work))
+    # [a, b]: layers before a recompute all, from b on nothing
+    cost = _recomputed(memory, work.forest)
+    fits = np.where(peaks <= available, cost, np.inf)
+    best = np.flatnonzero(fits == fits.min())
+    if not np.isfinite(fits.min()):
+        raise torch.OutOfMemoryError(_too_large(memory, work, available, peaks[-1, -1]))
+    a, b = divmod(int(best[peaks.flat[best].argmin()]), cost.shape[1])
+    layers = cost.shape[0] - 1
+    counts = (a, b - a, layers - b)
+    modes = tuple(mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n))
+    return RecomputePlan(modes, round(float(peaks[a, b])))
+
+
+def reserve(total: int) -> int:
+    """Bytes of a device's `total` that are not planned with: what fragments, and what kernels and
+    communication take for themselves. 5 %, and 1 GiB at least."""
+    return max(1 << 30, total // 20)
+
+
+def tokens_that_fit(
+    memory: ModelMemory, available: float, scored_share: float, mode: Mode = "all"
+) -> int:
+    """The most tokens of one micro-batch; 0 where scoring one takes too much.
+
+    Args:
+        memory: of the model. available: in bytes. scored_share: scored edges per token.
+        mode: of every layer.
+    """
+
+    def fits(tokens: int) -> bool:
+        chain = PrefixForest.from_parents([-1], [tokens])
+        scoring = scoring_bytes(memory, Work(chain, int(scored_share * tokens)))
+        return memory.peak(tokens, mode, scoring) <= available
+
+    low, high = 0, 1
+    if not fits(1):
+        return 0
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int) -> np.ndarray:
+    lines = np.array([getattr(layer, part) for layer in memory.layers[mode]])
+    return lines[:, 0] * tokens + lines[:, 1]
+
+
+def _peaks(memory: ModelMemory, tokens: int, scoring: float) -> np.ndarray:
+    """Predicted peaks of all plans: [a, b], layers before a recompute all, from b on nothing."""
+    held, reach = {}, {}
+    for mode in MODES:
+        of_layer = _bytes(memory, mode, "held", tokens)
+        held[mode] = np.concatenate([[0.0], np.cumsum(of_layer)])
+        # of a backward, where every layer before has this mode
+        reach[mode] = held[mode][1:] + _bytes(memory, mode, "working", tokens)
+    first, middle, last = (held[mode] for mode in MODES)
+    count = len(first)
+    none = np.full(1, -np.inf)
+    in_first = np.concatenate([none, np.maximum.accumulate(reach["all"])])
+    in_last = np.concatenate([np.maximum.accumulate(reach["nothing"][::-1])[::-1], none])
+    in_middle = np.full((count, count), -np.inf)
+    for a in range(count - 1):
+        in_middle[a, a + 1 :] = np.maximum.accumulate(reach["all_but_attention"][a:])
+    # of the layers before b, less what they would hold in the last mode
+    below = first[:, None] - middle[:, None] + (middle - last)[None, :]
+    peaks = np.maximum.reduce(
+        [
+            np.broadcast_to(in_first[:, None], in_middle.shape),
+            (first - middle)[:, None] + in_middle,
+            below + in_last[None, :],
+            below + last[-1] + scoring,
+        ]
+    )
+    # a plan has a <= b
+    peaks[np.tril_indices(count, -1)] = np.inf
+    return peaks + memory.before * tokens
+
+
+def _recomputed(memory: ModelMemory, forest: PrefixForest) -> np.ndarray:
+    """Multiply-adds computed again by all plans [a, b]."""
+    runs = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
+    layers = memory.cost.layers
+    pairs = {window: visible_pairs(*runs, window) for window in {x.window for x in layers}}
+    attention = [x.per_pair * pairs[x.window] + x.state * forest.num_tokens for x in layers]
+    linear = np.array([x.weights * forest.num_tokens for x in layers], np.float64)
+    every = np.concatenate([[0.0], np.cumsum(linear + attention)])
+    without = np.concatenate([[0.0], np.cumsum(linear)])
+    return (every - without)[:, None] + without[None, :]
+
+
+def _too_large(memory: ModelMemory, work: Work, available: float, needed: float) -> str:
+    tokens = work.forest.num_tokens
+    fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
+    remedy = (
+        f"give at most {fit:,} tokens (max_tokens of plan_micro_batches; in verl "
+        "ppo_max_token_len_per_gpu; in TRL a smaller per_device_train_batch_size)"
+    )
+    if fit == 0:
+        remedy = (
+            "not one token fits beside weights, gradients and what else is in memory: free some, "
+            "or shard the model over more devices (FSDP2)"
+        )
+    return (
+        f"a micro-batch of {tokens:,} distinct tokens needs about {needed / _GIB:.1f} GiB for "
+        f"activations with every layer recomputed, and {max(0.0, available) / _GIB:.1f} GiB are "
+        f"available: {remedy}"
+    )

@@ -1,0 +1,431 @@
+"""The memory of a model's layers, traced on shapes without numbers.
+
+A decoder of the model's configuration runs forward and backward on fake tensors, once per mode and
+for two numbers of tokens. Every storage counts from the operator that makes it until nothing holds
+it any more. So a family needs no formula of its own: what its operators keep is what is counted, or
+what is kept where torch cuts a compiled layer's graph (`partitioned`).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.models.families import forward_inputs
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.layers import decoder_of, layers_of
+from prefixtree.models.router_loss import router_keywords
+from prefixtree.packing.layout import pack
+from prefixtree.planning.model_cost import ModelCost, auto_class, model_cost
+from prefixtree.recompute.layers import MODES, Mode, recomputing
+
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+except ImportError as problem:
+    raise UnsupportedError(
+        "the memory of a model cannot be traced, which recompute='auto', plan_recomputation and "
+        f"max_micro_batch_tokens need: torch {torch.__version__} lacks a name that is not public "
+        f"({problem}); give recompute as a mode or a RecomputePlan"
+    ) from problem
+
+# `partitioned`, which is imported where it is used: it builds on what is not public in torch
+_Cut = Callable[
+    [Sequence[nn.Module], Sequence[Hashable], Mode, FakeTensorMode], AbstractContextManager[None]
+]
+# tokens of the two traces: multiples of what recurrent kernels take at once
+_TOKENS = (512, 2048)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer in one mode: [bytes per token, bytes whatever the number of tokens].
+
+    Attributes:
+        held: what is kept from its forward until its backward.
+        working: the most that is alive in its backward beside what it and the layers before it
+            hold: what is computed again, gradients of activations, a weight's gradient on its way.
+    """
+
+    held: tuple[float, float]
+    working: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of activations of a causal language model in training.
+
+    Attributes:
+        layers: by mode, first layer to last.
+        before: bytes per token that are held from before the first layer, the embedding's.
+        after: bytes per token that the last norm holds until the backward of the layers begins.
+        cost: of a token; its element_bytes are those of activations.
+    """
+
+    layers: dict[Mode, tuple[LayerMemory, ...]]
+    before: float
+    after: float
+    cost: ModelCost
+
+    def peak(self, tokens: int, modes: Mode | Sequence[Mode], scoring: float = 0.0) -> int:
+        """The most bytes that are alive at once.
+
+        Args:
+            tokens: packed ones.
+            modes: one per layer, or one for all.
+            scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
+        """
+        count = len(self.layers["all"])
+        each = [modes] * count if isinstance(modes, str) else modes
+        below = most = self.before * tokens
+        for layer, mode in enumerate(each):
+            of_layer = self.layers[mode][layer]
+            below += of_layer.held[0] * tokens + of_layer.held[1]
+            most = max(most, below + of_layer.working[0] * tokens + of_layer.working[1])
+        return round(max(most, below + scoring))
+
+    def scaled(self, factor: float) -> ModelMemory:
+        """For elements of `factor` times the bytes."""
+
+        def times(layer: LayerMemory) -> LayerMemory:
+            held, working = ((a * factor, b * factor) for a, b in (layer.held, layer.working))
+            return LayerMemory(held, working)
+
+        return ModelMemory(
+            {mode: tuple(map(times, layers)) for mode, layers in self.layers.items()},
+            self.before * factor,
+            self.after * factor,
+            replace(self.cost, element_bytes=round(self.cost.element_bytes * factor)),
+        )
+
+
+def trace_memory(
+    config: Any,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    adapters: Adapters | None = None,
+    compiled: bool = False,
+) -> ModelMemory:
+    """Traces the model of a config; a trace of the same arguments is kept.
+
+    Args:
+        config: of a causal language model, or of a model with a text config.
+        dtype: of the weights. autocast: the dtype of autocast, None where it is off.
+        device: where the model trains; recurrent layers keep other things on a GPU.
+        adapters: of PEFT, on the model. Default: None.
+        compiled: whether the layers are compiled (`compile_layers`). Default: False. Families whose
+            layers cannot be cut one by one are traced as if they were not.
+
+    Raises:
+        UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
+            at numbers, so that shapes alone do not run.
+    """
+    try:
+        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type, compiled)
+    except (DataDependentOutputException, DynamicOutputShapeException) as problem:
+        raise UnsupportedError(
+            f"the memory of {config.model_type} cannot be traced: it looks at numbers "
+            f"({problem.func}); give recompute as a mode or a RecomputePlan"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What PEFT adds to a model.
+
+    Attributes:
+        configs: PEFT's configurations by the adapters' names, all of them on the model.
+        in_float32: whether their weights are in float32 whatever the model's dtype is.
+    """
+
+    configs: dict[str, Any]
+    in_float32: bool
+
+    def on(self, model: nn.Module) -> None:
+        """Puts them on a model, in place."""
+        import peft
+
+        configs = copy.deepcopy(self.configs)
+        first, *others = configs
+        # what it warns of, it said when the model got them
+        with warnings.catch_warnings(action="ignore"):
+            adapted = peft.get_peft_model(
+                model, configs[first], first, autocast_adapter_dtype=self.in_float32
+            )
+            for name in others:
+                adapted.add_adapter(name, configs[name])
+
+    def __str__(self) -> str:
+        said = {name: config.to_dict() for name, config in self.configs.items()}
+        return f"{said} {self.in_float32}"
+
+
+class _Key:
+    """A config and adapters that are compared by what they say."""
+
+    def __init__(self, config: Any, adapters: Adapters | None) -> None:
+        self.config, self.adapters = config, adapters
+        self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+
+@lru_cache(maxsize=8)
+def _trace(
+    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+) -> ModelMemory:
+    if not compiled:
+        return _traced(key, dtype, autocast, device)
+    try:
+        from prefixtree.recompute.partitioned import partitioned
+
+        return _traced(key, dtype, autocast, device, partitioned)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except (ImportError, AttributeError, TypeError) as problem:
+        # torch's partitioner is not public, so any version may change it
+        warnings.warn(
+            "the memory of compiled layers is predicted as if they were not compiled, which is "
+            "more than they take, so recompute='auto' recomputes more than it has to: torch "
+            f"{torch.__version__} does not cut a layer's graph as expected ({problem})",
+            stacklevel=2,
+        )
+    except RuntimeError:
+        # a layer that changes what other layers read (Gemma 3n) cannot be cut by itself
+        pass
+    # what a layer keeps without being compiled is more
+    return _trace(key, dtype, autocast, device, False)
+
+
+def _traced(
+    key: _Key,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None,
+    device: str,
+    cut: _Cut | None = None,
+) -> ModelMemory:
+    """Traces the model, its layers cut by `cut` if it is compiled."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # making a model sets its attention and dtype in the config
+    config = copy.deepcopy(key.config)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation="prefixtree"
+        )
+        if key.adapters is not None:
+            key.adapters.on(model)
+    _make_fake(model, fake, torch.device(device))
+    layers = layers_of(model)
+    if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
+        # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
+        # there counts as more than it is
+        half = _trace(key, torch.bfloat16, None, device, cut is not None)
+        return half.scaled((autocast or dtype).itemsize / 2)
+    model.train()
+    prepare_states(model)
+    parameters = list(model.parameters())
+    with fake:
+        for parameter in parameters:
+            # as in the second micro-batch of an update: gradients are there and are added to
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    signatures = [_signature(layer) for layer in layers]
+    # what the first two hold is not all their own
+    needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
+    cut_layers = cut and partial(cut, layers[:needed], signatures[:needed])
+    by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
+    before = 0.0
+    for mode in MODES:
+        runs = [
+            _run(model, layers, needed, mode, fake, tokens, autocast, device, cut_layers)
+            for tokens in _TOKENS
+        ]
+        of_kind = {
+            # the last of a kind
+            signatures[at]: LayerMemory(
+                _line([run["held"][at] for run in runs]),
+                _line([run["working"][at] for run in runs]),
+            )
+            for at in range(needed)
+        }
+        by_mode[mode] = tuple(of_kind[s] for s in signatures)
+        first = _line([run["held"][0] for run in runs])[0]
+        before = max(before, first - by_mode[mode][0].held[0])
+    cost = model_cost(model, (autocast or dtype).itemsize)
+    return ModelMemory(
+        layers=by_mode,
+        before=before,
+        # its input in float32, and its output
+        after=(4 + cost.element_bytes) * cost.hidden,
+        cost=cost,
+    )
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
+    """Gives a model on the meta device fake tensors that say they are on `device`."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        tensors = (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in tensors:
+            # a tied weight stays one
+            if id(tensor) not in made:
+                new: torch.Tensor = FakeTensor(fake, tensor.detach().to("meta"), device)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                made[id(tensor)] = new
+            setattr(module, name, made[id(tensor)])
+
+
+def _has_grouped_experts(layers: Sequence[nn.Module]) -> bool:
+    modules = (module for layer in layers for module in layer.modules())
+    # a convolution's weight has three dimensions too
+    return any(
+        p.ndim == 3
+        for module in modules
+        if not isinstance(module, nn.Conv1d)
+        for p in module.parameters(recurse=False)
+    )
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers that hold as much."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return type(layer).__name__, getattr(layer, "layer_type", None), shapes
+
+
+def _line(values: Sequence[float]) -> tuple[float, float]:
+    """The bytes per token and the fixed bytes of what was measured for both of _TOKENS."""
+    (few, many), (a, b) = _TOKENS, values
+    slope = (b - a) / (many - few)
+    return slope, max(0.0, a - slope * few)
+
+
+class _Enough(Exception):
+    """Ends a forward in front of a layer that need not run."""
+
+
+def _run(
+    model: Any,
+    layers: Sequence[nn.Module],
+    needed: int,
+    mode: Mode,
+    fake: FakeTensorMode,
+    tokens: int,
+    autocast: torch.dtype | None,
+    device: str,
+    cut: Callable[[Mode, FakeTensorMode], AbstractContextManager[None]] | None,
+) -> dict[str, list[float]]:
+    """Runs the first layers forward and backward -> held and working bytes of each of them.
+
+    Args:
+        cut: makes the layers that run compiled ones while it is open. Default: they are not.
+    """
+    known = (x for parameter in model.parameters() for x in (parameter, parameter.grad))
+    live = LiveBytes(x for x in known if x is not None)
+    after: list[float] = []
+    peaks: list[float] = []
+    last: list[torch.Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        after.append(live.bytes)
+        last[:] = [hidden]
+
+        def turn(gradient: torch.Tensor) -> None:
+            # the backward of this layer begins, that of the next one is over
+            peaks.append(live.restart())
+
+        hidden.register_hook(turn)
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise _Enough
+
+    packed = pack(PrefixForest.from_sequences([np.zeros(tokens, np.int64)])).to(device)
+    keywords = forward_inputs(packed, model.config) | router_keywords(model.config, None)
+    inputs = {
+        name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        for name, value in keywords.items()
+    }
+    with ExitStack() as open_until_end:
+        enter = open_until_end.enter_context
+        for layer in layers[:needed]:
+            open_until_end.callback(layer.register_forward_hook(note).remove)
+        for layer in layers[needed : needed + 1]:
+            open_until_end.callback(layer.register_forward_pre_hook(stop).remove)
+        enter(fake)
+        enter(live)
+        if cut is None:
+            enter(recomputing(model, [mode] * len(layers)))
+        else:
+            # the graph of a compiled layer knows what it recomputes
+            enter(recomputing(model, ["nothing"] * len(layers)))
+            enter(cut(mode, fake))
+        with torch.autocast(device, autocast, enabled=autocast is not None), suppress(_Enough):
+            decoder_of(model)(**inputs)
+        (hidden,) = last
+        hidden.backward(torch.ones_like(hidden))
+        peaks.append(live.restart())
+    held = [one - before for before, one in zip([0, *after], after, strict=False)]
+    # peaks[0] is from before the backward
+    working = [peak - below for peak, below in zip(peaks[:0:-1], after, strict=True)]
+    return {"held": held, "working": working}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make while something holds them."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.bytes = self._peak = 0
+        self._known: Any = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def restart(self) -> int:
+        """The most bytes since the last call."""
+        peak, self._peak = self._peak, self.bytes
+        return peak
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self._peak = max(self._peak, self.bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size

@@ -1,0 +1,188 @@
+"""`Draws`: how the next token of each row is chosen, by numbers that only a counter decides.
+
+A token is the argmax over the vocabulary of logits / temperature + Gumbel noise, which is a draw
+from the softmax. The noise of a token is a hash of (seed, row, position, token). So a row's draws
+depend neither on the other rows of the batch, nor on their order, nor on when rows leave it.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from prefixtree._numbers import integer, number
+from prefixtree.kernels.packages import installed
+
+# of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), as int64
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+_BRANCH = 0xD1B54A32D192ED03 - 2**64
+# behind the numbers of a short path
+_ENDED = -1
+# the least temperature: logits of 1e10 divided by it stay within 1e30, as kernels take them
+_COLDEST = 1e-20
+# logits whose noise is in memory at once, in some 32 bytes each
+_AT_ONCE = 2**25
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn.
+
+    `log_softmax(logits / temperature)` over the full vocabulary gives the log-probabilities, with
+    truncation (top_k, top_p, min_p) and without: those that `sequence_logprobs` gives at this
+    temperature.
+
+    Attributes:
+        temperature: the divisor of the logits, at least 1e-20. 0: the likeliest token, whose
+            log-probability is then that at temperature 1. Default: 1.0.
+        seed: any integer; the same one gives the same noise, so every training step needs another
+            one. Default: 0.
+        top_k: draws from the k likeliest tokens alone. Default: from all.
+        top_p: draws from the fewest likeliest tokens that hold this probability. Default: from all.
+        min_p: draws from tokens with at least this share of the likeliest one's probability.
+            Default: from all.
+
+    Raises:
+        TypeError: seed is no integer.
+        ValueError: a number out of its range.
+    """
+
+    temperature: float = 1.0
+    seed: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        temperature = number("temperature", self.temperature, finite=False)
+        if temperature and not _COLDEST <= temperature < math.inf:
+            raise ValueError(
+                f"temperature must be finite, and 0 (the likeliest token) or at least {_COLDEST}, "
+                f"got {temperature}"
+            )
+        # numbers of numpy wrap around or have no place in transformers
+        read: dict[str, Any] = {
+            "temperature": temperature,
+            "seed": integer("seed", self.seed, wrong=TypeError),
+        }
+        if self.top_k is not None:
+            read["top_k"] = integer("top_k", self.top_k, 1, or_none=True)
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None:
+                read[name] = number(name, value, above=0, most=1, or_none=True)
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def warpers(self) -> list[Any]:
+        """transformers' own truncations, in the order in which `generate` applies them."""
+        from transformers.generation import logits_process as t
+
+        found: list[Any] = []
+        if self.top_k is not None:
+            found.append(t.TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1:
+            found.append(t.TopPLogitsWarper(self.top_p))
+        if self.min_p is not None:
+            found.append(t.MinPLogitsWarper(self.min_p))
+        return found
+
+    def choose(
+        self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Draws one token per row. Nothing is read on the host.
+
+        Args:
+            logits: [B, V], any dtype; of the token before.
+            keys: int64 [B], the rows' keys (`row_keys`).
+            positions: int64 [B], the positions that the tokens will have.
+
+        Returns:
+            int64 [B] tokens, float32 [B] log-probabilities over the full vocabulary, and with
+            truncation float32 [B], the log of the probability that was kept; else None.
+        """
+        if not self.warpers and in_one_pass(logits):
+            from prefixtree.kernels.decoding import draw
+
+            state = _mix(keys + positions * _GAMMA)
+            constants = _GAMMA, _FIRST, _SECOND
+            return *draw.draw(logits, state, self.temperature, constants), None
+        rows = max(1, _AT_ONCE // logits.shape[-1])
+        parts = zip(logits.split(rows), keys.split(rows), positions.split(rows), strict=True)
+        tokens, logprobs, kept = zip(*(self._choose(*part) for part in parts), strict=True)
+        return torch.cat(tokens), torch.cat(logprobs), torch.cat(kept) if self.warpers else None
+
+    def _choose(
+        self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        scaled = logits.float() / (self.temperature or 1.0)
+        logprobs = scaled.log_softmax(-1)
+        kept = None
+        for warper in self.warpers:
+            scaled = warper(None, scaled)
+        if self.warpers:
+            kept = logprobs.masked_fill(scaled == -torch.inf, -torch.inf).logsumexp(-1)
+        if self.temperature:
+            scaled = scaled + gumbel(keys, positions, scaled.shape[-1])
+        tokens = scaled.argmax(-1)
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], kept
+
+
+def in_one_pass(logits: torch.Tensor) -> bool:
+    """Whether a Triton kernel draws from these logits; in torch it is some 30 kernels."""
+    return logits.is_cuda and logits.stride(-1) == 1 and installed("triton")
+
+
+def row_keys(seed: int, paths: Iterable[Sequence[int]]) -> torch.Tensor:
+    """Keys of rows: a hash of the seed and of the row's place in the tree of branchings.
+
+    Args:
+        seed: of the draws. paths: one per row: the sequence that it continues, then its number at
+            each branching above it.
+
+    Returns:
+        int64 [B] on the CPU.
+    """
+    paths = list(paths)
+    depth = max(map(len, paths))
+    numbers = torch.tensor([[*path, *[_ENDED] * (depth - len(path))] for path in paths])
+    # as int64, whose sums and products wrap around
+    state = (seed + _GAMMA + 2**63) % 2**64 - 2**63
+    keys = _mix(torch.full((len(paths),), state))
+    for column in numbers.unbind(1):
+        # another step than that of positions and tokens, whose numbers would meet these
+        below = _mix(keys + (column + 1) * _BRANCH + _GAMMA)
+        keys = torch.where(column == _ENDED, keys, below)
+    return keys
+
+
+def gumbel(keys: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """float32 [B, V] Gumbel noise; keys and positions int64 [B]."""
+    state = _mix(keys + positions * _GAMMA)[:, None]
+    numbers = torch.arange(1, vocabulary + 1, device=keys.device) * _GAMMA
+    # 53 bits, of which float32 keeps 24; near 0, where large noise comes from, all of these count
+    uniform = (_mix(state + numbers) >> 11).bitwise_and_(2**53 - 1).add_(1).float().mul_(2.0**-53)
+    # what is rounded to 1 would be noise of minus infinity, which no likely token outweighs
+    uniform = uniform.clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function on int64, whose products wrap around."""
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """The logical shift to the right; torch's copies the sign."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)

@@ -1,0 +1,224 @@
+"""`CachedForward`: forwards of a model over a growing forest, and what no such forward serves.
+
+Legend: B new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.models.checks import (
+    attention_modules,
+    check_model,
+    check_parts,
+    check_vocabulary,
+    every_layer_attends,
+    find_causal_lm,
+)
+from prefixtree.models.families import family_of, forward_inputs, placeholder_in
+from prefixtree.models.stamp import ModelStamp
+from prefixtree.packing.layout import PackedForest
+from prefixtree.sampling.forest_cache import ForestCache
+from prefixtree.sampling.graphs import state_of
+
+# numbers of every parameter that are compared: an update in bfloat16 leaves most as they were
+_SEEN = 64
+
+
+class CachedForward:
+    """Calls a causal language model with one `ForestCache`.
+
+    Args:
+        model: as `sequence_logprobs` takes it. capacity: keys of the cache.
+    """
+
+    def __init__(self, model: nn.Module, capacity: int) -> None:
+        self.cache = ForestCache(capacity)
+        self._model = model
+        # adapters are inside of it; wrappers of training (DDP) are not called
+        self._causal_lm = find_causal_lm(model)
+        config = self._causal_lm.config
+        self._position_rows = family_of(config).position_rows
+        self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            # a load-balancing loss is of no use here
+            self._keywords["output_router_logits"] = False
+        self._owner: weakref.ref[Any] | None = None
+        self._stamp: ModelStamp | None = None
+        self._numbers = b""
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return next(self._causal_lm.parameters()).device
+
+    @property
+    def state(self) -> int:
+        """As `state_of` says it, of the model and the pools."""
+        return state_of(self._causal_lm, self.cache.addresses)
+
+    def prefill(self, packed: PackedForest, last: np.ndarray) -> torch.Tensor:
+        """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S].
+
+        Raises:
+            UnsupportedError, ValueError: as `sequence_logprobs`.
+        """
+        check_model(self._model, self._causal_lm, packed)
+        self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
+        self.cache.begin_prefill()
+        inputs = forward_inputs(packed, self._causal_lm.config)
+        with every_layer_attends(self._causal_lm, packed.mask):
+            of_last = torch.from_numpy(last).to(self.device)
+            logits = self._eager(**inputs, logits_to_keep=of_last)
+        self._stamp.settle()
+        return logits
+
+    def step(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Reads ids int64 [B] at positions int64 [B]; the logits [B, V]. Compiled layers run as
+        such: their graphs serve every number of rows."""
+        return self._call(**self._inputs(ids, positions))
+
+    def read(
+        self, runs: np.ndarray, tails: np.ndarray, tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Reads several tokens per row; the logits [rows, V] of the last of each."""
+        self.cache.resume(self.cache.works(runs, tails))
+        ids = torch.tensor([token for row in tokens for token in row], device=self.device)
+        # of the first key of a row's own run, and the keys written behind it
+        position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
+        last = np.cumsum([len(row) for row in tokens]) - 1
+        logits = self._eager(**self._inputs(ids, position_ids))
+        return logits[torch.from_numpy(last).to(self.device)]
+
+    def _inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        position_ids = positions[None]
+        if self._position_rows > 1:
+            position_ids = position_ids.expand(self._position_rows, 1, -1)
+        return {"input_ids": ids[None], "position_ids": position_ids}
+
+    def _eager(self, **inputs: Any) -> torch.Tensor:
+        # once per call of `start` or `append`: not worth a compilation
+        with torch.compiler.set_stance("force_eager"):
+            return self._call(**inputs)
+
+    @torch.no_grad()
+    def _call(self, **inputs: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._causal_lm(**{**inputs, **self._keywords}).logits[0]
+        self.cache.end()
+        return logits
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def check_forest(self, forest: PrefixForest) -> None:
+        """Refuses what cannot be sampled from, before anything is computed.
+
+        Raises:
+            TypeError: not a PrefixForest.
+            ForestError: a forest without token ids.
+            UnsupportedError: recorded routes; a model whose layers carry a state, whose parameters
+                are sharded or on several devices, or that runs another attention.
+        """
+        if not isinstance(forest, PrefixForest):
+            raise TypeError(
+                f"start takes a PrefixForest, got {type(forest).__name__}; "
+                "PrefixForest.from_sequences(histories) makes one"
+            )
+        if forest.tokens is None:
+            raise ForestError("this forest has no token ids; give from_parents its tokens=")
+        if forest.routes is not None:
+            raise UnsupportedError(
+                "the forest has recorded routes, and sampled tokens would have none: make it "
+                "without routes="
+            )
+        self.check_tokens(forest.tokens)
+        config = self._causal_lm.config.get_text_config()
+        if family_of(config).rules:
+            raise UnsupportedError(
+                f"{config.model_type} has recurrent layers, whose states are not kept per node of "
+                "a growing forest: sample with model.generate"
+            )
+        attention_modules(self._causal_lm)
+        parts = *self._model.named_modules(), *self._causal_lm.named_parameters()
+        kinds = FSDPModule, FullyShardedDataParallel, DTensor
+        # ZeRO-3 leaves parameters without numbers
+        sharded = [
+            name
+            for name, part in parts
+            if isinstance(part, kinds) or (isinstance(part, nn.Parameter) and part.numel() == 0)
+        ]
+        if sharded:
+            raise UnsupportedError(
+                f"the parameters are sharded over ranks ({sharded[0] or 'the model'}: FSDP, "
+                "ZeRO-3 or tensor parallelism), and each rank would have to take the same steps: "
+                "gather them first, as TRL's unwrap_model_for_generation does, or sample with a "
+                "copy of the model"
+            )
+
+        devices = sorted({str(p.device) for p in self._causal_lm.parameters()})
+        if len(devices) > 1:
+            raise UnsupportedError(
+                f"the parameters are on {', '.join(devices)}, and keys are kept on one device: "
+                "load the model on one device, without device_map"
+            )
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Refuses token ids that the model does not have, and those of images."""
+        if (found := placeholder_in(self._causal_lm.config, tokens)) is not None:
+            raise UnsupportedError(
+                f"the tokens hold {found[0]} {found[1]}, and the sampler reads text alone: sample "
+                "with model.generate"
+            )
+        check_vocabulary(self._causal_lm, tokens)
+
+    def own(self, rows: Any) -> None:
+        """From now on the cache holds the keys of these rows."""
+        # weak, so that a sampler's memory is free as soon as nobody has it or its rows
+        self._owner = None if rows is None else weakref.ref(rows)
+
+    def check_owner(self, rows: Any) -> None:
+        """Refuses rows whose keys are gone.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        if self._owner is None or self._owner() is not rows:
+            raise RuntimeError(
+                "the keys of these rows are gone: the sampler started anew, or was interrupted "
+                "while it moved keys or branched rows; rows.samples() still has what was sampled"
+            )
+
+    def check_model(self) -> None:
+        """Refuses a model that is not what it was when it read the forest.
+
+        Raises:
+            RuntimeError: the keys are of other weights.
+            UnsupportedError: dropout, noise or adapters are active that were not before.
+        """
+        assert self._stamp is not None
+        change = self._stamp.change()
+        if change is None and self._numbers != self._some_numbers():
+            change = "numbers of the parameters changed"
+        if change is not None:
+            raise RuntimeError(
+                f"the model's weights or adapters changed since the sampler started ({change}), so "
+                "its keys are of other weights: call sampler.start again"
+            )
+        check_parts(self._model, self._causal_lm)
+
+    @torch.no_grad()
+    def _some_numbers(self) -> bytes:
+        """The first numbers of all parameters: what writes to `.data` leaves no other trace."""
+        # by name: PEFT's forwards change the order of parameters that `target_parameters` names
+        named = sorted(self._causal_lm.named_parameters())
+        numbers = torch.cat([p.flatten()[:_SEEN].float() for _, p in named])
+        return numbers.cpu().numpy().tobytes()

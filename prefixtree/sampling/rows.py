@@ -1,0 +1,354 @@
+"""`Rows`: the growing ends of a forest, which branch, generate, hear replies and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree._hints import with_hints
+from prefixtree._numbers import entries, integer
+from prefixtree._tokens import flatten
+from prefixtree.errors import ForestError
+from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.transfers import lasting
+from prefixtree.sampling.draws import Draws, row_keys
+from prefixtree.sampling.forward import CachedForward
+from prefixtree.sampling.growing_forest import GrowingForest
+from prefixtree.sampling.samples import Piece, Row, Samples, samples_of
+from prefixtree.sampling.step import DecodeStep, Steps
+
+# how often the host looks whether rows stopped: on a GPU it would wait at each look
+_LOOK_EVERY = {"cpu": 1}
+_LOOK_EVERY_ON_GPUS = 16
+# of the rows of a batch: when no more than this share still goes on, the others leave it
+_STILL_FULL = 0.75
+# pending tokens of a forward: a GPU keeps partial results of all of them while a layer attends
+_READ_AT_ONCE = 2048
+
+
+def stop_tokens(stop: Any) -> frozenset[int]:
+    """The token ids at which rows end.
+
+    Raises:
+        TypeError: no list of token ids.
+    """
+    try:
+        return frozenset(
+            integer("stop", token, 0) for token in entries("stop", stop, "", ordered=False)
+        )
+    except ValueError:
+        raise TypeError(f"stop takes a list of token ids, got {stop!r}") from None
+
+
+class Rows:
+    """Rows that grow below the sequences of a forest. Made by `TreeSampler.start`.
+
+    Rows are numbered from 0. At the start row i continues sequence i. `branch` and `drop` number
+    the rows anew: those that branched from one row stand side by side in its place. A row's draws
+    do not depend on its number.
+    """
+
+    # what `start` hands over; its types are no part of the interface
+    def __init__(
+        self, forward: Any, steps: Any, growing: Any, rows: list[Any], max_rows: int
+    ) -> None:
+        self._forward: CachedForward = forward
+        self._steps: Steps = steps
+        self._growing: GrowingForest = growing
+        self._max_rows = max_rows
+        self._set(rows)
+        forward.own(self)
+
+    def _set(self, rows: list[Row]) -> None:
+        """Takes rows in the growing forest's order, which is depth first."""
+        # row i is the one at _order[i] there
+        order = sorted(range(len(rows)), key=lambda at: rows[at].path)
+        # in one line, so that an interruption leaves all or nothing
+        self._rows, self._order = rows, order
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # ---- what becomes of rows ----------------------------------------------------------------
+
+    @lasting
+    def branch(self, counts: int | Sequence[int] | Mapping[int, int]) -> None:
+        """Makes several rows of one, side by side. Nothing is copied.
+
+        Args:
+            counts: for every row how many rows it becomes: one number for all, one per row, or a
+                mapping from rows (the others stay as they are). 1 leaves a row as it is, 0 drops
+                it.
+
+        Raises:
+            ValueError: a number below 0, or another number of counts than of rows.
+            IndexError: a row that does not exist.
+            MemoryError: no room for tokens that the model has not read yet; nothing was changed.
+            RuntimeError, UnsupportedError: as `generate`, where the model reads such tokens.
+        """
+        self._forward.check_owner(self)
+        given = self._counts(counts)
+        wanted = [1] * len(self)
+        for at, count in zip(self._places(given.keys()), given.values(), strict=True):
+            wanted[at] = count
+        reading = [at for at, count in enumerate(wanted) if count > 1]
+        try:
+            self._read(reading)
+        finally:
+            self._growing.trim(reading)
+        branched = [
+            replace(row, path=(*row.path, number)) if count > 1 else row
+            for row, count in zip(self._rows, wanted, strict=True)
+            for number in range(count)
+        ]
+        # an interruption would leave rows with keys of others
+        self._forward.own(None)
+        self._growing.branch(wanted)
+        self._set(branched)
+        self._forward.own(self)
+
+    def drop(self, rows: Iterable[int]) -> None:
+        """Drops rows: they leave the samples, and their keys make room.
+
+        Args:
+            rows: which ones.
+
+        Raises:
+            ValueError: rows that are no integers.
+            IndexError: a row that does not exist.
+        """
+        self.branch(dict.fromkeys(self._numbers(rows), 0))
+
+    def append(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Appends tokens that were not sampled: replies of tools or users.
+
+        The model reads them with the next `branch` or `generate` that goes on from them, once for
+        all rows that share them. A row that had stopped goes on.
+
+        Args:
+            tokens: from rows to token ids, perhaps none.
+
+        Raises:
+            TypeError: tokens that are no mapping.
+            IndexError: a row that does not exist.
+            ForestError: tokens that are negative or not integers.
+            UnsupportedError: placeholders of images.
+            ValueError: a token id beyond the model's vocabulary.
+        """
+        self._forward.check_owner(self)
+        if not isinstance(tokens, Mapping):
+            raise TypeError(f"tokens must be a mapping from rows to token ids, got {tokens!r}")
+        places = self._places(tokens.keys())
+        given = [entries(f"tokens[{row}]", ids, "token ids") for row, ids in tokens.items()]
+        if filled := [reply for reply in given if reply]:
+            self._forward.check_tokens(flatten(filled, "tokens")[0])
+        for at, reply in zip(places, given, strict=True):
+            self._rows[at] = self._rows[at].with_reply([int(t) for t in reply])
+
+    @lasting
+    @with_hints
+    def generate(
+        self,
+        max_new_tokens: int,
+        draws: Draws | None = None,
+        stop: Iterable[int] = (),
+        rows: Iterable[int] | None = None,
+    ) -> None:
+        """Samples up to `max_new_tokens` tokens for each row that goes on.
+
+        A row ends at its first stop token, which it keeps. If the call is interrupted
+        (KeyboardInterrupt, an error of the model), the rows keep what was sampled.
+
+        Args:
+            max_new_tokens: the most tokens per row, >= 1.
+            draws: how tokens are drawn. Default: `Draws()`.
+            stop: token ids. Default: none, so every row gets `max_new_tokens` tokens.
+            rows: which rows go on. Default: those whose last token is no sampled stop token.
+
+        Raises:
+            IndexError: a row that does not exist.
+            ValueError: max_new_tokens below 1.
+            MemoryError: more rows than `max_rows`, or no room for so many tokens; nothing was
+                sampled.
+            RuntimeError: the model's weights or active adapters changed since the start, so the
+                kept keys are of other weights; or the sampler started anew; or logits are NaN.
+            TypeError: stop is no list of integers.
+            UnsupportedError: dropout has become active since the start.
+        """
+        self._forward.check_owner(self)
+        room = at_least_one("max_new_tokens", max_new_tokens)
+        ends = stop_tokens(stop)
+        if rows is None:
+            going = [at for at, row in enumerate(self._rows) if not row.stopped]
+        else:
+            going = sorted(set(self._places(rows)))
+        if len(going) > self._max_rows:
+            raise MemoryError(
+                f"{len(going):,} rows are to go on, and the sampler was made for "
+                f"{self._max_rows:,} (max_rows): make it larger, or name some of the rows (rows=)"
+            )
+        if not going:
+            return
+        try:
+            self._read(going, room)
+            for at in going:
+                self._rows[at] = replace(self._rows[at], new=())
+            self._decode(going, room, draws or Draws(), ends)
+        finally:
+            self._growing.trim(going)
+        if wrong := sum(bool(np.isnan(self._rows[at].pieces[-1].logprobs).any()) for at in going):
+            raise RuntimeError(
+                f"the model gave NaN or infinite logits in {wrong} rows, so their tokens mean "
+                "nothing: look whether its weights are finite (isfinite)"
+            )
+
+    # ---- what rows hold ----------------------------------------------------------------------
+
+    def stopped(self) -> list[int]:
+        """Lists the rows whose last token is a stop token that they sampled."""
+        return [number for number, at in enumerate(self._order) if self._rows[at].stopped]
+
+    def new_tokens(self, row: int) -> list[int]:
+        """Lists the tokens that a row sampled in the last `generate` that it took part in.
+
+        Args:
+            row: its number.
+
+        Raises:
+            IndexError: a row that does not exist.
+        """
+        return list(self._rows[self._places([row])[0]].new)
+
+    @lasting
+    def samples(self) -> Samples:
+        """Gathers the sequences of all rows, also while they grow.
+
+        Raises:
+            ForestError: all rows were dropped.
+        """
+        if not self._rows:
+            raise ForestError("all rows were dropped, so there are no samples")
+        return samples_of([self._rows[at] for at in self._order])
+
+    # ---- the model ---------------------------------------------------------------------------
+
+    def _read(self, rows: Sequence[int], room: int = 0) -> None:
+        """Lets the model read what is pending in rows, and gives them room for tokens behind it."""
+        reading = [at for at in rows if self._rows[at].pending]
+        if reading or room:
+            self._forward.check_model()
+        for row, length in ((self._rows[at], self._growing.length(at)) for at in rows):
+            if length + len(row.pending) != sum(len(piece.tokens) for piece in row.pieces):
+                raise RuntimeError(
+                    "an interruption left the keys of some rows behind their tokens: call "
+                    "sampler.start again; rows.samples() has what was sampled"
+                )
+        writing = rows if room else reading
+        # an interruption while keys move would leave them nowhere
+        self._forward.own(None)
+        try:
+            rooms = [len(self._rows[at].pending) + room for at in writing]
+            moved = self._growing.reserve(writing, rooms)
+        except MemoryError:
+            self._forward.own(self)
+            raise
+        if moved is not None:
+            self._forward.cache.move(moved)
+        self._forward.own(self)
+        while reading:
+            self._read_some(reading)
+            reading = [at for at in reading if self._rows[at].pending]
+
+    def _read_some(self, rows: Sequence[int]) -> None:
+        """One forward over pending tokens of these rows."""
+        left, which, tokens = _READ_AT_ONCE, [], []
+        for at in rows:
+            if left:
+                which.append(at)
+                tokens.append(self._rows[at].pending[:left])
+                left -= len(tokens[-1])
+        counts = [len(part) for part in tokens]
+        logits = self._forward.read(*self._growing.runs_and_tails(which, counts), tokens)
+        self._growing.extend(which, counts)
+        for at, count, last in zip(which, counts, logits, strict=True):
+            rest = self._rows[at].pending[count:]
+            self._rows[at] = replace(self._rows[at], pending=rest, logits=None if rest else last)
+
+    def _decode(self, rows: list[int], room: int, draws: Draws, stop: frozenset[int]) -> None:
+        """Samples for rows that have logits and room."""
+        device = self._forward.device
+        look_every = _LOOK_EVERY.get(device.type, _LOOK_EVERY_ON_GPUS)
+        logits: list[Any] = [self._rows[at].logits for at in rows]
+        last = [self._growing.length(at) - 1 for at in rows]
+        how = draws, sorted(stop)
+        step = self._steps.step(len(rows), *how)
+        keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
+        step.start(keys, torch.tensor(last))
+        try:
+            step.draw(torch.stack(logits))
+            del logits
+            if room > 1:
+                step.begin(*self._growing.runs_and_tails(rows))
+            for drawn in range(1, room):
+                if drawn % look_every == 0:
+                    live = step.live.nonzero()[:, 0].tolist()
+                    if not live:
+                        break
+                    if step.size_for(len(live)) <= _STILL_FULL * step.size:
+                        following = self._steps.step(len(live), *how)
+                        step.hand_over(live, following)
+                        self._collect(step, rows, stop)
+                        rows, step = [rows[number] for number in live], following
+                        step.begin(*self._growing.runs_and_tails(rows))
+                step.run()
+        finally:
+            self._collect(step, rows, stop)
+
+    def _collect(self, step: DecodeStep, rows: list[int], stop: frozenset[int]) -> None:
+        """Hands what a step drew to its rows, each up to its first stop token."""
+        drawn = step.take()
+        ends = np.isin(drawn.tokens, list(stop))
+        for number, at in enumerate(rows):
+            row, end = self._rows[at], ends[number]
+            count = int(end.argmax()) + 1 if end.any() else len(end)
+            tokens, logprobs, kept = (part[number, :count] for part in drawn)
+            # the keys of all tokens but the last are written
+            written = len(row.pending) + count - 1 if count else 0
+            self._growing.extend([at], [written])
+            self._rows[at] = row.with_sampled(
+                Piece(tokens, np.ones(count, bool), logprobs, kept), stop
+            )
+
+    def _counts(self, counts: Any) -> dict[int, int]:
+        """What `branch` was asked for, by row."""
+        given = counts
+        if not isinstance(counts, Mapping):
+            one = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")
+            given = dict(enumerate([counts] * len(self) if one else counts))
+        try:
+            if given is counts or len(given) == len(self):
+                return {row: integer("counts", count, 0) for row, count in given.items()}
+        except ValueError:
+            pass
+        raise ValueError(
+            f"branch takes one number >= 0 for each of {len(self)} rows (counts: how many rows it "
+            f"becomes), got {counts}"
+        )
+
+    @staticmethod
+    def _numbers(rows: Any) -> list[int]:
+        """Rows as integers."""
+        return [
+            integer("rows", row) for row in entries("rows", rows, "a list of rows", ordered=False)
+        ]
+
+    def _places(self, rows: Iterable[int]) -> list[int]:
+        """Where rows of these numbers stand in the growing forest."""
+        numbers = self._numbers(rows)
+        for bad in (row for row in numbers if not 0 <= row < len(self)):
+            raise IndexError(f"row {bad} does not exist; expected 0 to {len(self) - 1}")
+        return [self._order[number] for number in numbers]

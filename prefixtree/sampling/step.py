@@ -1,0 +1,197 @@
+"""`DecodeStep`: one token more for every row of a batch, on tensors that stay where they are.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree.packing.transfers import move
+from prefixtree.sampling.draws import Draws
+from prefixtree.sampling.forest_cache import Works
+from prefixtree.sampling.forward import CachedForward
+from prefixtree.sampling.graphs import StepGraphs
+
+# drawn tokens per row that are on the device at once
+_KEPT = 16
+# steps that are kept, each of a size and a way to draw
+_MOST = 64
+
+
+class Drawn(NamedTuple):
+    """What n steps drew, on the host: tokens int64 [B, n], log-probabilities and logs of the
+    probability that truncation kept float32 [B, n]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    kept: np.ndarray
+
+
+class DecodeStep:
+    """Model call, draw, stop, advance, for batches of up to `size` rows, one after another.
+
+    What differs from batch to batch, and from step to step, is in tensors that are filled in place.
+    So a step may be captured in a CUDA graph, which then serves all batches. Rows behind those of a
+    batch are not live.
+
+    Args:
+        forward: the model.
+        draws: how tokens are drawn; their seed is in the keys.
+        stop: tokens.
+        size: the most rows.
+        graphs: captures steps.
+
+    Attributes:
+        size: as given.
+        ids: int64 [size], the last tokens drawn. positions: theirs.
+        live: bool [size], whether no stop token was drawn.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        draws: Draws,
+        stop: Sequence[int],
+        size: int,
+        graphs: StepGraphs,
+    ) -> None:
+        self._forward, self._draws, self._graphs, self.size = forward, draws, graphs, size
+        self._stop = torch.tensor(stop, dtype=torch.int64, device=forward.device)
+        self.ids, self.positions, self._keys = (self._stop.new_zeros(size) for _ in range(3))
+        self.live = torch.zeros_like(self.ids, dtype=torch.bool)
+        self._tokens = self.ids.new_zeros(_KEPT, size)
+        # log-probabilities, and logs of the kept probability
+        self._scores = self.ids.new_zeros(_KEPT, 2, size, dtype=torch.float32)
+        self._column = self.ids.new_zeros(1)
+        self._works: Works | None = None
+        self._runner: Callable[[Callable[[], None]], None] | None = None
+        self._begin(0)
+
+    def _begin(self, rows: int) -> None:
+        """A batch of so many rows; nothing is drawn yet."""
+        self._rows, self._count = rows, 0
+        self._taken: list[Drawn] = []
+        for tensor in (self.ids, self.positions, self.live, self._column):
+            tensor.zero_()
+        self.live[:rows] = True
+
+    def start(self, keys: torch.Tensor, positions: torch.Tensor) -> None:
+        """Begins a batch.
+
+        Args:
+            keys: int64 [B], of the rows' draws.
+            positions: int64 [B], of the last token that each row's keys hold.
+        """
+        self._begin(len(keys))
+        self._keys[: len(keys)] = move(keys, self._keys.device)
+        self.positions[: len(keys)] = move(positions, self._keys.device)
+
+    def hand_over(self, rows: list[int], other: DecodeStep) -> None:
+        """Begins a batch of `other` with some of these rows, behind what they drew."""
+        index = move(torch.tensor(rows), self.ids.device)
+        other.start(self._keys[index], self.positions[index])
+        other.ids[: len(rows)] = self.ids[index]
+
+    def size_for(self, rows: int) -> int:
+        """The size of the step that so many rows would take."""
+        return self._graphs.size_of(rows)
+
+    def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
+        """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`)."""
+        # what was captured reads the lists as they were, so it goes where others are made
+        runner, self._runner = self._runner, None
+        fit = [work.refill(runs, tails) for work in (self._works or {}).values()]
+        if self._works is None:
+            spare = self._graphs.reason is None
+            self._works = self._forward.cache.works(runs, tails, self.live, spare)
+        self._runner = runner if runner and all(fit) else self._graphs.captured()
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Draws from logits [B, V] of the last tokens."""
+        self._draw(logits)
+        self._count += 1
+
+    def run(self) -> None:
+        """One step: reads the last tokens and draws the next ones."""
+        assert self._works is not None and self._runner is not None
+        if self._count == _KEPT:
+            self._unload()
+        self._forward.cache.resume(self._works)
+        self._runner(self._advance)
+        self._count += 1
+
+    # what a graph captures: nothing here reads a tensor on the host
+    def _advance(self) -> None:
+        self._draw(self._forward.step(self.ids, self.positions))
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        rows = len(logits)
+        ids, positions, live = (x[:rows] for x in (self.ids, self.positions, self.live))
+        # rows that stopped stay where they are: positions have an end
+        positions += live
+        tokens, logprobs, kept = self._draws.choose(logits, self._keys[:rows], positions)
+        scores = logprobs[None] if kept is None else torch.stack([logprobs, kept])
+        ids.copy_(tokens)
+        self._tokens[:, :rows].index_copy_(0, self._column, tokens[None])
+        self._scores[:, : len(scores), :rows].index_copy_(0, self._column, scores[None])
+        live &= ~(tokens[:, None] == self._stop).any(1)
+        self._column += 1
+
+    # ---- what was drawn ----------------------------------------------------------------------
+
+    def _unload(self) -> None:
+        """Brings what is on the device to the host."""
+        count, self._count = self._count, 0
+        # copies, on a CPU too: these tensors are written again
+        tokens = self._tokens[:count, : self._rows].t().cpu().numpy().copy()
+        scores = self._scores[:count, :, : self._rows].permute(1, 2, 0).cpu().numpy().copy()
+        self._taken.append(Drawn(tokens, *scores))
+        self._column.zero_()
+
+    def take(self) -> Drawn:
+        """Reads what was drawn, once: after an interruption nothing is handed out twice."""
+        self._unload()
+        taken, self._taken = self._taken, []
+        return Drawn(*(np.concatenate(parts, 1) for parts in zip(*taken, strict=True)))
+
+
+class Steps:
+    """The steps of a model, kept where they are captured.
+
+    Args:
+        forward: the model.
+        captured: whether steps are captured where the device has CUDA graphs.
+
+    Attributes:
+        graphs: captures them. None before the first step.
+    """
+
+    def __init__(self, forward: CachedForward, captured: bool) -> None:
+        self._forward, self._captured = forward, captured
+        self.graphs: StepGraphs | None = None
+        # of the model in this state
+        self._state: int | None = None
+        self._kept: dict[Any, DecodeStep] = {}
+
+    def step(self, rows: int, draws: Draws, stop: Sequence[int]) -> DecodeStep:
+        """A step for batches of so many rows; of an earlier batch, where it may be captured."""
+        state = self._forward.state if self._captured else None
+        if self.graphs is None or state != self._state:
+            self._kept.clear()
+            self._state = state
+            self.graphs = StepGraphs(self._forward.device, self._captured)
+        size = self.graphs.size_of(rows)
+        if self.graphs.reason is not None:
+            return DecodeStep(self._forward, draws, stop, size, self.graphs)
+        key = replace(draws, seed=0), tuple(stop), size
+        if key not in self._kept:
+            if len(self._kept) == _MOST:
+                self._kept.clear()
+            self._kept[key] = DecodeStep(self._forward, draws, stop, size, self.graphs)
+        return self._kept[key]

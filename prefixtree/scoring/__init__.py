@@ -1,0 +1,1 @@
+"""`sequence_logprobs`: per-sequence scores of a packed forest, through a model."""

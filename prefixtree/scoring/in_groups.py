@@ -1,0 +1,433 @@
+"""What this process computes of a packed forest: all of it, or its part of it in a group of ranks.
+
+Legend: U scored units (edge, temperature), n ranks of the group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.families import family_of, forward_inputs
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.layout import Edges, PackedForest, pack
+from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.agreement import Parts, agree
+from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.heads import HeadsMask, heads_problem
+from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
+from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.cost_model import CostModel, cost_model_of
+from prefixtree.planning.model_cost import model_cost
+from prefixtree.planning.split import Split, split_tokens
+from prefixtree.scoring.units import ScoredUnits, Units, units_on_device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: What the ranks of a group exchange: keys and values that a rank's part of the tokens borrows, or
+#: tokens for heads.
+GroupMode = Literal["parts", "heads"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process computes of a packed forest.
+
+    Attributes:
+        inputs: keywords of the model's forward.
+        mask: the mask over which its layers attend.
+        units: what the lm_head scores here.
+        gathered: from the scores of `units` to those that `to_sequences` reads.
+        to_sequences: from these to every sequence but its first token.
+        lengths: n - 1 of each sequence.
+    """
+
+    inputs: dict[str, Any]
+    mask: TreeMask
+    units: Units
+    gathered: Callable[[torch.Tensor], torch.Tensor]
+    to_sequences: GatherIndex
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """The same where a model gives a value per token.
+
+    Attributes:
+        inputs, mask: as in `Share`.
+        gathered: from the values of this process's tokens [t, ...] to those of all, [T, ...].
+    """
+
+    inputs: dict[str, Any]
+    mask: TreeMask
+    gathered: Callable[[torch.Tensor], torch.Tensor]
+
+
+def whole(packed: PackedForest, found: ScoredUnits, config: Any) -> Share:
+    """All of a packed forest.
+
+    Args:
+        packed: the packed forest. found: what is scored of it. config: of the model.
+    """
+    return Share(
+        inputs=forward_inputs(packed, config),
+        mask=packed.mask,
+        units=units_on_device(packed, found, None, found.predictor),
+        gathered=lambda scores: scores,
+        to_sequences=GatherIndex(found.of_copies, found.count, packed.device),
+        lengths=found.lengths,
+    )
+
+
+# ---- a part, in a group of ranks -----------------------------------------------------------------
+
+_FACTS = {
+    "forest": (
+        "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
+        "with other data belong to other groups)"
+    ),
+    "loss_mask": "the ranks of a group must score the same tokens",
+    "temperature": "the ranks of a group must score the same tokens at the same temperatures",
+    "model": "the ranks of a group must have the same model",
+    "options": "the ranks of a group must make the same call, of models in the same state",
+    # it follows from all of these
+    "division": "the ranks of a group must divide the tokens alike, in the same versions of all",
+}
+
+
+def share_of_rank(
+    model: nn.Module,
+    packed: PackedForest,
+    group: ProcessGroup,
+    check: Callable[[], tuple[Any, ScoredUnits]],
+    options: dict[str, Any],
+    mode: GroupMode,
+) -> tuple[Any, Share]:
+    """This rank's part of what the ranks of a group score together.
+
+    Args:
+        model: what is called.
+        packed: the packed forest.
+        group: the process group, of two ranks or more.
+        check: gives the causal language model and what is scored, or raises.
+        options: further arguments that must be the same on all ranks, `recompute` among them.
+        mode: what ranks exchange.
+
+    Returns:
+        The causal language model, and the share.
+
+    Raises:
+        ValueError, RuntimeError: as `agree`.
+        UnsupportedError: what is not verified in groups.
+    """
+    (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode)
+    which, rows = part.tokens.scored(found.predictor)
+    row_of_unit, gathered = part.gathering(found.predictor)
+    # -1, of what is not scored, stays
+    of_copies = np.append(row_of_unit, -1)[found.of_copies].astype(np.int32)
+    return causal_lm, Share(
+        inputs=part.inputs(causal_lm.config),
+        mask=part.attended,
+        units=units_on_device(packed, found, which, rows),
+        gathered=gathered,
+        to_sequences=GatherIndex(of_copies, found.count, packed.device),
+        lengths=found.lengths,
+    )
+
+
+def token_share_of_rank(
+    model: nn.Module, packed: PackedForest, group: ProcessGroup, check: Callable[[], Any]
+) -> TokenShare:
+    """This rank's part where a model gives a value per token.
+
+    Args:
+        model: what is called.
+        packed: the packed forest.
+        group: the process group, of two ranks or more.
+        check: gives the transformers model inside, or raises.
+
+    Returns:
+        The share.
+
+    Raises:
+        ValueError, RuntimeError, UnsupportedError: as `share_of_rank`.
+    """
+
+    def found() -> tuple[Any, None]:
+        return check(), None
+
+    (transformer, _), part = _part_of_rank(
+        model, packed, group, found, {"recompute": None}, "parts"
+    )
+    # of the forest that may be padded, so that every rank has a token
+    num_tokens = part.split.packed.num_tokens
+    row_of_token, gathered = part.gathering(np.arange(num_tokens))
+    row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
+    order = GatherIndex(row_of_token, num_tokens, packed.device)
+    return TokenShare(
+        inputs=part.inputs(transformer.config),
+        mask=part.attended,
+        gathered=lambda values: gather(gathered(values), order),
+    )
+
+
+class _RankPart:
+    """A rank's part of a forest.
+
+    Attributes:
+        split: all parts.
+        tokens: this rank's.
+        attended: the mask over which layers attend.
+    """
+
+    def __init__(self, split: Split, group: ProcessGroup, mode: GroupMode) -> None:
+        import torch.distributed as dist
+
+        self.split, self._group, self._index = split, group, dist.get_rank(group)
+        self.tokens = split[self._index]
+        self._mask: DividedMask
+        if mode == "heads":
+            self._mask, self.attended = HeadsMask(split, self._index, group), split.packed.mask
+        else:
+            self._mask, self.attended = rank_mask(split, self._index, group), self.tokens.mask
+
+    def inputs(self, config: Any) -> dict[str, Any]:
+        """The keywords of the model's forward over the own tokens."""
+        packed = self.split.packed
+        inputs = forward_inputs(packed, config)
+        own = self.tokens.tables(packed.device).own_tokens
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = inputs[name].index_select(-1, own)
+        return inputs | {"tree_mask": self._mask}
+
+    def gathering(
+        self, tokens: np.ndarray
+    ) -> tuple[np.ndarray, Callable[[torch.Tensor], torch.Tensor]]:
+        """How values that the owners of some packed tokens compute are gathered.
+
+        Args:
+            tokens: int64 [U], a token per value. Each rank has its values in this order.
+
+        Returns:
+            int64 [U], the row of each value once it is gathered; and the function that gathers.
+        """
+        row, counts = arrival(self.split.owner[tokens], len(self.split))
+        return row, lambda values: gather_rows(values, counts, self._index, self._group)
+
+
+def _part_of_rank(
+    model: nn.Module,
+    packed: PackedForest,
+    group: ProcessGroup,
+    check: Callable[[], tuple[Any, Any]],
+    options: dict[str, Any],
+    mode: GroupMode,
+) -> tuple[tuple[Any, Any], _RankPart]:
+    """The part of this rank, once all ranks agree; and what `check` gave."""
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+
+    def prepare() -> tuple[tuple[Any, Any, Split], dict[str, Parts]]:
+        inner, found = check()
+        _check_served(model, inner, options["recompute"])
+        _check_averages(model, group)
+        _check_mode(mode, inner.config.get_text_config(), packed, ranks)
+        split = _split(inner, packed, found, ranks, mode)
+        return (inner, found, split), {
+            "forest": _parts_of_forest(packed),
+            **_parts_of_scores(found),
+            "model": _parts_of_model(inner),
+            "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
+            "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
+        }
+
+    inner, found, split = agree(group, packed.device, prepare, _FACTS)
+    return (inner, found), _RankPart(split, group, mode)
+
+
+def _split(
+    model: nn.Module,
+    packed: PackedForest,
+    found: ScoredUnits | None,
+    ranks: int,
+    mode: GroupMode,
+) -> Split:
+    """The forest divided among ranks; one with fewer tokens than ranks is padded to as many."""
+    if packed.num_tokens < ranks:
+        mask = packed.mask
+        padded = pack(packed.forest, ranks).with_options(mask.backend, mask.deterministic)
+        packed = padded.to(packed.device)
+    cost_model, borrow_cost = _costs(model)
+    if mode == "heads":
+        # attention is even anyway, and nobody borrows
+        cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
+        borrow_cost = replace(borrow_cost, kv_heads=0)
+    edges = None
+    if found is not None:
+        edges = Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
+    return split_tokens(packed, ranks, cost_model, edges, borrow_cost=borrow_cost)
+
+
+# by model: reading a configuration takes longer than dividing a forest
+_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
+    if model not in _known_costs:
+        cost = model_cost(model.config)
+        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
+    return _known_costs[model]
+
+
+# ---- what all ranks of a group must have alike ---------------------------------------------------
+
+
+def _parts_of_forest(packed: PackedForest) -> Parts:
+    forest = packed.forest
+    return {
+        "its number of packed tokens": packed.num_tokens,
+        "its token ids": forest.tokens,
+        "its nodes' parents": forest.node_parent,
+        "its nodes' lengths": forest.node_start,
+        "the order of its sequences": forest.sequence_node,
+    }
+
+
+def _parts_of_scores(found: ScoredUnits | None) -> dict[str, Parts]:
+    if found is None:
+        return {"loss_mask": {}, "temperature": {}}
+    units = np.stack([found.token, found.temperature])
+    return {
+        "loss_mask": {"loss_mask": np.unique(found.token)},
+        "temperature": {"temperature": units},
+    }
+
+
+def _parts_of_model(model: Any) -> Parts:
+    costs = {name: value for cost in _costs(model) for name, value in vars(cost).items()}
+    return {f"{name} by its configuration": value for name, value in costs.items()} | {
+        f"dtype of {name}": p.dtype for name, p in model.named_parameters()
+    }
+
+
+def _parts_of_state(model: nn.Module, packed: PackedForest) -> Parts:
+    """What decides which collectives a forward and a backward have, and of which dtype."""
+    kind, mask = packed.device.type, packed.mask
+    parts = {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        "model.training": model.training,
+        "backend of the packed forest": mask.backend,
+        "deterministic of the packed forest": mask.deterministic,
+    }
+    for name, module in model.named_modules():
+        key = f"gradient_checkpointing of {name or 'the model'}"
+        parts[key] = getattr(module, "gradient_checkpointing", None)
+    for name, parameter in model.named_parameters():
+        parts[f"requires_grad of {name}"] = parameter.requires_grad
+    return parts
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+def check_group_mode(mode: Any) -> None:
+    """Raises a ValueError for anything but a GroupMode."""
+    if mode not in get_args(GroupMode):
+        raise ValueError(
+            f"group_mode must be one of {', '.join(map(repr, get_args(GroupMode)))}, got {mode!r}"
+        )
+
+
+def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -> None:
+    """Refuses what cannot be divided among ranks in this way."""
+    heads: Any = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if mode == "parts" and packed.mask.backend == "flash" and heads == kv_heads:
+        raise UnsupportedError(
+            "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
+            "query head: use 'auto', which takes triton there"
+        )
+    if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
+        raise ValueError(problem)
+
+
+def _check_served(model: nn.Module, inner: Any, recompute: Any) -> None:
+    """Refuses what is not verified in groups; inner: the transformers model."""
+    model_type = inner.config.model_type
+    if family_of(inner.config.get_text_config()).rules:
+        raise UnsupportedError(
+            f"{model_type} has recurrent layers, whose states ranks of a group do not hand to one "
+            "another: leave group out and give each rank sequences of its own"
+        )
+    if isinstance(recompute, str) and recompute == "auto":
+        raise UnsupportedError(
+            "recompute='auto' plans by the free memory of each rank, and the ranks of a group must "
+            "recompute the same layers: pass 'all', 'all_but_attention', 'nothing' or a "
+            "RecomputePlan that all ranks share"
+        )
+    if runs_deepspeed(model):
+        raise UnsupportedError(
+            "DeepSpeed is not verified with group: use DistributedDataParallel or FSDP"
+        )
+    for module in model.modules():
+        if getattr(module, "_is_hooked", False):
+            raise UnsupportedError(
+                f"{type(module).__name__} is tensor or expert parallel, which is not verified with "
+                "group: load the model without tp_plan and DistributedConfig, or leave group out"
+            )
+    _check_placements(model)
+
+
+def _check_placements(model: nn.Module) -> None:
+    """Refuses parameters that are spread by more than one dimension of FSDP2's."""
+    from torch.distributed.fsdp import FSDPModule
+
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        placements: Any = getattr(parameter, "placements", ())
+        if sum(not p.is_replicate() for p in placements) > is_sharded:
+            raise UnsupportedError(
+                f"{name} is a DTensor with placements {placements}, as tensor parallelism makes "
+                "them, which is not verified with group: leave parallelize_module or group out"
+            )
+
+
+def _check_averages(model: nn.Module, group: ProcessGroup) -> None:
+    """Refuses wrappers that average gradients over some ranks of the group alone."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not torch.is_grad_enabled():
+        return
+    averaged: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            averaged.update(dist.get_process_group_ranks(module.process_group))
+            # of FSDP1's hybrid sharding
+            if (others := getattr(module, "_inter_node_pg", None)) is not None:
+                averaged.update(dist.get_process_group_ranks(others))
+    meshes: Any = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+    for mesh in meshes - {None}:
+        averaged.update(mesh.mesh.flatten().tolist())
+    if averaged and (missing := set(dist.get_process_group_ranks(group)) - averaged):
+        raise UnsupportedError(
+            f"the model's wrapper averages gradients over the ranks {sorted(averaged)}, without "
+            f"{sorted(missing)} of the group, whose parts of the gradients would be lost: wrap the "
+            "model over all ranks that train it, those of the group included (FSDP2: a mesh of "
+            "both dimensions, or none)"
+        )

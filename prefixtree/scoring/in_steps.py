@@ -1,0 +1,305 @@
+"""A packed forest scored in steps through a model: `sequence_logprobs(max_tokens=)`.
+
+Here stands what steps need of the model: how large they may be, which wrappers run them, and how
+ranks agree on their number. How steps borrow from one another is in `parallel.steps`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.families import checkpoint_wrappers, family_of, forward_inputs
+from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.stamp import ModelStamp
+from prefixtree.packing.arguments import at_least_one
+from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.packing.mask import TreeMask
+from prefixtree.packing.transfers import move
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
+from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
+from prefixtree.planning.parts import Part
+from prefixtree.planning.steps import Steps, plan_any_steps
+from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
+from prefixtree.recompute.layers import Mode
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.in_groups import Share
+from prefixtree.scoring.units import ScoredUnits, Units, units_on_device
+
+#: Calls the model once: (mask, keywords, units) -> scores [u, columns].
+Forward = Callable[[TreeMask, dict[str, Any], Units], torch.Tensor]
+
+# what a rank whose steps cannot be planned tells the others
+_FAILED = 1 << 40
+# keywords of the model with a column per packed token
+_TOKENS = "input_ids", "position_ids"
+_INSTEAD = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
+# tokens between which the memory of a token is read off
+_FEW, _MANY = 1 << 12, 1 << 13
+
+
+def check_call(model: nn.Module, recompute: Recompute) -> None:
+    """Refuses what does not go with `max_tokens`, however large the forest is.
+
+    Raises:
+        UnsupportedError: with what stands in the way and the way to mend it.
+        ValueError: recompute="auto".
+    """
+    if runs_deepspeed(model):
+        # its ranks cannot agree on a number of steps
+        raise UnsupportedError(
+            "DeepSpeed counts one backward per micro-batch, and steps have several: use FSDP2, or "
+            f"{_INSTEAD}"
+        )
+    if recompute == "auto":
+        raise ValueError(
+            "recompute='auto' plans for a forest in one forward; with max_tokens the budget bounds "
+            "the memory: give recompute='all', 'all_but_attention', 'nothing' or a RecomputePlan"
+        )
+
+
+def check_steps(model: nn.Module, causal_lm: Any) -> None:
+    """Refuses what is not verified to run in several steps.
+
+    Raises:
+        UnsupportedError: with what stands in the way and the way to mend it.
+    """
+    config = causal_lm.config.get_text_config()
+    if family_of(config).rules:
+        raise UnsupportedError(
+            f"{config.model_type} has recurrent layers, whose states are not handed from step to "
+            f"step: {_INSTEAD}"
+        )
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.static_graph:
+            raise UnsupportedError(
+                "DistributedDataParallel with static_graph=True expects one backward per update, "
+                f"and steps have several: leave static_graph at False, or {_INSTEAD}"
+            )
+
+
+def _refusal(
+    check_divided: Callable[[], None], model: nn.Module, causal_lm: Any
+) -> UnsupportedError | None:
+    """Why a forest cannot be computed in several steps; None where it can."""
+    try:
+        check_divided()
+        check_steps(model, causal_lm)
+    except UnsupportedError as refusal:
+        return refusal
+    return None
+
+
+def step_cost_of(
+    model: nn.Module, causal_lm: Any, device: torch.device, recompute: Recompute
+) -> BorrowCost:
+    """What a borrowed token takes beside an own one, as the model trains now.
+
+    Raises:
+        UnsupportedError: a family whose memory cannot be traced.
+    """
+    try:
+        memory = memory_of(model, causal_lm, device)
+        modes = _modes(model, causal_lm, recompute)
+    except UnsupportedError as problem:
+        raise UnsupportedError(
+            f"{problem}; for max_tokens give borrow_cost=BorrowCost(...) with the bytes of a token"
+        ) from None
+    peaks = [memory.peak(tokens, modes) for tokens in (_FEW, _MANY)]
+    cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
+    # a layer that is not recomputed whole holds its rows from its forward to its backward
+    kept = sum(mode != "all" for mode in modes) / len(modes)
+    return replace(cost, kept_copies=kept)
+
+
+def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode, ...]:
+    """What each layer recomputes: as asked for, or as the model is set."""
+    if isinstance(recompute, RecomputePlan):
+        return recompute.modes
+    layers = layers_of(causal_lm)
+    if recompute is not None and torch.is_grad_enabled():
+        mode: Any = recompute
+        return (mode,) * len(layers)
+    wrapped = bool(checkpoint_wrappers(model))
+    return tuple(
+        "all" if wrapped or (layer.training and layer.gradient_checkpointing) else "nothing"
+        for layer in layers
+    )
+
+
+def scores_in_steps(
+    forward: Forward,
+    model: nn.Module,
+    causal_lm: Any,
+    packed: PackedForest,
+    found: ScoredUnits,
+    share: Share,
+    max_tokens: int,
+    borrow_cost: BorrowCost | None,
+    recompute: Recompute,
+    check_divided: Callable[[], None],
+) -> torch.Tensor:
+    """The scores of all units, computed in steps of at most `max_tokens`.
+
+    Args:
+        forward: calls the model once.
+        model, causal_lm, packed, found: as `sequence_logprobs` has them.
+        share: of the whole forest.
+        max_tokens: of one step, borrowed tokens weighed.
+        borrow_cost: what a borrowed token weighs. Default: read from the model.
+        recompute: as in `sequence_logprobs`.
+        check_divided: refuses what is not verified where a forest is divided.
+
+    Returns:
+        [U, columns], with one node of the graph behind it where gradients are enabled.
+
+    Raises:
+        UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
+            `check_steps`.
+        ForestError: steps that are refused or do not fit, on another rank.
+    """
+    device = packed.device
+    steps, problem, undivided = None, None, None
+    count = 1
+    try:
+        max_tokens = at_least_one("max_tokens", max_tokens)
+        check_call(model, recompute)
+        # what each forward would refuse
+        recomputed_forward(model, causal_lm, packed, 0, recompute)
+        undivided = _refusal(check_divided, model, causal_lm)
+        if packed.num_tokens > max_tokens:
+            count = 2
+            if undivided is None:
+                cost = borrow_cost or step_cost_of(model, causal_lm, device, recompute)
+                steps = plan_any_steps(packed, max_tokens, borrow_cost=cost)
+                count = len(steps)
+    except Exception as failure:
+        # raised once the others know
+        problem, count = failure, _FAILED
+    num_runs, refuses = _most_of_all_ranks(model, [count, undivided is not None], device)
+    if problem is None and 1 < num_runs < _FAILED:
+        # a forest that fits is divided too where that of another rank is
+        problem = undivided
+    if problem is not None:
+        raise problem
+    if num_runs == _FAILED or (num_runs > 1 and refuses):
+        raise ForestError(
+            f"another rank cannot compute its forest in steps of max_tokens {max_tokens}, and no "
+            "rank can go on without it; its own message says what it needs"
+        )
+    if num_runs == 1:
+        return forward(share.mask, share.inputs, share.units)
+    on_host = steps is not None and steps.stats.on_host
+    if steps is None:
+        # other ranks have more than one
+        steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
+    scored = [part.scored(found.predictor) for part in steps]
+    which = [move(torch.from_numpy(units), device) for units, _ in scored]
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    wrapped = _Wrapped(model, device)
+    # what the second forward of a step reads
+    inputs = {f"packed.{n}, or what shares its memory,": share.inputs[n] for n in _TOKENS}
+    stamp = ModelStamp(model, inputs, for_backward=True) if trains else None
+
+    def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
+        with wrapped.as_in_the_forward(is_last=step == 0):
+            if step is None or exchanges is None:
+                dummy = _dummy(packed)
+                rows = np.empty(0, np.int64)
+                nothing = units_on_device(packed, found, rows, rows)
+                return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
+            part = steps[step]
+            of_part = part_inputs(share.inputs, part, PartMask(part, exchanges))
+            return forward(part.mask, of_part, units_on_device(packed, found, *scored[step]))
+
+    def check() -> None:
+        if stamp is not None and (change := stamp.change()) is not None:
+            raise RuntimeError(
+                f"{change} between sequence_logprobs(max_tokens=) and its backward, which runs the "
+                "steps again: call backward() before such a change (before optimizer.step(), "
+                "within the same adapters and mode), or score again after it"
+            )
+
+    store = LoanStore(steps, trains, on_host)
+    run = StepRun(store, which, compute, num_runs, check)
+    scores = run_in_steps(run, device, trains)
+    if stamp is not None:
+        stamp.settle()
+    return scores
+
+
+# ---- a part through a model ----------------------------------------------------------------------
+
+
+def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
+    """The keywords of a forward over a part, from those of the whole forest."""
+    own = part.tables().own_tokens
+    rows = {name: inputs[name].index_select(-1, own) for name in _TOKENS}
+    return {**inputs, **rows, "tree_mask": mask}
+
+
+def _dummy(packed: PackedForest) -> PackedForest:
+    """One token that the model is sure to know: what a rank runs while others have a step more."""
+    tokens = packed.forest.tokens
+    assert tokens is not None
+    return pack(PrefixForest.from_parents([-1], [1], tokens[:1])).to(packed.device)
+
+
+# ---- wrappers and ranks --------------------------------------------------------------------------
+
+
+class _Wrapped:
+    """What a backward has as its forward did: autocast, and DDP's synchronisation.
+
+    The gradients of all steps but the last stay local under DDP. FSDP reduces those of every step
+    where it is set to: a whole gradient that waits would take the memory of all its shards.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._type = model, device.type
+        self._autocast = (
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
+            torch.is_autocast_cache_enabled(),
+        )
+        ddp = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
+
+    @contextmanager
+    def as_in_the_forward(self, is_last: bool) -> Iterator[None]:
+        """A context for every forward of a step."""
+        if not torch.is_grad_enabled():
+            with warnings.catch_warnings():
+                # reentrant checkpointing, which has nothing to recompute here
+                warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+                yield
+            return
+        with changing(self._model) as changes, torch.autocast(self._type, *self._autocast):
+            for module, synchronises in self._ddp:
+                changes.set(module, require_backward_grad_sync=synchronises and is_last)
+            yield
+
+
+def _most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
+    """The largest of each number of any rank: those that shard or copy the model run it equally
+    often."""
+    if not (groups := groups_of(model)):
+        return numbers
+    most = torch.tensor(numbers, device=device)
+    for group in groups:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in most.tolist()]

@@ -1,0 +1,310 @@
+"""While a model is scored, its output embedding scores edges and scores stand in for logits.
+
+Legend: P predictors, U scored units (edge, temperature), d hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import check_hook
+from prefixtree.models.families import family_of
+from prefixtree.models.router_loss import RouterLoss
+from prefixtree.packing.gather import gather
+from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
+from prefixtree.scoring.units import Units
+
+
+@dataclass
+class Handed:
+    """The scores that the lm_head gave to the model.
+
+    Attributes:
+        values: float32 [U, columns], and nobody else's.
+        output: [1, U, columns], what the model returns in the place of logits.
+        version: of `output` when it was handed over; None where torch keeps none.
+        times: how often the lm_head was called.
+        treated: what the model made of `output` as if it were logits, until it was looked at.
+    """
+
+    values: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    version: int | None = None
+    times: int = 0
+    treated: torch.Tensor | None = None
+
+    def give(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the output embedding returns for scores [U, columns], before the hooks of its
+        wrapper."""
+        self.values = scores.detach()
+        # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
+        self._hold(scores[None].clone())
+        assert self.output is not None
+        return self.output
+
+    def keep(self, output: torch.Tensor) -> None:
+        """Takes the output of the output embedding after the hooks of its wrapper.
+
+        A wrapper can only follow the tensors that its hooks return.
+
+        Raises:
+            UnsupportedError: the hooks cast or changed it.
+        """
+        _check_dtype(output, "a wrapper of the output embedding cast")
+        if self.output is not None and not self._is_unchanged(output):
+            raise UnsupportedError(
+                "a hook changed the output embedding's output, which are the scores here: what it "
+                "does to logits cannot be done to log-probabilities; remove it while scoring"
+            )
+        self._hold(output)
+        self.times += 1
+
+    def check_treatment(self, causal_lm: Any, rule: LogitRule) -> None:
+        """Holds what the model made of the lm_head's output against `rule`, which stands for it.
+
+        The host waits for a GPU at the first scoring of a model that changes logits at all.
+
+        Raises:
+            UnsupportedError: the model makes something else of it.
+        """
+        treated, self.treated = self.treated, None
+        if treated is None or self.values is None or _followed.get(causal_lm) == rule:
+            return
+        if rule == LogitRule() and self._is_unchanged(treated):
+            return
+        expected = rule.apply(self.values)[None]
+        rounding = max(1e-5, 4 * torch.finfo(treated.dtype).eps)
+        if treated.shape != expected.shape or not torch.allclose(
+            treated.detach().float(), expected, rtol=rounding, atol=1e-6, equal_nan=True
+        ):
+            raise UnsupportedError(
+                f"{type(causal_lm).__name__} changes its lm_head's output otherwise than is known "
+                f"of its model type ({rule}): log-probabilities would be those of other logits. "
+                "Use transformers' class, or name the attributes that its forward multiplies, "
+                f"divides or caps logits by: allow_model_type({causal_lm.config.model_type!r}, "
+                "scale=..., divisor=..., softcap=...)"
+            )
+        if treated.numel() > 0:
+            _followed[causal_lm] = rule
+
+    def returned(self, output: Any) -> torch.Tensor:
+        """The scores [U, columns] of what the outermost module returned.
+
+        Raises:
+            UnsupportedError: they are not there, cast, or changed on the way.
+        """
+        scores = getattr(output, "logits", None)
+        if not isinstance(scores, torch.Tensor):
+            raise UnsupportedError(
+                f"the wrapped model returned a {type(output).__name__} without logits; a wrapper's "
+                "forward must return the model's output"
+            )
+        if self.values is None or self.output is None:
+            raise UnsupportedError(
+                "the model did not call its output embedding in the thread that called "
+                "sequence_logprobs: call it without nn.DataParallel and without a wrapper that "
+                "starts threads"
+            )
+        _check_dtype(scores, "a wrapper cast")
+        if not self._is_unchanged(scores):
+            raise UnsupportedError(
+                "a wrapper or a hook changed the model's logits on the way out, which are the "
+                "scores here: what it does to logits cannot be done to log-probabilities; remove "
+                "it while scoring"
+            )
+        return scores[0]
+
+    def _hold(self, output: torch.Tensor) -> None:
+        self.output = output
+        self.version = None if output.is_inference() else output._version
+
+    def _is_unchanged(self, scores: torch.Tensor) -> bool:
+        """Whether `scores` are those that were handed over."""
+        assert self.output is not None and self.values is not None
+        if scores.shape != self.output.shape:
+            return False
+        # the same memory, unwritten: without a look at values, which would wait for a GPU
+        same = self.version is not None and scores.data_ptr() == self.output.data_ptr()
+        return (same and scores._version == self.version) or torch.equal(scores[0], self.values)
+
+
+# rules that models were seen to follow
+_followed: weakref.WeakKeyDictionary[nn.Module, LogitRule] = weakref.WeakKeyDictionary()
+
+
+def logit_rule(causal_lm: Any) -> LogitRule:
+    """How the model's forward turns its lm_head's output into logits.
+
+    Raises:
+        ValueError: a configured softcap or divisor of 0.
+    """
+    family = family_of(causal_lm.config)
+    config = causal_lm.config.get_text_config()
+
+    def configured(name: str | None) -> float | None:
+        value = None if name is None else getattr(config, name, None)
+        if value is not None and not float(value) > 0:
+            raise ValueError(f"config.{name} divides the logits: it must be above 0, got {value}")
+        return None if value is None else float(value)
+
+    scale = 1.0
+    if family.scale is not None:
+        # models multiply by what they were made with, whatever their configuration says now
+        owners = causal_lm, causal_lm.base_model, config
+        owner = next((o for o in owners if hasattr(o, family.scale)), None)
+        value = getattr(owner, family.scale, None)
+        scale = scale if value is None else float(value)
+    return LogitRule(scale / (configured(family.divisor) or 1.0), configured(family.softcap) or 0.0)
+
+
+@contextmanager
+def scoring_lm_head(
+    causal_lm: Any,
+    units: Units,
+    rule: LogitRule,
+    with_entropy: bool,
+    chunk_size: int | None,
+    statistics: Sequence[str],
+    loss: RouterLoss | None = None,
+) -> Iterator[Handed]:
+    """While open, the output embedding scores `units` and the model's logits are the scores; its
+    load-balancing loss is `loss`.
+
+    For the thread that entered: forwards of others run as they would without, and another that
+    wants to score the same model waits.
+    """
+    with changing(causal_lm) as changes:
+        lm_head = causal_lm.get_output_embeddings()
+        for hook in lm_head._forward_hooks.values():
+            check_hook(hook, "the output embedding")
+        lm_head_forward, lm_forward = lm_head.forward, causal_lm.forward
+        plain = is_linear(lm_head) and "forward" not in vars(lm_head)
+        thread = threading.get_ident()
+        handed = Handed()
+
+        def score(hidden: torch.Tensor) -> torch.Tensor:
+            _check_whole(hidden, lm_head.weight if plain else None)
+            _check_rows(causal_lm, hidden, len(units.predictors))
+            rows = gather(hidden[0], units.to_predictors)
+            rest = (units.target, units.temperature, rule, with_entropy, chunk_size, statistics)
+            vocabulary = causal_lm.config.get_text_config().vocab_size
+            if plain:
+                _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
+                result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
+            elif not statistics and (head := sliced_head(lm_head, lm_head_forward)) is not None:
+                result = linear_logprobs(rows, head.weight, head.bias, *rest, head.vocabulary)
+            else:
+                _check_rows_of_logits(lm_head, lm_head_forward, hidden[0], vocabulary)
+                result = lm_head_logprobs(lm_head_forward, vocabulary, rows, *rest)
+            return handed.give(result)
+
+        def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if threading.get_ident() != thread:
+                return lm_head_forward(hidden, *args, **kwargs)
+            return score(hidden)
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if threading.get_ident() == thread:
+                handed.keep(output)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = lm_forward(*args, **kwargs)
+            if threading.get_ident() != thread:
+                return output
+            if handed.times != 1 or not hasattr(output, "logits"):
+                raise UnsupportedError(
+                    f"{type(causal_lm).__name__} called its output embedding {handed.times} times "
+                    f"in one forward and returned a {type(output).__name__}; expected once, and an "
+                    "output with logits (config.return_dict)"
+                )
+            # the scores themselves: the family's forward changed them as if they were logits
+            output.logits, handed.treated = handed.output, output.logits
+            if loss is not None:
+                loss.put_into(output)
+            return output
+
+        # they are other functions in every call, which torch.compile(model) would trace anew each
+        # time; the model's forward, called inside, is compiled
+        changes.hook(lm_head.register_forward_hook, torch.compiler.disable(keep))
+        changes.set(lm_head, forward=torch.compiler.disable(own_score))
+        changes.set(causal_lm, forward=torch.compiler.disable(forward, recursive=False))
+        yield handed
+
+
+def _check_rows(causal_lm: Any, hidden: torch.Tensor, expected: int) -> None:
+    if hidden.ndim != 3 or hidden.shape[:2] != (1, expected):
+        raise UnsupportedError(
+            f"{type(causal_lm).__name__} handed its output embedding hidden states of shape "
+            f"{list(hidden.shape)} where logits_to_keep asked for {expected} tokens of one row: "
+            "its forward does not honour logits_to_keep; use a class whose forward does "
+            "(AutoModelForCausalLM)"
+        )
+
+
+def _check_whole(hidden: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Inside the forward, where FSDP2's parameters are whole: a DTensor is tensor parallelism's."""
+    sharded = next((t for t in (weight, hidden) if hasattr(t, "placements")), None)
+    if sharded is not None:
+        raise UnsupportedError(
+            "the output embedding is parallelised by torch's tensor parallelism (a DTensor with "
+            f"placements {sharded.placements}), expected one that gives whole rows of logits: "
+            'leave it out of parallelize_module\'s plan, or load the model with tp_plan="auto"'
+        )
+
+
+def _check_width(lm_head: nn.Module, width: int, vocabulary: int) -> None:
+    """Refuses an lm_head that gives a part of the vocabulary: one that ranks share, say."""
+    if width < vocabulary:
+        raise UnsupportedError(
+            f"the output embedding ({type(lm_head).__name__}) gives {width} logits per token, "
+            f"expected the {vocabulary} of config.vocab_size: a softmax over a part of the "
+            "vocabulary is another function; let it give whole rows "
+            '("colwise_gather_output" in a tp_plan)'
+        )
+
+
+def _check_rows_of_logits(
+    lm_head: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    vocabulary: int,
+) -> None:
+    """Refuses an lm_head that gives less than whole rows of logits, or whose output for a token
+    depends on the tokens beside it: in a packed forest these are others. Hidden states [P, d];
+    nothing is learnt from it without one."""
+    if len(hidden) == 0:
+        return
+    with torch.no_grad():
+        row = hidden[:1]
+        among_others = forward(torch.cat([row, -row, row.flip(-1), row]))[[0, -1]]
+        alone = forward(row)
+    _check_width(lm_head, alone.shape[-1], vocabulary)
+    tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
+    # NaN is for whoever looks at the scores
+    if bool(((among_others - alone).abs() > tolerance).any()):
+        raise UnsupportedError(
+            f"the output embedding ({type(lm_head).__name__}) gives a token other logits when "
+            "other tokens stand beside it: a packed forest has no such neighbours; use an lm_head "
+            "that treats every token alone"
+        )
+
+
+def _check_dtype(scores: torch.Tensor, who: str) -> None:
+    if scores.dtype != torch.float32:
+        raise UnsupportedError(
+            f"{who} the log-probabilities to {scores.dtype}; keep outputs in float32 "
+            "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
+            "embedding's unit as of the root's)"
+        )

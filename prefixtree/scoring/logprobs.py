@@ -1,0 +1,236 @@
+"""`sequence_logprobs`: per-sequence log-probabilities of a packed forest, through a model.
+
+The model, wrapped or not, is called once. Inside its forward the lm_head gets the hidden states of
+the predictors, scores the edges in chunks and returns the scores in place of logits. They come back
+as `output.logits`, after whatever the wrappers do to outputs. So data-parallel and sharding
+wrappers see an ordinary forward, which uses its parameters and returns its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from prefixtree._hints import with_hints
+from prefixtree._numbers import integer
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.logit_statistics import check_statistics
+from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.replay import check_routes, replaying
+from prefixtree.models.router_loss import router_keywords, router_loss
+from prefixtree.models.vision import PlacedPictures, check_pictures
+from prefixtree.packing.arguments import check_packed
+from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.agreement import num_ranks
+from prefixtree.pictures import Pictures
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.scoring.in_groups import GroupMode, check_group_mode, share_of_rank, whole
+from prefixtree.scoring.in_steps import scores_in_steps
+from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
+from prefixtree.scoring.units import (
+    ScoredUnits,
+    SequenceScores,
+    Units,
+    find_units,
+    scores_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@with_hints
+def sequence_logprobs(
+    model: nn.Module,
+    packed: PackedForest,
+    temperature: float | Sequence[float] = 1.0,
+    loss_mask: Sequence[Any] | None = None,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    recompute: Recompute = None,
+    return_statistics: Sequence[str] = (),
+    output_router_logits: bool | None = None,
+    group: ProcessGroup | None = None,
+    group_mode: GroupMode = "parts",
+    max_tokens: int | None = None,
+    borrow_cost: BorrowCost | None = None,
+    pictures: Pictures | None = None,
+) -> SequenceScores:
+    """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+
+    Log-probabilities and entropies are differentiable. The gradients are those of the replicated
+    batch, up to rounding.
+
+    With `group`, the ranks of a process group divide the tokens of one forest (context
+    parallelism). Every rank passes the same arguments and gets all scores. The gradients of the
+    parameters, averaged over the ranks of the group as DDP and FSDP do, are those of the mean of
+    the ranks' losses. A rank's gradients alone mean nothing. Every rank must run the backward.
+
+    With `max_tokens`, a larger forest is computed in steps, each of which borrows the keys and
+    values above it from earlier ones; the backward runs them again, last to first. Any loss works.
+    Its backward adds the gradients to the parameters' `.grad`; `torch.autograd.grad` finds none.
+
+    Args:
+        model: a causal language model of transformers with attn_implementation="prefixtree",
+            wrapped (DDP, FSDP, PEFT) or not.
+        packed: the packed forest, on the model's device. Where it has routes, the model's routers
+            take them in the place of their own choice.
+        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+            Default: 1.0.
+        loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
+            has no predictor and is ignored. Default: every token is scored.
+        return_entropy: whether to compute entropies too. Default: False.
+        chunk_size: the number of edges whose logits are in memory at once. Default: with the
+            Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
+            (2^22 / vocabulary on a CPU).
+        recompute: what layers compute again in the backward. "auto": as little as the free memory
+            allows, planned anew for each forest (`plan_recomputation`). "all" (gradient
+            checkpointing), "all_but_attention" (outputs of attention and of recurrences are kept)
+            or "nothing": the same in all layers. Or a `RecomputePlan`. Default: None, as the model
+            is set.
+        return_statistics: which statistics of the distributions to compute too, without gradients:
+            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
+            "is_top1", 1 where the token has the largest logit (the first of equal ones);
+            "log_sum_sq_probs", log sum p^2. Default: none.
+        output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
+            `scores.aux_loss`. Default: what `config.output_router_logits` says.
+        group: the ranks that compute this forest together. Default: this process alone computes it.
+        group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
+            of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
+            heads of all tokens, so all queries, keys, values and outputs move; the ranks must
+            divide the query heads. Default: "parts".
+        max_tokens: what one step may hold, in own tokens. A borrowed token counts
+            `borrow_cost.weight`. Ranks of DDP and FSDP take as many steps as the rank with most.
+            Where the forests of all fit, each is computed in one forward. Not together with
+            `group`. Default: the forest in one forward.
+        borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
+        pictures: the images and videos of a batch that the forest's sequences belong to; the forest
+            is then one of `pictures.sequences`, or of some of them. Each distinct picture is
+            encoded once. Not together with `group`, or with `max_tokens` below the forest. Ranks of
+            DDP and FSDP2 either all pass pictures or none does. Default: text alone.
+
+    Returns:
+        SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
+
+    Raises:
+        TypeError: anything but a PackedForest or Pictures, or a temperature that is no number.
+        UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
+            with the reason.
+        RuntimeError: on the other ranks of a group, where one rank raises before the forward.
+        ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
+            without token ids; a path that fits no steps of max_tokens; a forest that was not made
+            of pictures.sequences.
+        ValueError: temperatures that do not match the sequences, are not finite and above 0, or
+            require a gradient, which they do not get; a chunk_size that is no integer >= 1; a
+            statistic that is not known; an unknown `recompute`, or a plan for another model; routes
+            of other numbers of layers or experts than the model has; ranks of a group with
+            different forests or other arguments; an unknown group_mode, or heads that do not divide
+            among the ranks; max_tokens below 1, or with a group or recompute="auto"; a borrow_cost
+            without max_tokens; pictures that were made for another model.
+        torch.OutOfMemoryError: recompute="auto" and a forest that does not fit with every layer
+            recomputed; nothing was computed.
+    """
+    check_packed(packed, "sequence_logprobs", subset=True)
+    if borrow_cost is not None and max_tokens is None:
+        raise ValueError("borrow_cost goes with max_tokens, and only with it")
+    if max_tokens is not None and group is not None:
+        raise ValueError(
+            "a forest is divided among the ranks of a group or into steps, not both: give group or "
+            "max_tokens"
+        )
+    in_group = group is not None and num_ranks(group) > 1
+
+    def check_divided() -> None:
+        if router_loss(find_causal_lm(model), packed, output_router_logits) is not None:
+            raise UnsupportedError(
+                "the load-balancing loss of experts is not verified where a forest is divided: "
+                "pass output_router_logits=False, or leave out group and max_tokens"
+            )
+        if packed.forest.routes is not None:
+            raise UnsupportedError(
+                "routes of experts are not verified where a forest is divided: make the forest "
+                "without routes, or leave out group and max_tokens"
+            )
+        if pictures is not None:
+            raise UnsupportedError(
+                "pictures are not verified where a forest is divided: leave out group and "
+                "max_tokens, and score in micro-batches (plan_micro_batches)"
+            )
+
+    def check() -> tuple[Any, ScoredUnits]:
+        check_group_mode(group_mode)
+        check_statistics(return_statistics)
+        if chunk_size is not None:
+            integer("chunk_size", chunk_size, 1, or_none=True)
+        causal_lm = find_causal_lm(model)
+        if pictures is not None:
+            check_pictures(model, causal_lm, packed, pictures, recompute)
+        check_model(model, causal_lm, packed, pictures)
+        check_routes(model, causal_lm, packed)
+        if in_group:
+            check_divided()
+        return causal_lm, find_units(packed, temperature, loss_mask)
+
+    placed: PlacedPictures | None = None
+    encoded: Callable[[], AbstractContextManager[None]] = nullcontext
+    if group is not None and in_group:
+        options = {
+            "return_entropy": return_entropy,
+            "return_statistics": tuple(return_statistics),
+            "recompute": recompute,
+        }
+        causal_lm, share = share_of_rank(model, packed, group, check, options, group_mode)
+    else:
+        causal_lm, found = check()
+        if pictures is not None:
+            placed = PlacedPictures(model, causal_lm, packed, pictures)
+            packed, encoded = placed.packed, placed.encoded
+        share = whole(packed, found, causal_lm.config)
+        if placed is not None:
+            share = replace(share, inputs=share.inputs | placed.inputs)
+    prepare_states(causal_lm)
+    rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
+    loss = router_loss(causal_lm, packed, output_router_logits)
+    keywords = router_keywords(causal_lm.config, loss)
+    held_bytes = 0 if loss is None else loss.held_bytes()
+    # what the model returned: the loss and its logits stand beside the scores
+    output: Any = None
+
+    def forward(mask: TreeMask, inputs: dict[str, Any], units: Units) -> torch.Tensor:
+        nonlocal output
+        with (
+            recomputed_forward(model, causal_lm, packed, len(units.target), recompute, held_bytes),
+            every_layer_attends(causal_lm, mask),
+            replaying(causal_lm, packed),
+            encoded(),
+            scoring_lm_head(
+                causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
+            ) as handed,
+        ):
+            if loss is not None:
+                loss.check()
+            output = model(**inputs, **keywords, logits_to_keep=units.predictors)
+        # what a wrapper changed in place is its fault, not the model's
+        scores = handed.returned(output)
+        handed.check_treatment(causal_lm, rule)
+        return scores
+
+    if max_tokens is None:
+        scores = share.gathered(forward(share.mask, share.inputs, share.units))
+    else:
+        whole_forest = model, causal_lm, packed, found, share
+        options_of_steps = max_tokens, borrow_cost, recompute
+        scores = scores_in_steps(forward, *whole_forest, *options_of_steps, check_divided)
+    found_scores = scores_of(scores, share.to_sequences, share.lengths, return_entropy, statistics)
+    if loss is None:
+        return found_scores
+    logits = tuple(output.router_logits)
+    return replace(found_scores, aux_loss=output.aux_loss, router_logits=logits)

@@ -1,0 +1,342 @@
+"""Forward and backward of every feature, compiled for sm_90 by the calls that the backend makes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import cutlass
+import pytest
+import torch
+from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prefixtree import PrefixForest
+from prefixtree.kernels.attention.flash import heads_first_backward, launch, mask_mods
+from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, lists_of
+from prefixtree.kernels.attention.flash.chains import Chains, chains_of
+from prefixtree.kernels.attention.protocol import AttentionCall
+from tests.support.strategies import mask_of
+
+CPU = torch.device("cpu")
+FOREST = PrefixForest.from_parents([-1, 0, 0, 1], [700, 300, 1, 60])
+# sixty documents, and a branch in one of them
+DOCUMENTS = PrefixForest.from_parents([-1] * 60 + [0, 0], [128] * 62)
+CHAINS = PrefixForest.from_parents([-1] * 3, [700, 300, 1])
+ON_GRID = [(100, 228), (400, 784), (900, 1000)]
+PLAIN: dict[str, Any] = {"heads": (32, 8), "dims": (128, 128)}
+
+
+def faked(made: Any) -> Any:
+    """Arrays of the same shapes and strides, on a GPU that is not there."""
+    if isinstance(made, torch.Tensor):
+        return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cuda")
+    if isinstance(made, (Lists, ForestLists, Chains)):
+        return type(made)(*(faked(getattr(made, field.name)) for field in fields(made)))
+    return made
+
+
+def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
+    patch.setattr(launch, "heads_first", lambda lists, heads, processors: heads_first)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for the device, or for its memory."""
+    monkeypatch.setattr(launch.device_info, "current", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch.device_info, "processors", lambda device: 132)
+    monkeypatch.setattr(
+        launch,
+        "lists_of",
+        lambda host, tiles, window, device: faked(lists_of(host, tiles, window, CPU)),
+    )
+    monkeypatch.setattr(launch, "chains_of", lambda host, device: faked(chains_of(host, CPU)))
+    monkeypatch.setattr(mask_mods, "address", lambda array: cutlass.Int64(0))
+
+
+def compile_both(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    forest: PrefixForest = FOREST,
+    dtype: torch.dtype = torch.bfloat16,
+    sinks: bool = False,
+    dlse: bool = False,
+    with_backward: bool = True,
+    queries: list[tuple[int, int]] | None = None,
+    **options: Any,
+) -> None:
+    """Forward and backward, the latter in the order of the rule; of all queries or of some."""
+    mask = mask_of(forest)
+    host = (mask if queries is None else mask.for_queries(queries)).host
+    # kept with the mask, for `no_gpu` to fake
+    if chains_of(host, CPU) is None:
+        for tiles in (launch.tiles_for(*dims), launch.dense_tiles_for(*dims)):
+            if tiles is not None:
+                lists_of(host, tiles, options.get("window", 0), CPU)
+    with FakeTensorMode():
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        keys, tokens = host.num_tokens, host.num_queries
+        q, k = empty(tokens, heads[0], dims[0]), empty(keys, heads[1], dims[0])
+        v = empty(keys, heads[1], dims[1])
+        sink = empty(heads[0]) if sinks else None
+        call = AttentionCall(q, k, v, sink, host, **({"scale": 0.1} | options))
+        assert launch.refused_features(call) is None
+        out, lse = launch.forward(call)
+        assert out.shape == (tokens, heads[0], dims[1]) and lse.shape == (heads[0], tokens)
+        if not with_backward:
+            return
+        dlse_ = torch.empty_like(lse) if dlse else None
+        *grads, dsinks = launch.backward(call, torch.empty_like(out), dlse_, out, lse)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+        assert dsinks is None if sink is None else dsinks.shape == sink.shape
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PLAIN | {"window": 200},
+        PLAIN | {"softcap": 20.0},
+        PLAIN | {"sinks": True, "dlse": True, "window": 200, "softcap": 20.0},
+        PLAIN | {"dlse": True, "dtype": torch.float16},
+        {"heads": (4, 4), "dims": (64, 64)},
+        {"heads": (7, 1), "dims": (128, 128)},
+        {"heads": (8, 1), "dims": (96, 96)},
+        {"heads": (4, 4), "dims": (192, 128)},
+        {"heads": (4, 2), "dims": (192, 192)},
+        {"heads": (8, 2), "dims": (256, 256)},
+        {"heads": (24, 4), "dims": (256, 256)},
+        {"heads": (8, 2), "dims": (256, 256), "window": 200, "softcap": 20.0, "sinks": True},
+        # a single tile
+        PLAIN | {"forest": PrefixForest.from_parents([-1, 0, 0], [50, 30, 20])},
+        # rows of q in tiles of neighbours
+        PLAIN | {"queries": ON_GRID},
+        PLAIN | {"queries": ON_GRID, "window": 200, "softcap": 20.0, "sinks": True},
+    ],
+    ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
+)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
+def test_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, heads_first: bool, case: dict[str, Any]
+) -> None:
+    in_order(monkeypatch, heads_first)
+    compile_both(**case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({"heads": (4, 4), "dims": dims} for dims in launch.SERVED),
+        *({"heads": (8, 2), "dims": dims} for dims in launch.SERVED if dims[0] == dims[1]),
+        PLAIN | {"window": 200},
+        PLAIN | {"sinks": True, "dlse": True, "window": 200, "softcap": 20.0},
+        {"heads": (24, 4), "dims": (256, 256), "window": 200, "softcap": 20.0, "sinks": True},
+        # a single tile, and more sequences than flash-attn-4 looks up one by one
+        PLAIN | {"forest": PrefixForest.from_parents([-1], [50])},
+        PLAIN | {"forest": PrefixForest.from_parents([-1] * 300, [70] * 300)},
+    ],
+    ids=lambda case: " ".join(f"{k}={v}" for k, v in case.items() if k != "forest"),
+)
+def test_sequences_compile(case: dict[str, Any]) -> None:
+    compile_both(**{"forest": CHAINS, **case})
+
+
+def test_a_new_forest_of_sequences_compiles_nothing(
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+) -> None:
+    interface._flash_attn_fwd.compile_cache.clear()
+    for lengths in ([700, 300, 1], [129], [400] * 20, [5000, 17]):
+        for window in (0, 30, 50):
+            forest = PrefixForest.from_parents([-1] * len(lengths), lengths)
+            compile_both(**PLAIN, forest=forest, window=window)
+    assert len(interface._flash_attn_fwd.compile_cache.cache) == 2
+    assert [len(cache) for cache in kept] == [2, 0]
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 4, 6, 7])
+def test_the_forward_of_sequences_does_not_spill(
+    capfd: pytest.CaptureFixture[str], d: int, group: int
+) -> None:
+    """Its tiles are others than those of block lists at 64 and 96."""
+    interface._flash_attn_fwd.compile_cache.clear()
+    compile_both((2 * group, 2), (d, d), forest=CHAINS, with_backward=False)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
+
+
+@pytest.mark.parametrize("d", [128, 192, 256])
+@pytest.mark.parametrize("group", [1, 4, 6, 7])
+def test_the_forward_does_not_spill(capfd: pytest.CaptureFixture[str], d: int, group: int) -> None:
+    """Packed, groups of 6 and 7 do: by 480 bytes a thread at 192, by 4,068 at 256, where the
+    forward ran at a sixth of its rate."""
+    interface._flash_attn_fwd.compile_cache.clear()
+    compile_both((2 * group, 2), (d, d), with_backward=False)
+    said = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
+
+
+@pytest.mark.parametrize(
+    ("heads_first", "queries"),
+    [(False, None), (True, None), (False, ON_GRID)],
+    ids=["tiles first", "heads first", "rows of q"],
+)
+def test_the_plain_kernels_do_not_spill(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    heads_first: bool,
+    queries: list[tuple[int, int]] | None,
+) -> None:
+    """By ptxas' own words; with flash-attn-4's wrapped indices the backward does."""
+    for call in (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        heads_first_backward.flash_attn_bwd,
+    ):
+        call.compile_cache.clear()
+    in_order(monkeypatch, heads_first)
+    compile_both(**PLAIN, queries=queries)
+    said = "".join(capfd.readouterr())
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+    print(f"registers {registers}, spilled bytes {spilled}")
+    # the forward and the backward, and what prepares and converts where it was not compiled yet
+    assert len(spilled) >= 2 and registers.count(168) == 2, said
+    assert not any(spilled)
+
+
+# ---- the two orders of the backward --------------------------------------------------------------
+
+
+@pytest.fixture
+def kept() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The compiled kernels of either order (tiles first, heads first), none at the start."""
+    calls = (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd)
+    for call in calls:
+        call.compile_cache.clear()
+    return tuple(call.compile_cache.cache for call in calls)
+
+
+@pytest.mark.parametrize("orders", [(False, True), (True, False)], ids=str)
+def test_orders_are_kept_apart(
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+    orders: tuple[bool, bool],
+) -> None:
+    """Whichever is compiled first; by one key, which says nothing of the order."""
+    turned: list[bool] = []
+    create = heads_first_backward.HeadsFirst.create
+    monkeypatch.setattr(
+        heads_first_backward.HeadsFirst,
+        "create",
+        lambda *given, **more: turned.append(True) or create(*given),
+    )
+    for done, heads_first in enumerate(orders, 1):
+        turned.clear()
+        in_order(monkeypatch, heads_first)
+        for _ in range(2):
+            compile_both(**PLAIN)
+            assert len(kept[heads_first]) == 1 and len(kept[not heads_first]) == done - 1
+        # by each part of the kernel that asks where it is
+        assert bool(turned) == heads_first
+    assert kept[0].keys() == kept[1].keys()
+    assert set(map(id, kept[0].values())).isdisjoint(map(id, kept[1].values()))
+    assert flash_bwd_sm90.SingleTileScheduler is tile_scheduler.SingleTileScheduler
+    assert interface.FlashAttentionBackwardSm90 is flash_bwd_sm90.FlashAttentionBackwardSm90
+
+
+def test_in_two_threads_at_once(kept: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
+    """As autograd runs the backwards of two devices. flash-attn-4 alone raises."""
+    interface._flash_attn_fwd.compile_cache.clear()
+    start = threading.Barrier(2)
+
+    def run(forest: PrefixForest) -> None:
+        start.wait()
+        compile_both(**PLAIN, forest=forest)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, [DOCUMENTS, FOREST]))
+    assert [len(cache) for cache in kept] == [1, 1]
+
+
+def test_what_fails_to_compile_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(heads_first_backward.HeadsFirst, "create", lambda *given, **more: 1 / 0)
+        with pytest.raises(Exception, match="division by zero"):
+            compile_both(**PLAIN)
+    for forest, counts in ((DOCUMENTS, [1, 0]), (FOREST, [1, 1])):
+        compile_both(**PLAIN, forest=forest)
+        assert [len(cache) for cache in kept] == counts
+
+
+def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        def launch(self, **how: Any) -> dict[str, Any]:
+            return how
+
+    tiles, heads, batches = 5, 3, 2
+    launched = heads_first_backward.TurnedLaunch(Kernel()).launch(
+        grid=(tiles, heads, batches), block=[1, 1, 1]
+    )
+    assert launched == {"grid": (heads, tiles, batches), "block": [1, 1, 1]}
+    found = []
+    # of the blocks in the order in which they start, the first number runs fastest
+    for batch, y, x in itertools.product(*map(range, reversed(launched["grid"]))):
+        monkeypatch.setattr(
+            heads_first_backward.cute.arch, "block_idx", lambda at=(x, y, batch): at
+        )
+        work = heads_first_backward.HeadsFirst.create(None)
+        assert type(work) is tile_scheduler.SingleTileScheduler
+        found.append(work._blk_coord)
+    assert found == [
+        (tile, head, batch)
+        for batch, tile, head in itertools.product(range(batches), range(tiles), range(heads))
+    ]
+
+
+def test_the_benchmark_takes_either_order(
+    monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
+) -> None:
+    flash_by_hand = importlib.import_module("benchmarks.cases.flash_by_hand")
+    for variant, forest, counts in (
+        ("heads first", DOCUMENTS, [0, 1]),
+        ("tiles first", FOREST, [1, 1]),
+    ):
+        rule = launch.heads_first
+        with flash_by_hand.order_of(variant):
+            compile_both(**PLAIN, forest=forest)
+        assert launch.heads_first is rule
+        assert [len(cache) for cache in kept] == counts
+
+
+# ---- head dim 256 in dense tiles -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
+def test_dense_tiles_compile_without_spilling(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kept: tuple[dict[Any, Any], dict[Any, Any]],
+    heads_first: bool,
+) -> None:
+    """Beside the kernels of the other tiles, and the one for two forests."""
+    in_order(monkeypatch, heads_first)
+    monkeypatch.setattr(launch, "DENSE_TILES_FROM", 0)
+    for forest in (DOCUMENTS, FOREST):
+        compile_both((8, 2), (256, 256), forest=forest)
+        assert len(kept[heads_first]) == 1 and not kept[not heads_first]
+    said = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
+    (key,) = kept[heads_first]
+    # tiles, number of threads; no packing, stages of q and dout; dk and dv turned
+    assert key[8:10] == (64, 48) and key[12:17] == (2, 1, False, True, False)

@@ -1,0 +1,212 @@
+"""Compiled layers: every family, the same values and gradients, one graph for all forests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import prefixtree as pt
+from prefixtree import PackedForest
+from prefixtree.kernels.attention import operator
+from prefixtree.models.compiled import compile_layers
+from prefixtree.models.layers import layers_of
+from prefixtree.recompute.layers import MODES
+from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
+from tests.support.models import (
+    EVERY_TIME,
+    Objective,
+    Run,
+    assert_same,
+    build,
+    cases,
+    errors,
+    make_objective,
+    mostly_full,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+    ragged_sequences,
+    run_packed,
+    tolerance,
+)
+
+# its experts look at numbers, which a graph cannot
+_IN_PARTS = {"longcat_flash"}
+# dynamo's own look at .grad of its inputs
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No graph of another test, and none left."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    "backend, model_type",
+    [
+        pytest.param(backend, *case.values, marks=case.marks)
+        for backend, case in (
+            *(("eager", c) for c in mostly_full(n for n in FAMILIES if n not in CANNOT_CHECKPOINT)),
+            # graphs of forward and backward, out of operators that families share, take three times
+            # as long; their code is torch's
+            *(("aot_eager", c) for c in mostly_full(sorted(EVERY_TIME), {"gpt_oss"})),
+        )
+    ],
+)
+def test_every_family(backend, model_type):
+    model = build(model_type)
+    want = run_packed(model, ragged_packed(), ragged_objective())
+    compile_layers(model, backend=backend)
+    assert_same(run_packed(model, ragged_packed(), ragged_objective()), want, tolerance(model_type))
+    if model_type in _IN_PARTS:
+        assert counters["graph_break"]
+        return
+    assert 0 < graphs() <= len(layers_of(model))
+    assert not counters["graph_break"]
+    for _ in over_forests(model, 1):
+        pass
+
+
+def over_forests(
+    model: Any, count: int, recomputed: Sequence[str | None] = (None,)
+) -> Iterator[tuple[Objective, PackedForest, Run]]:
+    """Runs a compiled model over other forests, each in the next of the modes of recomputation;
+    fails if one compiles anything, or if a graph broke.
+
+    The modes are those that ran before, or "auto".
+    """
+    made = graphs()
+    assert made and not counters["graph_break"]
+    for seed in range(1, count + 1):
+        objective = make_objective(ragged_sequences(seed)[: 12 - 5 * (seed % 2)], seed)
+        packed = pack_sequences(objective.sequences).to(next(model.parameters()).device)
+        mode = recomputed[seed % len(recomputed)]
+        yield objective, packed, run_packed(model, packed, objective, recompute=mode)
+        assert graphs() == made, f"forest {seed} compiled the layers anew"
+        assert not counters["graph_break"]
+
+
+# the families that are used most; their tiny configurations get heads that every GPU kernel serves
+MOST_USED: dict[str, dict[str, int]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64},
+    "qwen3_5": {},
+    "qwen2": {"head_dim": 64},
+    "llama": {"head_dim": 64},
+    "mistral": {"head_dim": 64},
+    "gemma2": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 64},
+    "phi3": {"head_dim": 64},
+    "gpt_oss": {"head_dim": 64},
+}
+
+
+@pytest.mark.gpu
+# of inductor, about a reduction of few values and about speed; the recurrence's kernels take larger
+# heads
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:recurrent layers run through torch")
+@pytest.mark.parametrize("model_type", cases(MOST_USED))
+def test_the_most_used_families_on_a_gpu(model_type, monkeypatch):
+    """Through inductor: float32 is exact, and bfloat16 runs the kernels that "auto" takes there."""
+    model = build(model_type, **MOST_USED[model_type]).to("cuda")
+    want = _on_cpu(run_packed(model, ragged_packed().to("cuda"), ragged_objective()))
+    compile_layers(model)
+    got = _on_cpu(run_packed(model, ragged_packed().to("cuda"), ragged_objective()))
+    assert_same(got, want, 20 * tolerance(model_type))
+    taken: set[str] = set()
+    choose = operator.choose
+
+    def noted(name: str, call: Any) -> Any:
+        chosen = choose(name, call)
+        if call.q.dtype == torch.bfloat16:
+            taken.add(chosen.backend.name)
+        return chosen
+
+    monkeypatch.setattr(operator, "choose", noted)
+    compiled_as_eager(model_type, "cuda")
+    assert taken and taken <= {"triton", "flash"}
+
+
+def compiled_as_eager(model_type: str, device: str, **options: Any) -> None:
+    """Ten forests through compiled layers in bfloat16, half with recompute="auto": the worst
+    value and gradient of all err by at most three times as much as those of eager layers. One
+    forest tells little: in families whose tiny models amplify rounding, its worst value is chance.
+    """
+    plain = build(model_type, **MOST_USED[model_type]).to(device, torch.bfloat16)
+    exact, model = copy.deepcopy(plain).float(), copy.deepcopy(plain)
+    compile_layers(model, **options)
+    run_packed(model, ragged_packed().to(device), ragged_objective())
+    found, allowed = [], []
+    for objective, packed, run in over_forests(model, 10, ("auto", None)):
+        want = _on_cpu(run_packed(exact, packed, objective))
+        allowed.append(errors(_on_cpu(run_packed(plain, packed, objective)), want))
+        found.append(errors(_on_cpu(run), want))
+    for name, rounding in (("logprob", 0.01), ("entropy", 0.01), ("gradient", 0.02)):
+        worst, most = (max(getattr(e, name) for e in of) for of in (found, allowed))
+        assert worst <= 3 * most + rounding, (name, found, allowed)
+
+
+def _on_cpu(run: Run) -> Run:
+    values = ([x.cpu() for x in some] for some in (run.logprobs, run.entropy))
+    return Run(*values, {name: x.float().cpu() for name, x in run.gradients.items()})
+
+
+@pytest.mark.parametrize(
+    "sharded, modes",
+    [("not", MODES), ("before", ("all", "nothing")), ("after", ("nothing", "all"))],
+)
+def test_modes_of_recomputation_and_sharding(sharded, modes):
+    """A mode is a graph of its own in compiled layers, and is kept; FSDP2 may come at any time,
+    which is seen with two modes."""
+    model = build("llama", num_hidden_layers=1)
+    want = run_packed(model, ragged_packed(), ragged_objective())
+    model.zero_grad()
+    # beside FSDP2 it is Dynamo that has to see what changed
+    backend = "aot_eager" if sharded == "not" else "eager"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = [*layers_of(model), model] if sharded != "not" else []
+        if sharded == "after":
+            compile_layers(model, backend=backend)
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        if sharded != "after":
+            compile_layers(model, backend=backend)
+        made = []
+        for mode in (*modes, *modes):
+            run = run_packed(model, ragged_packed(), ragged_objective(), recompute=mode)
+            whole = {
+                n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in run.gradients.items()
+            }
+            assert_same(Run(run.logprobs, run.entropy, whole), want)
+            made.append(graphs())
+        every = list(range(1, len(modes) + 1))
+        assert made == every + [len(modes)] * len(modes) and not counters["graph_break"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_that_cannot_be_compiled_by_layers():
+    with pytest.raises(TypeError, match="model must be a torch module"):
+        compile_layers("model")
+    with pytest.raises(pt.UnsupportedError, match="does not checkpoint"):
+        compile_layers(build(next(iter(CANNOT_CHECKPOINT))))

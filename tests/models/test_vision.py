@@ -1,0 +1,525 @@
+"""Pictures on packed forests: as each sequence alone, the vision tower's gradients too, and red
+where a picture, its place, its positions or its gradient are another's.
+
+The replicated side: `tests.support.picture_cases`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packaging import version
+from peft import LoraConfig, get_peft_model
+
+import prefixtree as pt
+from prefixtree.models import vision as adapter
+from prefixtree.models.families import forward_inputs
+from prefixtree.packing.placements import place
+from prefixtree.testing import compare
+from prefixtree.testing.reference import EAGER_BY_ROWS
+from prefixtree.testing.verify import random_objective
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing
+from tests.support.picture_cases import (
+    CONFIGS,
+    IMAGE,
+    VOCABULARY,
+    Batch,
+    Float64,
+    Run,
+    batch,
+    build,
+    clone,
+    errors,
+    pictures_of,
+    reference,
+    run_alone,
+    run_forward,
+    run_packed,
+    videos,
+)
+
+_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
+_TOO_OLD = f"hybrids are refused before transformers {OLDEST_WITH_STATES}"
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason=_TOO_OLD))
+    for name in CONFIGS
+]
+WITH_VIDEOS = [case for case in FAMILIES if "gemma4" not in case.values]
+TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
+
+
+def _tolerance(model_type: str) -> float:
+    """Of float32. States are read through exponentials of sums, which blow rounding up."""
+    return 2e-4 if model_type in HYBRIDS else 5e-5
+
+
+def _pack(pictures: pt.Pictures) -> pt.PackedForest:
+    return pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+
+
+@cache
+def _pictures(model_type: str) -> pt.Pictures:
+    return pictures_of(build(model_type), batch(model_type))
+
+
+# ---- exact ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_float64_is_exact(model_type, kind, record_property):
+    """Log-probabilities, and all gradients of text and tower, none of them zero."""
+    if kind == "videos" and model_type == "gemma4":
+        pytest.skip("videos are refused")
+    made = _made(model_type, kind)
+    with Float64():
+        expected = run_alone(build(model_type, "eager", torch.float64), made)
+        run = run_forward(build(model_type, dtype=torch.float64), made)
+    assert all(float(g.norm()) > 0 for g in expected.gradients.values())
+    assert any(n.startswith(TOWERS) for n in expected.gradients)
+    assert len(expected.gradients) == len(list(build(model_type).named_parameters()))
+    found = errors(run, expected)
+    print(f"{model_type}, {kind}, float64: {found}")
+    record_property("float64", f"{found.logprob:.1e} {found.text:.1e} {found.tower:.1e}")
+    assert found.largest < 1e-12
+
+
+def _made(model_type: str, kind: str) -> Batch:
+    if kind == "images":
+        return batch(model_type)
+    if version.parse("5.17") > TRANSFORMERS and model_type == "qwen2_5_vl":
+        pytest.skip("this transformers takes seconds of images too")
+    return videos(model_type)
+
+
+@pytest.mark.parametrize(
+    "mode", ["plain", "reentrant", "non-reentrant", "all", "all_but_attention", "videos"]
+)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_equals_each_sequence_alone(model_type, mode):
+    if mode == "videos" and model_type == "gemma4":
+        pytest.skip("videos are refused")
+    if mode == "reentrant" and model_type == "gemma4":
+        pytest.skip("refused: layers use keys of earlier ones")
+    made = _made(model_type, "videos" if mode == "videos" else "images")
+    model = build(model_type)
+    if mode.endswith("reentrant"):
+        enable_checkpointing(model, use_reentrant=mode == "reentrant")
+    recompute = mode if mode.startswith("all") else None
+    pad = 32 if mode == "plain" else 1
+    kind = "videos" if mode == "videos" else "images"
+    run = run_packed(model, made, pad=pad, recompute=recompute)
+    found = errors(run, reference(model_type, kind))
+    print(f"{model_type}, {mode}: {found}")
+    assert found.largest < _tolerance(model_type)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", TREE)
+def test_the_tower_may_keep_its_own_attention(model_type, implementation):
+    kinds = {"": "prefixtree", "text_config": "prefixtree", "vision_config": implementation}
+    changed = build(model_type, "eager")
+    changed.set_attn_implementation(kinds)
+    for model in (build(model_type, kinds), changed):
+        assert model.config.vision_config._attn_implementation == implementation
+        assert model.config.text_config._attn_implementation == "prefixtree"
+        found = errors(run_packed(model, batch(model_type)), reference(model_type))
+        assert found.largest < _tolerance(model_type)
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_a_model_with_such_a_tower_generates(model_type):
+    kinds = {"": "prefixtree", "text_config": "prefixtree", "vision_config": "sdpa"}
+    model, pictures = build(model_type, kinds).eval(), _pictures(model_type)
+    inputs = adapter.alone_inputs(pictures, pictures.sequences[3], pictures.of_sequences[3])
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    switches = {"max_new_tokens": 5, "do_sample": False}
+    found = model.generate(**inputs, **switches)
+    model.set_attn_implementation("eager")
+    assert torch.equal(found, model.generate(**inputs, **switches))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_each_distinct_picture_is_encoded_once(model_type):
+    model, pictures = build(model_type), _pictures(model_type)
+    placements, _ = place(_pack(pictures), pictures)
+    assert placements.number.tolist() != sorted(placements.number.tolist())
+    assert np.bincount(placements.number).tolist() == [3, 2, 1]
+    assert pictures.num_given == 11 and len(pictures) == 3
+    seen = []
+    tower = getattr(model.model, "visual", None) or model.model.vision_tower
+    tower.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0] if args else kwargs["pixel_values"]),
+        with_kwargs=True,
+    )
+    run_packed(model, batch(model_type), pictures)
+    (found,) = seen
+    shown = [picture.pixels for picture in pictures.distinct]
+    wanted = torch.stack(shown) if model_type == "gemma4" else torch.cat(shown)
+    torch.testing.assert_close(found, wanted.to(found))
+    # nothing stays behind on the model
+    assert not any(adapter.__name__ in f.__module__ for f in tower._forward_hooks.values())
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_micro_batches_and_copies(model_type):
+    """The same Pictures serve every part of the sequences, one without pictures, and an empty
+    step; so do pickles of them."""
+    made, expected = batch(model_type), reference(model_type)
+    pictures = pickle.loads(pickle.dumps(_pictures(model_type)))
+    model = copy.deepcopy(build(model_type))
+    plan = pt.plan_micro_batches(pictures.sequences, max_tokens=64, min_steps=8)
+    held = [
+        sorted({n for i in step.sequence_indices for n in pictures.of_sequences[i]})
+        for step in plan[0]
+    ]
+    assert plan[0][-1].is_empty and [] in held[:-1] and held[0] != held[1]
+    logprobs: list[Any] = [None] * len(made.sequences)
+    for step in plan[0]:
+        scores = pt.sequence_logprobs(model, step.packed, pictures=pictures)
+        terms = zip(step.take(made.weights), scores.logprobs, strict=True)
+        sum((w[: len(p)].to(p.dtype) * p).sum() for w, p in terms).backward()
+        for i, p in zip(step.sequence_indices.tolist(), scores.logprobs, strict=False):
+            logprobs[i] = p.detach()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert errors(Run(logprobs, gradients), expected).largest < _tolerance(model_type)
+
+
+def test_masks_temperatures_and_entropies():
+    """What the scores of text have, beside pictures."""
+    made, model = batch("qwen3_vl"), build("qwen3_vl").eval()
+    pictures = _pictures("qwen3_vl")
+    rng = np.random.default_rng(0)
+    masks = [(rng.random(len(row)) < 0.7) & (row != IMAGE) for row in made.sequences]
+    temperatures = [(1.0, 0.7)[i % 2] for i in range(len(masks))]
+    with torch.no_grad():
+        scores = pt.sequence_logprobs(
+            model, _pack(pictures), temperatures, masks, return_entropy=True, pictures=pictures
+        )
+        eager = build("qwen3_vl", "eager").eval()
+        for i, numbers in enumerate(pictures.of_sequences):
+            inputs = adapter.alone_inputs(pictures, pictures.sequences[i], numbers)
+            logits = eager(**inputs, use_cache=False).logits[0, :-1] / temperatures[i]
+            log_p, scored = logits.log_softmax(-1), torch.from_numpy(masks[i][1:])
+            wanted = log_p.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0] * scored
+            torch.testing.assert_close(scores.logprobs[i], wanted, atol=2e-5, rtol=0)
+            entropy = -(log_p.exp() * log_p).sum(-1) * scored
+            torch.testing.assert_close(scores.entropy[i], entropy, atol=2e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("where", ["text", "tower"])
+def test_lora(where):
+    """Adapters of the text part, over a frozen tower or beside one that trains."""
+    targets = (
+        r".*language_model.*\.(q_proj|down_proj)" if where == "text" else r".*\.qkv|.*\.q_proj"
+    )
+
+    def adapted(implementation: str) -> Any:
+        model = build("qwen3_vl", implementation)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+        return model
+
+    made = batch("qwen3_vl")
+    expected = run_alone(adapted("eager"), made)
+    run = run_packed(adapted("prefixtree"), made)
+    assert expected.gradients.keys() == run.gradients.keys()
+    assert all("lora_" in name for name in run.gradients)
+    assert any("visual" in name for name in run.gradients) == (where == "tower")
+    norm = sum(float(g.norm()) ** 2 for g in expected.gradients.values()) ** 0.5
+    gap = {n: float((g - expected.gradients[n]).norm()) for n, g in run.gradients.items()}
+    assert max(gap.values()) < 5e-5 * norm
+
+
+@pytest.mark.skipif(
+    version.parse("5.23") > TRANSFORMERS,
+    reason="qwen3_vl_moe records no router logits before transformers 5.23",
+)
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_the_load_balancing_loss(model_type):
+    """That of one padded batch with its pictures."""
+    made, eager = batch(model_type), build(model_type, "eager")
+    lengths = torch.tensor([len(row) for row in made.sequences])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    ids[mask] = torch.from_numpy(np.concatenate(made.sequences))
+    kinds = {"attention_mask": mask.long(), "mm_token_type_ids": (ids == IMAGE).int()}
+    shown = made.arguments | {"pixel_values": made.arguments["pixel_values"].float()}
+    switches = {"use_cache": False, "output_router_logits": True}
+    loss = eager(input_ids=ids, **kinds, **shown, **switches).aux_loss
+    loss.backward()
+    model, pictures = build(model_type), _pictures(model_type)
+    scores = pt.sequence_logprobs(
+        model, _pack(pictures), pictures=pictures, output_router_logits=True
+    )
+    torch.testing.assert_close(scores.aux_loss, loss, atol=1e-5, rtol=1e-5)
+    scores.aux_loss.backward()
+    wanted = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
+    assert any(n.startswith(TOWERS) for n in wanted)
+    norm = sum(float(g.norm()) ** 2 for g in wanted.values()) ** 0.5
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            assert float((parameter.grad - wanted[name]).norm()) < 1e-5 * norm, name
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_the_comparison_that_verify_makes(model_type):
+    """Its runs take pictures, and its reference serves towers, padded ones too."""
+    made, pictures = batch(model_type), _pictures(model_type)
+    masks = [row != IMAGE for row in made.sequences]
+    objective = random_objective(made.sequences, masks, 0)
+    sequences = pictures.sequences
+    alone = compare.run_replicated(
+        build(model_type, EAGER_BY_ROWS), sequences, objective, pictures=pictures
+    )
+    packed = compare.run_packed(
+        build(model_type), _pack(pictures), objective, masks, pictures=pictures
+    )
+    assert compare.worst_difference(packed.logprobs, alone.logprobs) < 5e-5
+    found = compare.gradient_differences(packed.gradients, alone.gradients)
+    assert max(found.values()) < 5e-4 and any(n.startswith(TOWERS) for n in found)
+    assert all(g is not None and g.isfinite().all() for g in alone.gradients.values())
+
+
+def test_text_alone():
+    """Pictures.from_batch without pictures, and sequences of text without pictures=, are one."""
+    model, made = build("qwen3_vl").eval(), batch("qwen3_vl")
+    rows = [row[row < IMAGE] for row in made.sequences]
+    pictures = pt.Pictures.from_batch(rows, None, None, model.config)
+    packed = pt.pack(pt.PrefixForest.from_sequences(rows))
+    with torch.no_grad():
+        plain = pt.sequence_logprobs(model, packed).logprobs
+        none = pt.sequence_logprobs(model, _pack(pictures), pictures=pictures).logprobs
+    assert all(map(torch.equal, plain, none))
+
+
+# ---- the comparison must turn red ----------------------------------------------------------------
+
+
+def _wrong(model_type: str, run: Run) -> Any:
+    """Errors of a run whose parameters may lack gradients."""
+    expected = reference(model_type)
+    for name, gradient in expected.gradients.items():
+        run.gradients.setdefault(name, torch.zeros_like(gradient))
+    return errors(run, expected)
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_pictures_in_the_order_of_their_coming_are_wrong(model_type, monkeypatch):
+    """The heaviest sibling is packed first, so packed order is another."""
+    found = place
+
+    def by_number(packed: Any, pictures: Any) -> Any:
+        placements, paths = found(packed, pictures)
+        order = np.argsort(placements.number, kind="stable")
+        parts = (getattr(placements, name)[order] for name in ("start", "number", "frame"))
+        return type(placements)(*parts), paths
+
+    monkeypatch.setattr(adapter, "place", by_number)
+    wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
+    assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_pictures_that_differ_in_pixels_alone_must_not_be_shared(model_type):
+    made = batch(model_type)
+    names = [n for numbers in _pictures(model_type).of_sequences for n in numbers]
+    keys = clone(made, image_keys=names)
+    found = errors(run_packed(build(model_type), keys), reference(model_type))
+    assert found.largest < _tolerance(model_type)
+    # 0 and 2 are A and A2
+    shared = clone(made, image_keys=[0 if n == 2 else n for n in names])
+    wrong = _wrong(model_type, run_packed(build(model_type), shared))
+    assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
+
+
+def test_other_frames_of_a_video_are_wrong(monkeypatch):
+    """Those of the second of two videos, and those behind a branch inside a video."""
+    found = place
+
+    def first_frames(packed: Any, pictures: Any) -> Any:
+        placements, paths = found(packed, pictures)
+        frame = placements.frame * 0
+        return type(placements)(placements.start, placements.number, frame), paths
+
+    monkeypatch.setattr(adapter, "place", first_frames)
+    run = run_packed(build("qwen3_vl"), videos("qwen3_vl"))
+    wrong = errors(run, reference("qwen3_vl", "videos"))
+    assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
+
+
+def test_a_grid_left_out_of_the_key_is_seen():
+    """The same patches as [1, 8, 4] and [1, 4, 8] are as many tokens, at other positions."""
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    first = made.arguments["pixel_values"][:32]
+    row = made.sequences[0]
+    grids = torch.tensor([[1, 8, 4], [1, 4, 8]])
+    arguments = {"pixel_values": torch.cat([first, first]), "image_grid_thw": grids}
+    twice = Batch([row, row], arguments, made.weights[:1] * 2)
+    pictures = pictures_of(model, twice)
+    assert pictures.of_sequences == [[0], [1]]
+    expected = run_alone(build("qwen3_vl", "eager"), twice)
+    assert errors(run_packed(model, twice), expected).largest < 5e-5
+    with pytest.raises(ValueError, match="images of one key must be equal"):
+        pictures_of(model, clone(twice, image_keys=[0, 0]))
+    # were they one, their positions would not be
+    pictures.sequences[1] = pictures.sequences[0]
+    wrong = run_packed(model, twice, pictures)
+    assert errors(wrong, expected).logprob > 0.01
+
+
+@pytest.mark.parametrize("model_type", TREE)
+@pytest.mark.parametrize("mistake", ["the tower's", "that of a second place", "that of deepstack"])
+def test_a_gradient_that_is_dropped_is_seen(model_type, mistake, monkeypatch):
+    repeated = adapter._Encoding._repeated
+    calls = []
+
+    def dropped(self: Any, features: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        out = repeated(self, features)
+        if mistake == "that of a second place":
+            # the last placement is one of a picture that is placed before
+            return torch.cat([out[:-6], out[-6:].detach()])
+        return out.detach() if mistake == "the tower's" or len(calls) > 1 else out
+
+    monkeypatch.setattr(adapter._Encoding, "_repeated", dropped)
+    wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
+    assert wrong.logprob < _tolerance(model_type)
+    if mistake == "that of deepstack" and model_type != "qwen3_vl":
+        assert len(calls) == 1 and wrong.tower < _tolerance(model_type)
+    else:
+        assert wrong.tower > 0.01
+        assert len(calls) == (3 if model_type == "qwen3_vl" else 1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("mistake", ["depths", "the packed row's"])
+def test_other_positions_are_wrong(model_type, mistake, monkeypatch):
+    def positions(base: Any, packed: Any, pictures: Any, paths: Any) -> torch.Tensor:
+        if mistake == "depths":
+            return packed.position_ids.expand(4, 1, -1)
+        placements, _ = place(packed, pictures)
+        numbers = placements.number.tolist()
+        inputs = adapter.alone_inputs(pictures, packed.input_ids.numpy(), numbers)
+        three, _ = base.get_rope_index(**inputs)
+        return torch.cat([packed.position_ids[None, None], three])
+
+    monkeypatch.setattr(adapter, "_position_ids", positions)
+    wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
+    assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_placeholders_and_ids_without_pictures(model_type):
+    model, pictures = build(model_type), _pictures(model_type)
+    raw = pt.pack(pt.PrefixForest.from_sequences(batch(model_type).sequences))
+    with pytest.raises(pt.UnsupportedError, match=r"hold image_token_id 60, .* pass pictures="):
+        pt.sequence_logprobs(model, raw)
+    with pytest.raises(ValueError, match=r"id 66 is beyond .* of 64: .*logprobs\(pictures=\)"):
+        pt.sequence_logprobs(model, _pack(pictures))
+    with pytest.raises(pt.UnsupportedError, match=r"hold image_token_id 60, .* pictures.sequences"):
+        pt.sequence_logprobs(model, raw, pictures=pictures)
+
+
+def test_a_forward_with_pictures_is_refused():
+    """A bare call shares placeholders whatever they show."""
+    for model_type in TREE:
+        model, pictures = build(model_type), _pictures(model_type)
+        packed = _pack(pictures)
+        numbers = place(packed, pictures)[0].number.tolist()
+        pixels = adapter.alone_inputs(pictures, packed.input_ids.numpy(), numbers)
+        del pixels["mm_token_type_ids"]
+        with pytest.raises(pt.UnsupportedError, match=r"scored with sequence_logprobs\(model, pac"):
+            model(**forward_inputs(packed, model.config) | pixels)
+
+
+def test_pictures_of_others_are_refused():
+    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
+    with pytest.raises(TypeError, match="pictures must be a Pictures, got dict"):
+        pt.sequence_logprobs(model, _pack(pictures), pictures={})
+    with pytest.raises(ValueError, match="were made for qwen2_5_vl with placeholders"):
+        others = _pictures("qwen2_5_vl")
+        pt.sequence_logprobs(model, _pack(others), pictures=others)
+    larger = build("qwen3_vl")
+    larger.resize_token_embeddings(80)
+    with pytest.raises(ValueError, match=r"ids from 64 on, the model .* vocabulary of 80"):
+        pt.sequence_logprobs(larger, _pack(pictures), pictures=pictures)
+    few = pt.Pictures.from_batch([[1, 2]], None, None, model.config)
+    with pytest.raises(pt.ForestError, match=r"hold picture 2 .* and there are 0"):
+        pt.sequence_logprobs(model, _pack(pictures), pictures=few)
+    for cut in (8, 10):
+        forest = pt.PrefixForest.from_sequences([pictures.sequences[0][:cut]])
+        with pytest.raises(pt.ForestError, match="cut inside a picture"):
+            pt.sequence_logprobs(model, pt.pack(forest), pictures=pictures)
+    with pytest.raises(pt.UnsupportedError, match="see the later tokens"):
+        both = build("gemma4")
+        both.config.text_config.use_bidirectional_attention = "vision"
+        gemma = _pictures("gemma4")
+        pt.sequence_logprobs(both, _pack(gemma), pictures=gemma)
+
+
+def test_what_is_not_verified_is_refused():
+    model, pictures = build("qwen3_vl"), _pictures("qwen3_vl")
+    packed = _pack(pictures)
+
+    def refused(match: str, model: Any = model, **options: Any) -> None:
+        with pytest.raises(pt.UnsupportedError, match=match):
+            pt.sequence_logprobs(model, packed, pictures=pictures, **options)
+
+    refused("not verified where a forest is divided", max_tokens=40)
+    with torch.no_grad():
+        whole, fits = (
+            pt.sequence_logprobs(model, packed, pictures=pictures, max_tokens=n).logprobs
+            for n in (None, packed.num_tokens)
+        )
+    assert all(map(torch.equal, whole, fits))
+    refused("'auto' does not know the memory of a vision tower", recompute="auto")
+    compiled = build("qwen3_vl")
+    compiled.model.language_model.layers[0].compile()
+    refused("not verified in compiled models", compiled)
+    noisy = build("qwen3_vl")
+    noisy.config.vision_config.attention_dropout = 0.1
+    refused("vision_config.attention_dropout is 0.1", noisy)
+    patched = build("qwen3_vl")
+    patched.model.visual.forward = lambda pixels, **kwargs: torch.zeros(20, 64)
+    refused("and got Tensor", patched)
+    idle = build("qwen3_vl")
+    none = SimpleNamespace(pooler_output=[torch.zeros(44, 64)], deepstack_features=[])
+    idle.model.get_image_features = lambda *args, **kwargs: none
+    refused("this one called it 1 times less", idle)
+
+
+def test_a_frame_that_is_missing():
+    model = build("qwen3_vl")
+    made = videos("qwen3_vl")
+    pictures = pictures_of(model, made)
+    row = pictures.sequences[0]
+    ends = np.flatnonzero((row[1:] < VOCABULARY) & (row[:-1] >= VOCABULARY)) + 1
+    forest = pt.PrefixForest.from_sequences([row[: ends[1]]])
+    with pytest.raises(pt.ForestError, match="holds 2 of the 3 frames of video 0"):
+        pt.sequence_logprobs(model, pt.pack(forest), pictures=pictures)
+
+
+def test_counted_calls_of_the_tower():
+    """Checkpointed blocks of the tower run again, the tower itself does not."""
+    model = build("qwen3_vl")
+    enable_checkpointing(model, use_reentrant=False)
+    tower = model.model.visual
+    with counted([tower]) as towers, counted([tower.blocks[0].attn]) as attentions:
+        run_packed(model, batch("qwen3_vl"))
+        assert towers() == 1 and attentions() == 2

@@ -1,0 +1,116 @@
+"""The cost of a token, held to what every verified family computes and to its real parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3NextConfig
+
+from prefixtree.packing.visible import pairs_per_run, visible_keys, visible_pairs
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.model_cost import model_cost, state_cost
+from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.hybrid_configs import HYBRIDS
+from tests.support.models import build, recurrent
+
+TOKENS = 20
+# AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide.
+# LongCat routes tokens to experts that compute nothing, here 13 % of the FLOPs that are derived.
+NOT_OF_WEIGHTS = {"gemma3n_text": 0.05, "longcat_flash": 0.15}
+
+
+def _flops_of_states(model: Any) -> int:
+    """What torch's own recurrences compute: of whole chunks, with Mamba-2's states of chunks
+    summed pair by pair, and of convolutions beyond the last token."""
+    config = model.config.get_text_config()
+    chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 64
+    chunks = -(-TOKENS // chunk)
+    # what is inside is counted once per layer
+    total = 2 * chunks * chunk * state_cost(model, chunk)
+    for module in recurrent(model):
+        convolution = next(c for c in module.children() if isinstance(c, torch.nn.Conv1d))
+        total += 2 * (convolution.kernel_size[0] - 1) * convolution.weight.numel()
+        if (size := getattr(module, "ssm_state_size", None)) is not None:
+            total += 2 * (chunks + 1) ** 2 * module.num_heads * module.head_dim * size
+    return total
+
+
+def counted_flops(model: Any) -> int:
+    """FLOPs of the matrix products of one forward, as torch counts them."""
+    # one product per expert and token group, which torch counts
+    model.set_experts_implementation("eager")
+    ids = torch.randint(3, 90, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(input_ids=ids, use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
+    model = build(family, "eager")
+    cost = model_cost(model.config)
+    whole = model_cost(model)
+    assert whole.parameters == sum(p.numel() for p in model.parameters())
+    # eager attention computes every pair, visible or not
+    linear = 2 * TOKENS * (cost.token_weights + cost.lm_head_weights)
+    attention = 2 * TOKENS**2 * sum(layer.per_pair for layer in cost.layers)
+    linear += _flops_of_states(model)
+    expected = counted_flops(model)
+    print(f"{family}: {cost.parameters} parameters, derived / counted {linear + attention}")
+    limit = NOT_OF_WEIGHTS.get(family.partition("/")[0], 1e-3)
+    assert linear + attention == pytest.approx(expected, rel=limit)
+    # of the model itself, with weights, the same; some configs build a language model alone
+    assert whole == replace(cost, parameters=whole.parameters)
+    # and the planner's coefficients are made of it
+    planned = CostModel.from_config(model.config, scored_share=0.0)
+    assert planned.linear == 6 * (cost.token_weights + cost.token_states)
+    assert (cost.token_states > 0) == (family in HYBRIDS and "lfm" not in family)
+    assert planned.attention + planned.windowed == 7 * sum(x.per_pair for x in cost.layers)
+
+
+def test_layers_differ() -> None:
+    laguna = model_cost(build("laguna", "eager").config)
+    # heads by layer, windows by layer, a dense first layer
+    assert [layer.per_pair for layer in laguna.layers] == [4 * 32, 4 * 32, 2 * 32]
+    assert laguna.windows == (6, None, 6)
+    assert len({layer.weights for layer in laguna.layers}) == 3
+    # D of the full layers is twice that of the others
+    gemma = model_cost(build("gemma4_text", "eager").config)
+    for layer in gemma.layers:
+        assert layer.per_pair == 4 * (2 * 8 if layer.window else 2 * 16)
+
+
+def test_linear_attention_has_weights_and_no_pairs() -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    cost = model_cost(Qwen3NextConfig(**sizes, **heads, **experts))
+    kinds = [layer.kind for layer in cost.layers]
+    assert kinds == ["linear_attention"] * 3 + ["full_attention"]
+    assert [layer.per_pair for layer in cost.layers] == [0, 0, 0, 4 * 16]
+    assert all(layer.weights > 0 for layer in cost.layers)
+
+
+def test_a_config_that_no_language_model_is_built_from() -> None:
+    config = Qwen3Config().__class__.__mro__[1]()
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        setattr(config, name, 8)
+    with pytest.raises(ValueError, match=r"give CostModel\(linear=..., attention=...\) instead"):
+        CostModel.from_config(config)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_pairs_of_runs(window: int | None) -> None:
+    position, length = np.array([0, 3, 7]), np.array([3, 4, 1])
+    expected = [
+        sum(min(p + 1, window or p + 1) for p in range(start, start + n))
+        for start, n in zip(position, length, strict=True)
+    ]
+    assert pairs_per_run(position, length, window).tolist() == expected
+    assert visible_pairs(position, length, window) == sum(expected)
+    assert visible_keys(np.arange(3), window).sum() == expected[0]

@@ -1,0 +1,698 @@
+"""`sequence_logprobs(max_tokens=)`: a packed forest scored in steps, against one forward."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.lib.workloads import forest_of, single
+from prefixtree import ForestError, PrefixForest, UnsupportedError, pack, plan_micro_batches
+from prefixtree.models.compiled import compile_layers
+from prefixtree.parallel.steps import StepExchange
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.steps import plan_steps
+from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.in_steps import step_cost_of
+from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.hybrid_configs import HYBRIDS
+from tests.support.models import (
+    Objective,
+    Run,
+    assert_same,
+    attentions,
+    build,
+    cases,
+    counted,
+    enable_checkpointing,
+    errors,
+    gradients,
+    make_objective,
+    mostly_full,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+    ragged_sequences,
+    randomise,
+    same_bits,
+)
+from tests.support.replay import drawn_routes
+from tests.support.step_ranks import LIGHT, loss_of
+
+ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] not in HYBRIDS]
+MAX_TOKENS = 20
+PLAN = RecomputePlan(("all",), 0)
+
+
+def score(model: nn.Module, objective: Objective, packed: Any = None, **options: Any) -> Any:
+    """Log-probabilities and entropies; in steps unless `max_tokens` is None."""
+    options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT, **options}
+    if options["max_tokens"] is None:
+        options["borrow_cost"] = None
+    return sequence_logprobs(
+        model,
+        pack_sequences(objective.sequences) if packed is None else packed,
+        objective.temperatures,
+        objective.loss_masks,
+        return_entropy=True,
+        chunk_size=7,
+        **options,
+    )
+
+
+def run(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
+    """Scores and gradients of a loss that is no sum over tokens."""
+    objective = objective or ragged_objective()
+    model.zero_grad(set_to_none=True)
+    scores = score(model, objective, **options)
+    loss_of(objective, scores).backward()
+    detached = ([x.detach() for x in of] for of in (scores.logprobs, scores.entropy))
+    return Run(*detached, gradients(model))
+
+
+def compare(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
+    """Fails unless steps give what one forward gives; the run in steps."""
+    whole = {key: options[key] for key in ("packed", "recompute") if key in options}
+    expected = run(model, objective, **{**whole, "max_tokens": None})
+    got = run(model, objective, **options)
+    print(assert_same(got, expected))
+    return got
+
+
+def number_of_steps(max_tokens: int = MAX_TOKENS) -> int:
+    """Of the ragged forest."""
+    return len(plan_steps(ragged_packed(), max_tokens, borrow_cost=LIGHT))
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", mostly_full(ATTENDING))
+def test_every_family_with_attention_alone(model_type: str) -> None:
+    model = build(model_type)
+    with counted([model]) as forwards:
+        run(model)
+        # the graph of the last step is kept
+        assert forwards() == 2 * number_of_steps() - 1 >= 9
+    compare(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "gpt_oss"])
+def test_checkpointing(model_type: str, use_reentrant: bool) -> None:
+    model = build(model_type)
+    enable_checkpointing(model, use_reentrant)
+    with counted(attentions(model)) as calls:
+        run(model)
+        # without a graph, with one, and again; the last step is not run without one
+        assert calls() == (3 * number_of_steps() - 1) * len(attentions(model))
+    compare(model)
+
+
+@pytest.mark.parametrize("recompute", ["all", "all_but_attention", "nothing"])
+def test_recomputation(recompute: Any) -> None:
+    compare(build("qwen3"), recompute=recompute)
+
+
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(build("qwen3"), config)
+    randomise(model)
+    got = compare(model.train())
+    assert got.gradients and all("lora" in name for name in got.gradients)
+
+
+def test_frozen_layers() -> None:
+    """Where keys need no gradients, none come back; and where they do, all."""
+    model = build("qwen3")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or "layers.0.self_attn.q" in name)
+    got = compare(model)
+    assert any("layers.0" in name for name in got.gradients)
+
+
+def test_in_float64() -> None:
+    """Scores are float32 in any case; beneath them the differences are those of float64."""
+    model = build("qwen3").double()
+    objective = ragged_objective()
+    found = {}
+    for max_tokens in (None, MAX_TOKENS):
+        model.zero_grad(set_to_none=True)
+        scores = score(model, objective, max_tokens=max_tokens)
+        # the same gradients of scores, whatever rounding the scores have
+        torch.cat(scores.logprobs).backward(torch.linspace(-1, 1, len(torch.cat(scores.logprobs))))
+        found[max_tokens] = gradients(model)
+    for name, expected in found[None].items():
+        assert float((found[MAX_TOKENS][name] - expected).norm() / expected.norm()) < 5e-7, name
+
+
+@pytest.mark.parametrize("max_tokens", [8, 33, 60, 90])
+def test_budgets(max_tokens: int) -> None:
+    compare(build("qwen3"), max_tokens=max_tokens, borrow_cost=BorrowCost(token_bytes=1e9))
+
+
+def test_a_forest_that_fits_is_computed_in_one_forward() -> None:
+    model = build("qwen3")
+    with counted([model]) as forwards:
+        got = run(model, max_tokens=91)
+        assert forwards() == 1
+    assert same_bits(got, run(model, max_tokens=None))
+
+
+def test_a_sequence_longer_than_a_step() -> None:
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 90, 300)
+    branches = [np.concatenate([trunk[:at], rng.integers(3, 90, 9)]) for at in (280, 150, 40, 290)]
+    objective = make_objective([trunk, *branches])
+    model = build("qwen3")
+    cost = BorrowCost(token_bytes=36 * 8 * 256 * 6 / 0.3)
+    steps = plan_steps(pack_sequences(objective.sequences), 128, borrow_cost=cost)
+    assert len(steps) > 3 and max(steps.stats.borrowed_tokens) > 128 and not steps.stats.on_host
+    compare(model, objective, max_tokens=128, borrow_cost=cost)
+    # what is borrowed fills the device: it waits on the host
+    compare(model, objective, max_tokens=80, borrow_cost=cost)
+
+
+def test_steps_that_score_nothing() -> None:
+    """A prompt without a loss: its keys alone have gradients."""
+    objective = ragged_objective()
+    masks = [np.arange(len(s)) >= max(1, len(s) - 2) for s in objective.sequences]
+    compare(build("qwen3"), replace(objective, loss_masks=masks))
+
+
+def test_padding() -> None:
+    padded = pack(PrefixForest.from_sequences(ragged_objective().sequences), 64)
+    assert padded.num_padding
+    compare(build("qwen3"), packed=padded)
+
+
+def test_statistics() -> None:
+    model, names = build("qwen3"), ("mean_logits", "is_top1", "log_sum_sq_probs")
+    whole, stepped = (
+        score(model, ragged_objective(), max_tokens=n, return_statistics=names).statistics
+        for n in (None, MAX_TOKENS)
+    )
+    for name in names:
+        got, expected = torch.cat(stepped[name]), torch.cat(whole[name])
+        assert not got.requires_grad
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    """The backward runs outside of it or inside, and computes every step again, in each mode."""
+    model, objective = build("qwen3", num_hidden_layers=2), ragged_objective()
+    seen: list[bool] = []
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda *_: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+
+    def found(max_tokens: int | None, inside: bool = False, recompute: Any = None) -> Run:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            # leaves casts of all weights in autocast's cache
+            score(model, objective, max_tokens=None)
+            seen.clear()
+            scores = score(model, objective, max_tokens=max_tokens, recompute=recompute)
+            if inside:
+                loss_of(objective, scores).backward()
+        if not inside:
+            loss_of(objective, scores).backward()
+        values = ([x.detach() for x in of] for of in (scores.logprobs, scores.entropy))
+        return Run(*values, gradients(model))
+
+    exact = run(model)
+    assert not any(seen)
+    whole, stepped = found(None), found(33)
+    assert all(seen) and len(seen) == 2 * number_of_steps(33) - 1 >= 5
+    assert errors(whole, exact).gradient > 3e-3
+    # as far from float32 as one forward
+    assert errors(stepped, exact).gradient < 1.5 * errors(whole, exact).gradient
+    for recompute in MODES:
+        assert same_bits(found(None, False, recompute), whole), recompute
+        for inside in (False, True):
+            assert same_bits(found(33, inside, recompute), stepped), (recompute, inside)
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers() -> None:
+    model = build("qwen3", num_hidden_layers=1)
+    expected = run(model, max_tokens=None)
+    torch._dynamo.reset()
+    compile_layers(model, backend="eager")
+    assert_same(run(model), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Any) -> None:
+    model = build("qwen3").eval()
+    with counted([model]) as forwards, context():
+        scores = score(model, ragged_objective())
+        assert forwards() == number_of_steps()
+    assert not scores.logprobs[0].requires_grad
+    assert_same(
+        Run(scores.logprobs, scores.entropy, {}),
+        replace(run(model, max_tokens=None), gradients={}),
+    )
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert not score(model, ragged_objective()).logprobs[0].requires_grad
+
+
+def test_eval_mode() -> None:
+    compare(build("qwen3").eval())
+
+
+def test_the_same_bits_every_time() -> None:
+    model = build("qwen3")
+    assert same_bits(run(model), run(model))
+
+
+# ---- the node ------------------------------------------------------------------------------------
+
+
+def test_calls_interleaved() -> None:
+    model = build("qwen3")
+    objectives = make_objective(ragged_objective().sequences[:7], 1), ragged_objective()
+    expected: dict[str, torch.Tensor] = {}
+    for objective in objectives:
+        for name, gradient in run(model, objective, max_tokens=None).gradients.items():
+            expected[name] = expected.get(name, 0) + gradient
+    model.zero_grad(set_to_none=True)
+    losses = [loss_of(objective, score(model, objective)) for objective in objectives]
+    for loss in losses:
+        loss.backward()
+    got = gradients(model)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=2e-4, rtol=1e-4)
+    # one loss over both
+    model.zero_grad(set_to_none=True)
+    sum(loss_of(objective, score(model, objective)) for objective in objectives).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, got[name], atol=2e-4, rtol=1e-4)
+
+
+def test_two_threads() -> None:
+    objective = ragged_objective()
+    models = [build("qwen3", seed=seed) for seed in (0, 1)]
+    expected = [run(model, objective, max_tokens=None) for model in models]
+    found: dict[int, Run] = {}
+
+    def work(number: int) -> None:
+        found[number] = run(models[number], objective)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (0, 1):
+        assert_same(found[number], expected[number])
+
+
+def test_a_second_backward_says_what_to_do() -> None:
+    scores = score(build("qwen3"), ragged_objective())
+    loss = torch.cat(scores.logprobs).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran already, and what its steps lent one another is"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_second_derivatives_are_refused() -> None:
+    scores = score(build("qwen3"), ragged_objective())
+    with pytest.raises(RuntimeError, match="is differentiable once"):
+        torch.cat(scores.logprobs).sum().backward(create_graph=True)
+
+
+def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
+    model = build("qwen3")
+    expected = run(model, max_tokens=None)
+    scores, calls = score(model, ragged_objective()), []
+
+    def fails(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise MemoryError
+
+    with model.model.layers[1].mlp.register_forward_pre_hook(fails), pytest.raises(MemoryError):
+        loss_of(ragged_objective(), scores).backward()
+    assert_same(run(model), expected)
+
+
+def _changes(model: Any, packed: Any) -> dict[str, Callable[[], Any]]:
+    """What the backward's second forward would read, by the words of the refusal; `model` has two
+    adapters, the first of them active, with dropout, in eval mode."""
+    layer = model.base_model.model.model.layers[0]
+    attention, norm = layer.self_attn, layer.input_layernorm
+    rotary = model.base_model.model.model.rotary_emb
+    return {
+        "training of the model became True (it was False)": model.train,
+        "layers.0.self_attn.q_proj became {'default': ": lambda: attention.q_proj.scale_layer(2.0),
+        "merged_adapters of ": model.merge_adapter,
+        "active_adapter of the model became 'other' (it was 'default')": lambda: model.set_adapter(
+            "other"
+        ),
+        "_disable_adapters of ": model.base_model.disable_adapter_layers,
+        "lora_dropout.default became 0.5 (it was 0.1)": lambda: setattr(
+            attention.q_proj.lora_dropout["default"], "p", 0.5
+        ),
+        "packed.input_ids, or what shares its memory, changed": lambda: packed.input_ids.clamp_(
+            max=50
+        ),
+        "rotary_emb.inv_freq changed": lambda: rotary.inv_freq.mul_(2),
+        "rotary_emb.inv_freq was replaced": lambda: setattr(
+            rotary, "inv_freq", rotary.inv_freq * 2
+        ),
+        "input_layernorm.weight changed": lambda: norm.weight.detach().mul_(1.5),
+        "layers.0.input_layernorm.weight was replaced": lambda: setattr(
+            norm.weight, "data", norm.weight.data * 1.5
+        ),
+        "input_layernorm.weight was replaced": lambda: setattr(
+            norm, "weight", nn.Parameter(norm.weight * 1.5)
+        ),
+        "variance_epsilon of ": lambda: setattr(norm, "variance_epsilon", 0.1),
+        "modules of base_model.model.model.layers.0 were replaced": lambda: setattr(
+            layer, "mlp", copy.deepcopy(layer.mlp)
+        ),
+        "rms_norm_eps of Qwen3Config became 0.1": lambda: setattr(
+            model.config, "rms_norm_eps", 0.1
+        ),
+        "requires_grad of base_model.model.model.layers.0": lambda: attention.q_proj.lora_A[
+            "default"
+        ].requires_grad_(False),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_what_changed_before_the_backward_is_refused_by_name() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)
+
+    def made() -> tuple[Any, Any]:
+        model = peft.get_peft_model(build("qwen3", num_hidden_layers=1), config)
+        model.add_adapter("other", config)
+        randomise(model)
+        return model.eval(), pack_sequences(ragged_objective().sequences)
+
+    for words in _changes(*made()):
+        model, packed = made()
+        scores = score(model, ragged_objective(), packed, max_tokens=60)
+        _changes(model, packed)[words]()
+        with pytest.raises(RuntimeError, match=re.escape(words)) as refused:
+            torch.cat(scores.logprobs).sum().backward()
+        assert "and its backward, which runs the steps again: call backward() before such" in str(
+            refused.value
+        )
+
+
+def test_what_changes_no_number_is_not_refused() -> None:
+    """What forwards change themselves, and what a model does not read."""
+    model = build("qwen3")
+    expected = run(model, max_tokens=None)
+    mlp = model.model.layers[1].mlp
+    mlp.calls, mlp.last = 0, torch.zeros(1)
+
+    def counts(module: Any, args: Any, output: torch.Tensor) -> None:
+        module.calls, module.last = module.calls + 1, output.detach()
+
+    mlp.register_forward_hook(counts)
+    scores = score(model, ragged_objective())
+    model.zero_grad(set_to_none=True)
+    run(build("qwen3", seed=1))
+    score(model, ragged_objective())
+    model.config.use_cache = not model.config.use_cache
+    enable_checkpointing(model, False)
+    loss_of(ragged_objective(), scores).backward()
+    assert mlp.calls > 2 * number_of_steps()
+    assert_same(replace(expected, gradients=gradients(model)), expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_before_the_backward_is_refused(fused: bool) -> None:
+    """A fused one leaves the parameters' versions as they are."""
+    model, other = build("qwen3"), build("qwen3")
+    options = {"lr": 0.1, "fused": fused}
+    optimizer, of_other = (torch.optim.AdamW(m.parameters(), **options) for m in (model, other))
+    expected = run(model)
+    run(other)
+    scores = score(model, ragged_objective())
+    of_other.step()
+    model.zero_grad(set_to_none=True)
+    loss_of(ragged_objective(), scores).backward()
+    assert gradients(model).keys() == expected.gradients.keys()
+    scores = score(model, ragged_objective())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"embed_tokens.weight changed between"):
+        loss_of(ragged_objective(), scores).backward()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_model_made_in_inference_mode(context: Any) -> None:
+    with torch.inference_mode():
+        model = build("qwen3").eval()
+    with context():
+        whole, stepped = (score(model, ragged_objective(), max_tokens=n) for n in (None, 20))
+    torch.testing.assert_close(stepped.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_are_found_in_the_parameters() -> None:
+    model = build("qwen3")
+    scores = score(model, ragged_objective())
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(torch.cat(scores.logprobs).sum(), list(model.parameters()))
+
+
+# ---- the checks can fail -------------------------------------------------------------------------
+
+
+def test_the_comparison_turns_red_where_borrowers_return_nothing(monkeypatch) -> None:
+    give_back = StepExchange.give_back
+
+    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
+        for loan in self._step.lent:
+            loan.gradients.pop(self._layer, None)
+        return give_back(self, dkey, dvalue)
+
+    model = build("qwen3")
+    expected = run(model, max_tokens=None)
+    monkeypatch.setattr(StepExchange, "give_back", lost)
+    got = run(model)
+    assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.1
+
+
+def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
+    def forgotten(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
+        lent, self._step.lent = self._step.lent, []
+        try:
+            return give_back(self, dkey, dvalue)
+        finally:
+            self._step.lent = lent
+
+    give_back = StepExchange.give_back
+    monkeypatch.setattr(StepExchange, "give_back", forgotten)
+    with pytest.raises(RuntimeError, match="did not reach the attention of 3 layers"):
+        run(build("qwen3"))
+
+
+# ---- work and memory -----------------------------------------------------------------------------
+
+
+class Tokens:
+    """Counts the tokens that a model's layers compute."""
+
+    def __init__(self, model: Any) -> None:
+        self.count = 0
+        model.get_decoder().layers[0].mlp.register_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Sequence[torch.Tensor]) -> None:
+        self.count += args[0].shape[1]
+
+
+def test_work_is_that_of_checkpointing_in_one_forward() -> None:
+    """A prompt of 24 with 128 responses of 8 at 32: cut, whole, and in steps."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 90, 24)
+    sequences = [np.concatenate([prompt, [i % 97], rng.integers(3, 90, 7)]) for i in range(90)]
+    forest = PrefixForest.from_sequences(sequences)
+    plan = plan_micro_batches(forest, 32, reuse=True, borrow_cost=LIGHT)
+    (batch,) = plan[0]
+    model = build("qwen3")
+    enable_checkpointing(model, False)
+    tokens = Tokens(model)
+    torch.cat(sequence_logprobs(model, batch.packed).logprobs).sum().backward()
+    whole, tokens.count = tokens.count, 0
+    assert whole == 2 * forest.num_tokens
+    cost = {"max_tokens": 32, "borrow_cost": LIGHT, "recompute": "nothing"}
+    torch.cat(sequence_logprobs(model, batch.packed, **cost).logprobs).sum().backward()
+    stepped, tokens.count = tokens.count, 0
+    assert batch.steps is not None
+    assert stepped == whole - batch.steps.own_tokens[-1]
+    for cut in plan_micro_batches(forest, 32)[0]:
+        torch.cat(sequence_logprobs(model, cut.packed).logprobs).sum().backward()
+    assert tokens.count > 3 * whole
+
+
+def test_the_weight_of_a_borrowed_token_is_read_from_the_model() -> None:
+    model = build("qwen3")
+    device = torch.device("cpu")
+    kept = step_cost_of(model, model, device, None)
+    assert (kept.layers, kept.kv_heads, kept.kept_copies) == (3, 2, 1.0)
+    assert kept == step_cost_of(model, model, device, "nothing")
+    enable_checkpointing(model, False)
+    recomputed = step_cost_of(model, model, device, None)
+    assert recomputed.kept_copies == 0 and recomputed.token_bytes < 0.5 * kept.token_bytes
+    assert recomputed == step_cost_of(model, model, device, "all")
+    expected = run(model, max_tokens=None)
+    assert_same(run(model, max_tokens=40, borrow_cost=None), expected)
+
+
+def test_large_prompts_of_the_issue() -> None:
+    """A prompt of 24K with 128 responses of 8K: what is kept, and where."""
+    stats = plan_steps(pack(forest_of(single(24576, 128, 8192))), 32768).stats
+    assert stats.lent_tokens == 24576 and stats.lent_bytes == 24576 * 36 * 4096
+    assert sum(stats.own_tokens) == 24576 + 128 * 8192
+    cost = BorrowCost()
+    held = stats.held_bytes(cost)
+    assert held == 24576 * 36 * (4096 + 8192)
+    # with the activations of a step: no more than the budget, and what a step lends
+    assert stats.peak * cost.token_bytes <= 32768 * cost.token_bytes
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "20"])
+def test_budgets_that_are_none(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got"):
+        score(build("qwen3"), ragged_objective(), max_tokens=value)
+
+
+def test_a_budget_that_is_too_little() -> None:
+    objective = make_objective([np.arange(3, 90)])
+    with pytest.raises(ForestError, match=r"max_tokens 10 is too little .* the least max_tokens"):
+        score(build("qwen3"), objective, max_tokens=10, borrow_cost=BorrowCost(token_bytes=1e4))
+
+
+def test_arguments_that_do_not_go_together() -> None:
+    model = build("qwen3")
+    with pytest.raises(ValueError, match="borrow_cost goes with max_tokens"):
+        sequence_logprobs(model, ragged_packed(), borrow_cost=LIGHT)
+    with pytest.raises(ValueError, match="among the ranks of a group or into steps, not both"):
+        score(model, ragged_objective(), group=object())
+    with pytest.raises(ValueError, match="recompute='auto' plans for a forest in one forward"):
+        score(model, ragged_objective(), recompute="auto")
+    for bad, message in (("some", "recompute must be None, 'auto'"), (PLAN, "a plan for 1 layers")):
+        with pytest.raises(ValueError, match=message):
+            score(model, ragged_objective(), recompute=bad, borrow_cost=None)
+    with pytest.raises(ValueError, match="the weight of a borrowed token needs token_bytes"):
+        score(model, ragged_objective(), borrow_cost=replace(LIGHT, token_bytes=None))
+
+
+def test_what_experts_need_of_a_whole_forest_is_refused() -> None:
+    model, sequences = build("qwen3_moe"), ragged_sequences()
+    with pytest.raises(UnsupportedError, match="load-balancing loss of experts is not"):
+        sequence_logprobs(model, ragged_packed(), max_tokens=64, output_router_logits=True)
+    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
+    with pytest.raises(UnsupportedError, match="routes of experts are not verified"):
+        sequence_logprobs(model, pack(forest), max_tokens=64)
+
+
+@pytest.mark.parametrize("model_type", cases(["qwen3_5", "lfm2", "nemotron_h"]))
+def test_recurrent_layers_are_refused_before_the_forward(model_type: str) -> None:
+    model = build(model_type)
+    with (
+        counted([model]) as forwards,
+        pytest.raises(UnsupportedError, match=r"from step to step: .* without reuse=True"),
+    ):
+        score(model, ragged_objective())
+    assert forwards() == 0
+
+
+def test_what_is_refused_in_steps_runs_where_the_forest_fits() -> None:
+    """As one forward: recurrent layers, routes of experts and their load-balancing loss."""
+    hybrid, experts, sequences = build("qwen3_5"), build("qwen3_moe"), ragged_sequences()
+    assert same_bits(run(hybrid, max_tokens=91), run(hybrid, max_tokens=None))
+    routed = pack(PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences)))
+    size = {"packed": routed, "max_tokens": routed.num_tokens}
+    assert same_bits(run(experts, **size), run(experts, **{**size, "max_tokens": None}))
+    losses = [
+        sequence_logprobs(
+            experts, ragged_packed(), max_tokens=n, output_router_logits=True
+        ).aux_loss
+        for n in (91, None)
+    ]
+    assert losses[0] == losses[1] is not None
+
+
+def test_deepspeed_is_refused() -> None:
+    model = build("qwen3")
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.ds_id = 3
+    with pytest.raises(UnsupportedError, match="DeepSpeed counts one backward per micro-batch"):
+        score(model, ragged_objective())
+
+    class Engine(nn.Module):
+        """As if DeepSpeed had made it."""
+
+        __module__ = "deepspeed.runtime.engine"
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(UnsupportedError, match="DeepSpeed counts one backward per micro-batch"):
+        score(Engine(build("qwen3")), ragged_objective())
+
+
+def test_static_graphs_are_refused(tmp_path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(build("qwen3"), static_graph=True)
+        with pytest.raises(UnsupportedError, match="static_graph=True expects one backward per up"):
+            score(model, ragged_objective())
+        assert score(model, ragged_objective(), max_tokens=91).logprobs[0].requires_grad
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("model_type", cases(["qwen3", "qwen3_5"]))
+def test_the_example_of_the_docs(model_type: str) -> None:
+    """The page's loop, at a budget below its trees: the gradients are those of one micro-batch."""
+    page = (Path(__file__).parents[3] / "docs/larger-trees.md").read_text()
+    code = page.split("## Example\n\n```python\n")[1].split("```")[0]
+    model, objective = build(model_type), ragged_objective()
+    names: dict[str, Any] = {
+        "model": model,
+        "sequences": objective.sequences,
+        "masks": objective.loss_masks,
+        "advantages": np.linspace(-1, 1, len(objective.sequences)),
+    }
+    found = []
+    for max_tokens in (70, 1000):
+        model.zero_grad(set_to_none=True)
+        with counted([model]) as forwards:
+            exec(code, names | {"max_tokens": max_tokens})
+            found.append((forwards(), gradients(model)))
+    (several, got), (one, expected) = found
+    assert several > one == 1
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4)
