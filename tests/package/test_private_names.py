@@ -133,7 +133,7 @@ def test_kernels_that_cannot_be_imported_are_refused(kind: Any) -> None:
 @pytest.mark.parametrize("file", ["trace.py", "partitioned.py"])
 def test_what_a_trace_needs_is_named(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the module is imported, so that its user hears of it before anything runs."""
-    path = f"integrations/recompute/{file}"
+    path = f"recompute/{file}"
     names = [name for name, files in foreign_names.found().items() if path in files]
     assert len(names) > 5
     text = (ROOT / path).read_text()

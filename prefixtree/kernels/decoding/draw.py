@@ -51,7 +51,7 @@ def draw_kernel(
         value = logit
         if HAS_NOISE:
             hashed = _mixed(state + (token + 1).to(tl.int64) * GAMMA, FIRST, SECOND)
-            # as `gumbel` of integrations.sampling.draws, which says why
+            # as `gumbel` of sampling.draws, which says why
             count = ((hashed >> 11) & 0x1FFFFFFFFFFFFF) + 1
             uniform = count.to(tl.float32) * 1.1102230246251565e-16
             uniform = tl.minimum(uniform, 0.99999994)
