@@ -104,7 +104,7 @@ def tree_attention(
         if not torch.compiler.is_compiling():
             note_call(mask.host)
         call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap)
-        out, lse = REFERENCE.forward(call)
+        out, lse = REFERENCE.kernels.forward(call)
     else:
         out, lse = operator.attend(
             q, k, v, sinks, mask.handle, scale, window, softcap, deterministic, backend, return_lse

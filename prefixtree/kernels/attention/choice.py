@@ -12,7 +12,8 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import device_info
 from prefixtree.kernels.attention.backends import BACKENDS, FLASH, SDPA, TRITON
-from prefixtree.kernels.attention.protocol import AttentionCall, Backend
+from prefixtree.kernels.attention.protocol import AttentionCall, Kernels
+from prefixtree.kernels.backend import Backend
 from prefixtree.packing.block_tables import TileShape, chain_tile_costs
 from prefixtree.packing.host_mask import HostMask
 
@@ -47,7 +48,7 @@ _BACKWARD = 0.7
 class Choice:
     """A backend, and the reason that `explain` gives."""
 
-    backend: Backend
+    backend: Backend[Kernels]
     reason: str
 
 
@@ -108,7 +109,7 @@ def passed_over(call: AttentionCall) -> str:
     return _refusal(FLASH, call) or _compared(call)[1]
 
 
-def _refusal(backend: Backend, call: AttentionCall) -> str | None:
+def _refusal(backend: Backend[Kernels], call: AttentionCall) -> str | None:
     """Why a backend cannot serve a call, starting with its name; None where it can."""
     reason = backend.refuses(call)
     return None if reason is None else f"backend {backend.name!r}: {reason}"

@@ -45,7 +45,7 @@ def _forward(
     options = scale, window, softcap, deterministic, wide, lse_used
     call = AttentionCall(q, k, v, sinks, mask, *options)
     with as_given(q):
-        return choose(backend, call).backend.forward(call)
+        return choose(backend, call).backend.kernels.forward(call)
 
 
 @uncompiled
@@ -70,7 +70,8 @@ def _backward(
     window = reach(mask, window)
     call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide)
     with as_given(q):
-        *grads, dsinks = choose(backend, call).backend.backward(call, dout, dlse, out, lse)
+        kernels = choose(backend, call).backend.kernels
+        *grads, dsinks = kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
 

@@ -56,16 +56,11 @@ def reach(mask: HostMask, window: int) -> int:
     return 0 if window >= mask.deepest else window
 
 
-class Backend(Protocol):
-    """One implementation of tree attention. Stateless; `backends.BACKENDS` holds them all."""
+class Kernels(Protocol):
+    """The functions that the module of a backend has."""
 
-    @property
-    def name(self) -> str:
-        """The name that `tree_attention(backend=...)` takes."""
-        ...
-
-    def refuses(self, call: AttentionCall) -> str | None:
-        """Says why this backend cannot serve a call; None if it can. The text follows its name."""
+    def refusal(self, call: AttentionCall) -> str | None:
+        """Why they cannot serve a call; None if they can. The text follows the backend's name."""
         ...
 
     def forward(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:

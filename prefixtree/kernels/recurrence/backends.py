@@ -6,105 +6,51 @@ Order of preference of "auto": a GPU's kernels, else torch's operations in chunk
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
-
-import torch
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.packages import installed
-from prefixtree.kernels.recurrence.protocol import Backend, Call, ConvCall
+from prefixtree.kernels.backend import Backend
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, Kernels
 
 
-class _Kernels(Protocol):
-    """The functions that a backend's module has; they do what `Backend` says."""
-
-    def refusal(self, call: Call) -> str | None: ...
-
-    def saves(self, call: Call) -> list[torch.Tensor]: ...
-
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]: ...
-
-    def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
-    ) -> list[torch.Tensor]: ...
-
-
-@dataclass(frozen=True)
-class LazyBackend:
-    """A `Backend` whose functions are in a module that `load` imports and returns.
-
-    Attributes:
-        name: the backend's name.
-        load: imports the module.
-        package: a package that must be installed before `load` is called; None for none.
-    """
-
-    name: str
-    load: Callable[[], _Kernels]
-    package: str | None = None
-
-    def refuses(self, call: Call) -> str | None:
-        if self.package is not None and not installed(self.package):
-            return f"the package {self.package} is not installed"
-        try:
-            kernels = self.load()
-        except (ImportError, AttributeError) as problem:
-            return f"its kernels cannot be imported ({problem})"
-        return kernels.refusal(call)
-
-    def saves(self, call: Call) -> list[torch.Tensor]:
-        return self.load().saves(call)
-
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return self.load().forward(call)
-
-    def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        return self.load().backward(call, dout, saved)
-
-
-def _triton() -> _Kernels:
+def _triton() -> Kernels:
     from prefixtree.kernels.recurrence import conv_triton
 
     return conv_triton
 
 
-def _fla() -> _Kernels:
+def _fla() -> Kernels:
     from prefixtree.kernels.recurrence import fla
 
     return fla
 
 
-def _flash_qla() -> _Kernels:
+def _flash_qla() -> Kernels:
     from prefixtree.kernels.recurrence import flash_qla
 
     return flash_qla
 
 
-def _chunked() -> _Kernels:
+def _chunked() -> Kernels:
     from prefixtree.kernels.recurrence import chunked
 
     return chunked
 
 
-def _reference() -> _Kernels:
+def _reference() -> Kernels:
     from prefixtree.kernels.recurrence import reference
 
     return reference
 
 
-CHUNKED, REFERENCE = LazyBackend("chunked", _chunked), LazyBackend("reference", _reference)
+CHUNKED, REFERENCE = Backend("chunked", _chunked), Backend("reference", _reference)
 # those for GPUs alone, which "auto" prefers there
-ON_GPU: tuple[Backend, ...] = (
-    LazyBackend("triton", _triton, package="triton"),
-    LazyBackend("flash_qla", _flash_qla, package="triton"),
-    LazyBackend("fla", _fla, package="triton"),
+ON_GPU: tuple[Backend[Kernels], ...] = (
+    Backend("triton", _triton, package="triton"),
+    Backend("flash_qla", _flash_qla, package="triton"),
+    Backend("fla", _fla, package="triton"),
 )
-BACKENDS: tuple[Backend, ...] = (*ON_GPU, CHUNKED, REFERENCE)
+BACKENDS: tuple[Backend[Kernels], ...] = (*ON_GPU, CHUNKED, REFERENCE)
 _NAMED = {backend.name: backend for backend in BACKENDS}
 NAMES = ("auto", *_NAMED)
 
@@ -118,7 +64,7 @@ def check_name(name: str) -> None:
         )
 
 
-def choose(name: str, call: Call) -> Backend:
+def choose(name: str, call: Call) -> Backend[Kernels]:
     """The backend for a call; the same for a backward as for its forward.
 
     Looks at devices, dtypes and shapes alone, so that compiled code chooses what will run.
@@ -148,7 +94,7 @@ def why_slow(call: Call) -> str:
     return "; ".join(reasons) or "this version has no kernels for it"
 
 
-def warn_if_slow(call: Call, backend: Backend) -> None:
+def warn_if_slow(call: Call, backend: Backend[Kernels]) -> None:
     """Says once per reason that a GPU runs torch's operations where kernels would serve it."""
     if backend is CHUNKED and call[0].is_cuda:
         _warn(why_slow(call))

@@ -51,7 +51,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         if arguments[-1] == "auto":
             warn_if_slow(call, backend)
         with as_given(arguments[0]):
-            return backend.forward(call)
+            return backend.kernels.forward(call)
 
     @uncompiled
     def backward(
@@ -59,12 +59,12 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
     ) -> list[torch.Tensor]:
         call = as_call(arguments, host_of(arguments[num_tensors]))
         with as_given(dout):
-            return choose(arguments[-1], call).backward(call, dout, saved)
+            return choose(arguments[-1], call).kernels.backward(call, dout, saved)
 
     def fake_forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         call = as_call(arguments, None)
         like = call.value if isinstance(call, DeltaCall) else call.x
-        return like.new_empty(like.shape), choose(arguments[-1], call).saves(call)
+        return like.new_empty(like.shape), choose(arguments[-1], call).kernels.saves(call)
 
     def fake_backward(
         dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any

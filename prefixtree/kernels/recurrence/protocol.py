@@ -77,16 +77,11 @@ class SsdCall(NamedTuple):
 Call = ConvCall | DeltaCall | SsdCall
 
 
-class Backend(Protocol):
-    """One implementation of the three operators. Stateless; `backends.BACKENDS` holds them all."""
+class Kernels(Protocol):
+    """The functions that the module of a backend of the three operators has."""
 
-    @property
-    def name(self) -> str:
-        """What `tree_delta_rule(backend=...)` calls it."""
-        ...
-
-    def refuses(self, call: Call) -> str | None:
-        """Why this backend cannot serve a call, in words that follow its name; None if it can.
+    def refusal(self, call: Call) -> str | None:
+        """Why they cannot serve a call, in words that follow the backend's name; None if they can.
 
         Compiled code asks it with a mask of None: it may look at shapes, dtypes and devices only.
         """

@@ -301,7 +301,7 @@ def test_auto_without_triton(may_take_flash: None, monkeypatch: pytest.MonkeyPat
     inputs = rows_on_gpu(mask)
     assert auto(mask, inputs) == "triton"
     # better than sdpa, however much work
-    monkeypatch.setattr(backends, "installed", lambda package: False)
+    monkeypatch.setattr("prefixtree.kernels.backend.installed", lambda package: False)
     # of another mask: choices are kept
     assert choice.choose("auto", call_of(mask_of(SHORT), inputs)) == choice.Choice(
         backends.FLASH, "backend 'triton': it needs the package triton"

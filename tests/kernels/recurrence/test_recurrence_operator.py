@@ -13,7 +13,15 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from prefixtree import ForestError, TreeMask, UnsupportedError
-from prefixtree.kernels.recurrence import backends, operator, tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.backend import Backend
+from prefixtree.kernels.recurrence import (
+    backends,
+    chunked,
+    operator,
+    tree_conv,
+    tree_delta_rule,
+    tree_ssd,
+)
 from prefixtree.kernels.recurrence.protocol import DeltaCall
 from prefixtree.packing import host_mask
 from tests.support.recurrence_cases import OPERATORS, Operator, forest_of, gradients
@@ -154,15 +162,17 @@ def test_autocast_does_not_reach_inside(op: Operator) -> None:
         assert torch.equal(a, b)
 
 
-class Keeping(backends.LazyBackend):
-    """Saves its output twice for its backward, which looks at both."""
+class Keeping:
+    """Kernels that are chunked's. Saves its output twice for its backward, which looks at both."""
+
+    refusal = staticmethod(chunked.refusal)
 
     def saves(self, call: Any) -> list[torch.Tensor]:
         like = call.value if isinstance(call, DeltaCall) else call.x
         return [like.new_empty(like.shape), like.new_empty(like.shape, dtype=torch.float32)]
 
     def forward(self, call: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        out, _ = super().forward(call)
+        out, _ = chunked.forward(call)
         return out, [out.clone(), out.float()]
 
     def backward(
@@ -170,7 +180,7 @@ class Keeping(backends.LazyBackend):
     ) -> list[torch.Tensor]:
         out, rounded = saved
         assert torch.equal(out, self.forward(call)[0]) and rounded.dtype == torch.float32
-        return super().backward(call, dout, saved)
+        return chunked.backward(call, dout, saved)
 
 
 @BY_NAME
@@ -178,7 +188,7 @@ def test_what_a_backend_saves_reaches_its_backward(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In eager code, under checkpointing and in compiled code."""
-    monkeypatch.setitem(backends._NAMED, "keeping", Keeping("keeping", backends.CHUNKED.load))
+    monkeypatch.setitem(backends._NAMED, "keeping", Backend("keeping", Keeping))
     monkeypatch.setattr(backends, "NAMES", (*backends.NAMES, "keeping"))
     torch._dynamo.reset()
     mask = _mask(7)
@@ -286,11 +296,7 @@ def test_groups_of_heads_must_divide() -> None:
 def test_a_backend_that_refuses_says_why_and_auto_passes_it_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Elsewhere(backends.LazyBackend):
-        def refuses(self, call: Any) -> str | None:
-            return "it needs the package fla-core"
-
-    other = Elsewhere("elsewhere", backends.CHUNKED.load)
+    other: Any = Backend("elsewhere", backends.CHUNKED.load, package="fla-that-is-not-there")
     monkeypatch.setattr(backends, "ON_GPU", (other,))
     monkeypatch.setitem(backends._NAMED, "elsewhere", other)
     monkeypatch.setattr(backends, "NAMES", (*backends.NAMES, "elsewhere"))
