@@ -19,8 +19,12 @@ test: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # what takes long and few changes can break; `.ci/run` calls it when the files that decide it changed
+PART ?= kernels rest
+FULL_kernels := tests/kernels
+FULL_rest := tests --ignore tests/kernels --ignore tests/benchmarks
 test-full: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full -m full --ignore tests/benchmarks $(ARGS)
+	for part in $(foreach p,$(PART),"$(FULL_$(p))"); do \
+	  $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full -m full $$part $(ARGS) || exit 1; done
 
 # every benchmark from beginning to end, tiny and on a CPU
 test-benchmarks: $(READY)
@@ -32,12 +36,12 @@ TRANSFORMERS ?= 5.5.0 5.17.0
 RECORD := -o junit_family=xunit1 --junitxml
 test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	for v in $(TRANSFORMERS); do \
-	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q tests/models/test_families.py $(RECORD)=.venvs/$$v.xml \
+	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q --full tests/models/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
 
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
-	$(TEST_ENV) $(BIN)/python -m pytest -q tests/models/test_families.py $(RECORD)=.venvs/current.xml
+	$(TEST_ENV) $(BIN)/python -m pytest -q --full tests/models/test_families.py $(RECORD)=.venvs/current.xml
 	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # tests/support/config_fields.json: every field of every configuration, packed against eager

@@ -26,6 +26,8 @@ if not torch.cuda.is_available():
 
 pytest.register_assert_rewrite("tests.support")
 
+from tests.support.full import add_option, skip_without_it, tell_ranks  # noqa: E402
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.support.interpreter import without_repetition
 
@@ -43,9 +45,11 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    from tests.support.full import add_option
-
     add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tell_ranks(config)
 
 
 def pytest_collection_finish() -> None:
@@ -56,8 +60,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from tests.support.full import skip_without_it
-
     skip_without_it(item)
 
 

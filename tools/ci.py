@@ -68,7 +68,7 @@ class Target:
     @property
     def label(self) -> str:
         """The name as file names and tables have it."""
-        return self.name.replace(" MEGATRON=", "-")
+        return re.sub(" [A-Z]+=", "-", self.name)
 
     @property
     def makes_environment(self) -> bool:
@@ -97,14 +97,22 @@ def targets() -> list[Target]:
             pins=("FLASH", "TORCH"),
         ),
         Target(
-            "test-full",
+            "test-full PART=rest",
+            files=(
+                *(f"prefixtree/models/{name}.py" for name in _COMPILED),
+                *(f"prefixtree/{room}/*.py" for room in ("recompute", "sampling", "scoring")),
+                *("prefixtree/parallel/*.py", "prefixtree/planning/model_cost.py"),
+                *("prefixtree/testing/reference.py", "prefixtree/sharing/estimate.py"),
+                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md", "pyproject.toml"),
+                *("tests/support/*_configs.py", *_tests_marked_full(kernels=False)),
+            ),
+            pins=("TORCH",),
+        ),
+        Target(
+            "test-full PART=kernels",
             files=(
                 *("prefixtree/kernels/**/*.py", "benchmarks/cases/compiled.py"),
-                *(f"prefixtree/models/{name}.py" for name in _COMPILED),
-                *("prefixtree/recompute/*.py", "prefixtree/parallel/steps.py"),
-                *("prefixtree/planning/model_cost.py", "prefixtree/sharing/estimate.py"),
-                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md", "pyproject.toml"),
-                *("tests/support/*_configs.py", *_tests_marked_full()),
+                *_tests_marked_full(kernels=True),
             ),
             pins=("TORCH",),
         ),
@@ -136,13 +144,13 @@ def targets() -> list[Target]:
     ]
 
 
-def _tests_marked_full() -> Iterable[str]:
+def _tests_marked_full(kernels: bool) -> Iterable[str]:
     """The files outside tests/benchmarks whose tests run in part with --full alone."""
     for file in sorted(ROOT.glob("tests/**/test_*.py")):
-        if "benchmarks" not in file.parts and re.search(
-            r"mark\.full|mostly_full", file.read_text()
-        ):
-            yield str(file.relative_to(ROOT))
+        name = str(file.relative_to(ROOT))
+        of_part = name.startswith("tests/kernels/") == kernels and "benchmarks" not in name
+        if of_part and re.search(r"mark\.full|mostly", file.read_text()):
+            yield name
 
 
 def pins() -> dict[str, str]:

@@ -21,6 +21,7 @@ from prefixtree.planning.cost_model import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
 from prefixtree.testing.verify import verify
+from tests.support.full import mostly
 from tests.support.hybrid_cases import (
     FEW,
     logprobs_of,
@@ -34,6 +35,7 @@ from tests.support.models import (
     build,
     cases,
     errors,
+    mostly_full,
     ragged_objective,
     ragged_packed,
     run_packed,
@@ -62,7 +64,7 @@ def _in_float64(family: str, implementation: str = "prefixtree") -> Any:
 
 
 @needs_states
-@pytest.mark.parametrize("family", cases(HYBRIDS))
+@pytest.mark.parametrize("family", mostly_full(HYBRIDS))
 def test_float64_is_exact(family: str, record_property: Any) -> None:
     """A prepared model, called by itself, against each sequence alone through eager."""
     sequences, packed = long_sequences(), long_packed()
@@ -344,7 +346,7 @@ def test_contract_with_recurrent_layers_of_transformers(family: str) -> None:
 
 @needs_states
 @pytest.mark.parametrize("part", ["model", pytest.param("text", marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", mostly(FEW, FEW[:1]))
 def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
     """From a config.json, as a user has it: with freshly drawn weights, a wrapper's or a text's."""
     config = build(family).config

@@ -15,8 +15,9 @@ from prefixtree.packing.visible import pairs_per_run, visible_keys, visible_pair
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.model_cost import model_cost, state_cost
 from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import build, recurrent
+from tests.support.models import EVERY_TIME, build, recurrent
 
 TOKENS = 20
 # AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide.
@@ -50,7 +51,7 @@ def counted_flops(model: Any) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+@pytest.mark.parametrize("family", mostly([*FAMILIES, *VARIANTS], EVERY_TIME))
 def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     model = build(family, "eager")
     cost = model_cost(model.config)

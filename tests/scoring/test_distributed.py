@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests.support import picture_ranks
-from tests.support.distributed_ranks import CASES, RUNS, STEPS, Case, balanced
+from tests.support.distributed_ranks import CASES, QUICK, RUNS, STEPS, Case, balanced
+from tests.support.full import asked_for, mostly
 from tests.support.models import Run, run_replicated, tolerance
 from tests.support.picture_cases import Run as PictureRun
 from tests.support.picture_cases import errors as picture_errors
@@ -64,7 +65,7 @@ def _distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize(("case", "step"), [run for run in RUNS if not CASES[run[0]].half])
+@pytest.mark.parametrize(("case", "step"), mostly([r for r in RUNS if not CASES[r[0]].half], QUICK))
 def test_two_ranks(results, case, step):
     if CASES[case].lora:
         pytest.importorskip("peft")
@@ -125,7 +126,7 @@ def test_pictures(results, wrapper, model_type, kind):
             assert "UnsupportedError: videos are not verified under FSDP2" in each["refused"]
 
 
-@pytest.mark.parametrize(("case", "step"), [run for run in RUNS if CASES[run[0]].half])
+@pytest.mark.parametrize(("case", "step"), mostly([r for r in RUNS if CASES[r[0]].half], QUICK))
 def test_bfloat16_parameters(results, case, step):
     """FSDP2's mixed precision: no further from float32 than twice the replicated run that has its
     weights in bfloat16, and a little for the sum over ranks."""
@@ -146,7 +147,7 @@ def test_bfloat16_parameters(results, case, step):
 
 def test_the_ranks_agree(results):
     """To the bit: what was reduced is one tensor."""
-    for case, step in RUNS:
+    for case, step in asked_for(RUNS, QUICK):
         first, second = _of(results, case, step)
         for name, gradient in first["gradients"].items():
             assert torch.equal(gradient, second["gradients"][name]), (case, step, name)

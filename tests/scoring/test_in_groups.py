@@ -11,12 +11,14 @@ import torch
 
 from prefixtree import tree_attention
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
 from tests.support.group_ranks import (
     CASES,
     FORESTS,
     HALF,
     MISTAKES,
+    QUICK,
     WIDE_CASES,
     Case,
     documented_names,
@@ -106,7 +108,7 @@ def _check_exchanges(results: Results, name: str, case: Case) -> None:
             assert all(of_rank[0][1] > 0 for of_rank in calls)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
 def test_two_ranks(results, name):
     _check(results, name, CASES[name])
     _check_exchanges(results, name, CASES[name])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.full import asked_for
 from tests.support.spawn import run_ranks
-from tests.support.step_ranks import CASES
+from tests.support.step_ranks import CASES, QUICK
 
 Results = list[dict[str, Any]]
 
@@ -31,8 +32,8 @@ def of(results: Results, case: str) -> list[Any]:
 
 
 def test_gradients_are_those_of_one_forward(results: Results) -> None:
-    for name, case in CASES.items():
-        found = of(results, name)
+    for name in asked_for(CASES, QUICK):
+        case, found = CASES[name], of(results, name)
         for each in found:
             if case.half:
                 # both are as far from float32, by the rounding of weights and activations
@@ -46,7 +47,8 @@ def test_gradients_are_those_of_one_forward(results: Results) -> None:
 
 
 def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(results: Results) -> None:
-    for name, case in CASES.items():
+    for name in asked_for(CASES, QUICK):
+        case = CASES[name]
         first, second = (each["forwards"] for each in of(results, name))
         assert first == second and len(first) == 2 * case.micro_batches, name
         if case.micro_batches == 1:

@@ -24,6 +24,7 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_ranks
+from tests.support.full import asked_for
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
@@ -143,6 +144,12 @@ RUNS = [
     and (step == "accumulation" or CASES[case].model_type not in HYBRIDS)
     and (step == "accumulation" or not CASES[case].replays)
 ]
+# every case with the step that has parts of all, and every step with the two wrappers
+QUICK = [
+    (case, step)
+    for case, step in RUNS
+    if step == "accumulation" or case in ("ddp", "fsdp2") or case == "ddp, static graph"
+]
 
 
 def wrap(case: Case) -> tuple[nn.Module, Callable[[bool], Any]]:
@@ -244,7 +251,7 @@ def whole(tensor: Any) -> torch.Tensor:
 def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
     """Runs all cases on this rank."""
     results: dict[tuple[str, str], Any] = {}
-    for name, step_name in RUNS:
+    for name, step_name in asked_for(RUNS, QUICK):
         try:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
+# how ranks, which are processes of their own, hear of the option
+_ASKED = "PREFIXTREE_TESTS_FULL"
+
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what few changes can break")
+
+
+def tell_ranks(config: pytest.Config) -> None:
+    os.environ[_ASKED] = str(int(config.getoption("--full")))
 
 
 def skip_without_it(item: pytest.Item) -> None:
@@ -17,15 +25,27 @@ def skip_without_it(item: pytest.Item) -> None:
         pytest.skip("runs with --full")
 
 
-def mostly(names: Iterable[str], quick: Collection[str]) -> list[Any]:
-    """Parameters, those that are not quick marked `full`."""
-    names = list(names)
-    assert set(quick) < set(names), set(quick) - set(names)
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.full) for n in names]
+def mostly(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Parameters, those that are not quick marked `full`.
+
+    Args:
+        values: of one parameter, tuples of several, or what pytest.param gives, which counts as its
+            first value. CI gives --full when the files that decide the result changed (tools/ci.py,
+            test-full).
+        quick: the values that run every time.
+    """
+    found = []
+    for value in values:
+        is_param = hasattr(value, "marks")
+        name = value.values[0] if is_param else value
+        given = value.values if is_param else value if isinstance(value, tuple) else (value,)
+        marks = [*(value.marks if is_param else ()), *([] if name in quick else [pytest.mark.full])]
+        found.append((name, pytest.param(*given, marks=marks, id=getattr(value, "id", None))))
+    names = [name for name, _ in found]
+    assert any(name in quick for name in names) and any(name not in quick for name in names)
+    return [param for _, param in found]
 
 
-def asked_for(
-    request: pytest.FixtureRequest, names: Iterable[str], quick: Collection[str]
-) -> list[str]:
-    """The names of which the tests will run: what a fixture makes for all of them at once."""
-    return [n for n in names if n in quick or request.config.getoption("--full")]
+def asked_for(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """The values of which the tests will run: what a fixture makes for all of them at once."""
+    return [value for value in values if value in quick or os.environ.get(_ASKED) == "1"]

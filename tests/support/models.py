@@ -40,6 +40,7 @@ from tests.support.family_configs import (
 from tests.support.family_configs import (
     HIDDEN as HIDDEN,
 )
+from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
 
 # image encoders, with what turns their outputs into embeddings
@@ -64,15 +65,8 @@ EVERY_TIME = {
 
 
 def mostly_full(names: Iterable[str], but: set[str] = EVERY_TIME) -> list[Any]:
-    """`cases` of a test that takes long in all families: all `but` a few run with --full alone,
-    which CI gives when the files that decide the result changed (tools/ci.py, test-full)."""
-    names = list(names)
-    assert but & set(names)
-    marks = [[] if name in but else [pytest.mark.full] for name in names]
-    return [
-        pytest.param(*case.values, marks=[*case.marks, *more])
-        for case, more in zip(cases(names), marks, strict=True)
-    ]
+    """`cases` of a test that takes long in all families: all `but` a few run with --full alone."""
+    return mostly(cases(names), but)
 
 
 def _skips(name: str) -> list[Any]:

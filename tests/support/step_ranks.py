@@ -32,6 +32,7 @@ from transformers.distributed import DistributedConfig
 from prefixtree import PrefixForest, pack
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.full import asked_for
 from tests.support.models import (
     Objective,
     build,
@@ -101,6 +102,8 @@ CASES = {
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
+# without those whose parts others have
+QUICK = [n for n in CASES if n not in ("ddp, find unused", "fsdp2, lora", "fsdp2, interleaved")]
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
 # not there before transformers 5.23; the ranks of the first share their forests
 _SPREAD: dict[str, dict[str, Any]] = {
@@ -310,7 +313,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     # as torchrun sets them
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     runs: dict[str, Callable[[], Any]] = {
-        name: lambda case=case: _run(case, rank, folder) for name, case in CASES.items()
+        name: lambda case=CASES[name]: _run(case, rank, folder) for name in asked_for(CASES, QUICK)
     }
     runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
     runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)

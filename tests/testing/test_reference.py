@@ -13,7 +13,7 @@ from prefixtree.testing.compare import gradient_differences
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.family_configs import FAMILIES, VOCABULARY
-from tests.support.models import build, cases, tolerance
+from tests.support.models import build, mostly_full, tolerance
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -142,7 +142,7 @@ def logits_and_gradients(model, tokens):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", cases(FAMILIES))
+@pytest.mark.parametrize("name", mostly_full(FAMILIES))
 def test_eager_by_rows_is_eager(monkeypatch, name):
     """Windows, softcaps, sinks: in blocks of four rows, the same logits and gradients."""
     calls = []

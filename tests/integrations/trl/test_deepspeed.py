@@ -48,9 +48,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(models: Path, request: pytest.FixtureRequest) -> Results:
+def results(models: Path) -> Results:
     """Of two ranks, which start once for all cases."""
-    cases = asked_for(request, [*COMPARED, *RESUMED, "bfloat16", "without hooks"], QUICK)
+    cases = asked_for([*COMPARED, *RESUMED, "bfloat16", "without hooks"], QUICK)
     return launch(RANK, models, *cases, DS_ACCELERATOR="cpu")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from tests.integrations.verl.cpu_platform import register_engines
 from tests.integrations.verl.runs import save_model
-from tests.support.full import add_option, skip_without_it
+from tests.support.full import add_option, skip_without_it, tell_ranks
 
 pytest.register_assert_rewrite("tests.integrations.verl.compare")
 
@@ -33,6 +33,10 @@ pytest.register_assert_rewrite("tests.integrations.verl.compare")
 def pytest_addoption(parser: pytest.Parser) -> None:
     # tests/conftest.py is above this suite's own pytest.ini, and not read
     add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tell_ranks(config)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

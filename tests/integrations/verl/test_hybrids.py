@@ -42,8 +42,8 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(hybrids: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    return run_ranks(hybrids, asked_for(request, HYBRID_CASES, TWO))
+def two_ranks(hybrids: Path) -> list[dict[Any, Any]]:
+    return run_ranks(hybrids, asked_for(HYBRID_CASES, TWO))
 
 
 @needs_states

@@ -25,15 +25,15 @@ FOUR = ("grpo, two ranks a forest", "ppo, two ranks a forest, fsdp1")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models: Path, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     """What two ranks computed, all cases with both engines."""
-    return run_ranks(models, asked_for(request, CASES, TWO))
+    return run_ranks(models, asked_for(CASES, TWO))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(models: Path, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]:
+def four_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
     """What four ranks computed, verl's engine by Ulysses and ours by parts of forests."""
-    return run_ranks(models, asked_for(request, SEQUENCE_PARALLEL_CASES, FOUR), 4)
+    return run_ranks(models, asked_for(SEQUENCE_PARALLEL_CASES, FOUR), 4)
 
 
 @pytest.mark.parametrize("name", mostly(CASES, ONE))
