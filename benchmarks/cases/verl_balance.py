@@ -20,7 +20,7 @@ import torch
 from benchmarks.lib.environment import environment
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, made, show
-from prefixtree import PrefixForest
+from prefixtree import PrefixForest, plan_micro_batches
 from prefixtree.rollouts import expand_turns, read_rollouts
 
 Row = dict[str, Any]
@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
     from prefixtree.integrations.verl.balance import GroupCosts, balance
-    from prefixtree.integrations.verl.batches import plan_bins
 
     ranks = options.ranks
     rollouts = expand_turns(read_rollouts(str(options.rollouts)))
@@ -96,11 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, ranked in parts.items():
             tokens, steps = 0, []
             for part in ranked:
-                bins = plan_bins([sequences[i] for i in part], budget)
-                steps.append(len(bins))
-                for chosen in bins:
-                    held = [sequences[part[i]] for i in chosen]
-                    tokens += PrefixForest.from_sequences(held).num_tokens
+                forest = PrefixForest.from_sequences([sequences[i] for i in part])
+                plan = plan_micro_batches(forest, budget)
+                steps.append(plan.num_steps)
+                tokens += plan.stats.packed_tokens
             rank_costs = [costs.cost(part) for part in ranked]
             row = {
                 "max_tokens": budget,

@@ -395,8 +395,6 @@ def micro_batches(worker: Any, turns: Turns, setting: Setting) -> list[int]:
     """Tokens that the model computes in each micro-batch of this rank's samples."""
     from verl.workers.engine.utils import prepare_micro_batches
 
-    from prefixtree import PrefixForest
-
     data = turns.batch(use_dynamic_bsz=True, max_token_len_per_gpu=setting.max_tokens)
     group = worker.engine.get_data_parallel_group()
     if setting.engine == "verl":
@@ -404,10 +402,7 @@ def micro_batches(worker: Any, turns: Turns, setting: Setting) -> list[int]:
         return [part["input_ids"].values().numel() for part in parts]
     from prefixtree.integrations.verl.batches import split
 
-    return [
-        PrefixForest.from_sequences([turns.sequences[i] for i in chosen]).num_tokens
-        for chosen in split(data, group)
-    ]
+    return [batch.num_tokens for batch in split(data, group)]
 
 
 def attention_kinds(device: str) -> dict[str, str]:

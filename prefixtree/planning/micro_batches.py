@@ -65,6 +65,18 @@ class MicroBatch:
         self.cost = cost
         self.steps = steps
 
+    @classmethod
+    def of(cls, forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
+        """Some sequences of a forest in one forward, by the cost model of no model in particular.
+
+        Args:
+            sequences: their indices in the forest, in any order, at least one.
+        """
+        indices = np.sort(np.asarray(sequences, np.int64))
+        part = _cut_out(forest, indices)
+        cost = CostModel().cost(part.node_position, part.node_length).sum()
+        return cls(forest, indices, part.num_tokens, float(cost), forest=part)
+
     @property
     def is_empty(self) -> bool:
         """Whether this is an empty step: a dummy without a sequence of the batch."""

@@ -6,6 +6,7 @@ Legend: B sequences, n tokens of one, R tokens of all, T distinct tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.workers.engine.utils import postprocess_batch_func
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
-from prefixtree.planning.micro_batches import plan_micro_batches
+from prefixtree.planning.micro_batches import MicroBatch, plan_micro_batches
 
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:
@@ -34,14 +36,13 @@ def count_tokens(data: TensorDict, group: Any) -> float:
     return count.item()
 
 
-def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> list[list[int]]:
-    """Which sequences make up each micro-batch; as many micro-batches on every rank of the group,
-    a multiple of `multiple`.
+def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> list[MicroBatch]:
+    """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
-    sequences. Either way sequences that share are
-    brought together, so that every sequence is in one micro-batch, but not in the order given.
+    sequences. Either way sequences that share are brought together: every sequence is in one
+    micro-batch, but not in the order given.
 
     Raises:
         ValueError: a sequence longer than that on any rank, or fewer sequences on
@@ -49,6 +50,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
             fixed size does not divide, or that makes another number of micro-batches.
     """
     sequences = sequences_of(data)
+    forest = PrefixForest.from_sequences(sequences)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
         size = data["micro_batch_size_per_gpu"]
         if len(sequences) % size != 0:
@@ -62,8 +64,8 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
                 f"of micro_batch_size_per_gpu={size}, but virtual pipeline stages need a multiple "
                 f"of {multiple}; change it or set use_dynamic_bsz=True"
             )
-        order = leaf_order(PrefixForest.from_sequences(sequences))
-        return [order[i : i + size] for i in range(0, len(order), size)]
+        order = leaf_order(forest)
+        return [MicroBatch.of(forest, order[i : i + size]) for i in range(0, len(order), size)]
     max_tokens = data["max_token_len_per_gpu"] * ranks
     (longest,) = _largest([max(len(s) for s in sequences)], group)
     if longest > max_tokens:
@@ -74,42 +76,46 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
             f"a sequence has {longest} tokens, more than {budget}; raise "
             "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
         )
-    bins = plan_bins(sequences, max_tokens)
+    batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
     # the greatest of -n is minus the fewest
-    steps, minus_fewest = _largest([len(bins), -len(sequences)], group)
+    steps, minus_fewest = _largest([len(batches), -len(sequences)], group)
     steps = -(-steps // multiple) * multiple
     if steps > -minus_fewest:
         raise ValueError(
             f"one rank needs {steps} micro-batches, another has only {-minus_fewest} sequences to "
             "make them from; give every rank as many sequences, as verl's trainers do"
         )
-    return split_bins(bins, steps)
+    return at_least(batches, steps, forest)
 
 
-def plan_bins(sequences: list[np.ndarray], max_tokens: int) -> list[list[int]]:
-    """Bins of at most `max_tokens` distinct tokens, as index lists.
-
-    Args:
-        sequences: integer [n] each, none longer than max_tokens.
-    """
-    forest = PrefixForest.from_sequences(sequences)
-    plan = plan_micro_batches(forest, max_tokens, num_ranks=1)
-    place = np.argsort(leaf_order(forest))
-    return [sorted(step.sequence_indices.tolist(), key=place.__getitem__) for step in plan[0]]
-
-
-def split_bins(bins: list[list[int]], count: int) -> list[list[int]]:
-    """The same sequences in at least `count` bins, none empty: the fullest are halved.
+def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:
+    """The same sequences of a forest in at least `count` micro-batches, none empty: those of most
+    sequences are halved, between the sequences that share least.
 
     Not filled up with empty micro-batches, because verl takes as many values of every metric from
     all ranks.
     """
-    bins = [list(b) for b in bins]
-    while len(bins) < count:
-        at = max(range(len(bins)), key=lambda i: len(bins[i]))
-        half = len(bins[at]) // 2
-        bins[at : at + 1] = [bins[at][:half], bins[at][half:]]
-    return bins
+    place = np.argsort(leaf_order(forest))
+    found = list(batches)
+    while len(found) < count:
+        at = max(range(len(found)), key=lambda i: len(found[i].sequence_indices))
+        held = sorted(found[at].sequence_indices.tolist(), key=place.__getitem__)
+        half = len(held) // 2
+        found[at : at + 1] = [MicroBatch.of(forest, part) for part in (held[:half], held[half:])]
+    return found
+
+
+def rows_of(data: TensorDict, batch: MicroBatch) -> TensorDict:
+    """What verl keeps of the sequences of a micro-batch, in their order."""
+    return tu.index_select_tensor_dict(data, batch.sequence_indices.tolist())
+
+
+def in_order(outputs: list[Any], batches: Sequence[MicroBatch]) -> Any:
+    """The results of all micro-batches, in the order of the batch."""
+    # says that the indices are to be undone, for a fixed batch size too
+    data = tu.get_tensordict({}, {"use_dynamic_bsz": True})
+    indices = [batch.sequence_indices.tolist() for batch in batches]
+    return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
 
 def scored_tokens(data: TensorDict) -> list[torch.Tensor] | None:

@@ -25,15 +25,15 @@ from verl.workers.engine.fsdp.transformer_impl import (
     FSDPEngineWithLMHead,
     FSDPEngineWithValueHead,
 )
-from verl.workers.engine.utils import detach_tree, postprocess_batch_func
+from verl.workers.engine.utils import detach_tree
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.forest import PrefixForest
 from prefixtree.integrations.transformers import prepare
 from prefixtree.integrations.verl.batches import (
     count_tokens,
+    in_order,
+    rows_of,
     scored_tokens,
-    sequences_of,
     shifted_to_jagged,
     split,
     to_jagged,
@@ -53,6 +53,7 @@ from prefixtree.models.checks import every_layer_attends, transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.planning.micro_batches import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.in_groups import token_share_of_rank
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -61,7 +62,7 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
 
 
-class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
+class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     """The common part of actor, reference and critic.
 
     Attributes:
@@ -114,40 +115,37 @@ class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
-        self._work = Work()
-        indices = split(data, group, self.ulysses_sequence_parallel_size)
+        batches = split(data, group, self.ulysses_sequence_parallel_size)
+        self._work = Work.of(batches)
         outputs = []
-        for step, chosen in enumerate(indices):
-            last = step == len(indices) - 1
+        for step, batch in enumerate(batches):
+            last = step == len(batches) - 1
             with (
                 torch.no_grad()
                 if forward_only
                 else self._gradient_sync_context(is_last_micro_batch=last),
                 torch.profiler.record_function(f"micro_batch{step}"),
             ):
-                micro_batch = tu.index_select_tensor_dict(data, chosen)
-                loss, output = self.forward_step(micro_batch, loss_function, forward_only)
+                loss, output = self._step(data, batch, loss_function, forward_only)
                 if not forward_only:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 if not keep_outputs:
                     output.pop("model_output")
             outputs.append(output)
-        # says that the indices are to be undone, for a fixed batch size too
-        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=order)
+        return in_order(outputs, batches)
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
-    def forward_step(
-        self, micro_batch: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    def _step(
+        self,
+        data: TensorDict,
+        batch: MicroBatch,
+        loss_function: Callable[..., Any] | None,
+        forward_only: bool,
     ) -> Any:
-        """Packs one micro-batch, runs the model over it and verl's loss over what comes out."""
-        if not self.packs:
-            return super().forward_step(micro_batch, loss_function, forward_only)
-        forest = PrefixForest.from_sequences(sequences_of(micro_batch))
-        self._work.add(forest)
-        packed = pack(forest, self.pad_to_length_bucket if self.pad_to_length else None)
-        micro_batch = micro_batch.to(get_device_id())
+        """Runs the model over one micro-batch of a batch and verl's loss over what comes out."""
+        packed = pack(batch.forest, self.pad_to_length_bucket if self.pad_to_length else None)
+        micro_batch = rows_of(data, batch).to(get_device_id())
         device = get_device_name()
         with self._autocast():
             model_output = self._model_output(micro_batch, packed.to(device))
@@ -177,7 +175,7 @@ class _PackedEngine(MeteredEngine, FSDPEngineWithLMHead):
 
 
 @EngineRegistry.register(model_type="language_model", **_REGISTERED)
-class PackedActorEngine(_PackedEngine):
+class PackedActorEngine(_FsdpEngine):
     """Actor and reference: log-probabilities and entropies."""
 
     model_output = "log_probs"
@@ -204,7 +202,7 @@ class PackedActorEngine(_PackedEngine):
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)
-class PackedCriticEngine(_PackedEngine, FSDPEngineWithValueHead):
+class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
     """Critic: a value at every token."""
 
     model_output = "values"

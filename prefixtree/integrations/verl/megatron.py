@@ -26,16 +26,15 @@ from verl.workers.engine.megatron.transformer_impl import (
     MegatronEngineWithLMHead,
     MegatronEngineWithValueHead,
 )
-from verl.workers.engine.utils import postprocess_batch_func
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.forest import PrefixForest
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
 from prefixtree.integrations.verl.batches import (
     count_tokens,
+    in_order,
+    rows_of,
     scored_tokens,
-    sequences_of,
     shifted_to_jagged,
     split,
     to_jagged,
@@ -56,7 +55,7 @@ from prefixtree.packing.layout import PackedForest, pack
 _REGISTERED = {"backend": "megatron", "device": "cuda", "vendor": "nvidia"}
 
 
-class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
+class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
     """The common part of actor, reference and critic."""
 
     def __init__(
@@ -101,18 +100,19 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
         group = self.get_data_parallel_group()
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         multiple = self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1
-        indices = split(data, group, multiple=multiple)
+        batches = split(data, group, multiple=multiple)
         tu.assign_non_tensor(
             data,
             sp_size=1,
             dp_size=self.get_data_parallel_size(),
             batch_num_tokens=count_tokens(data, group),
-            num_micro_batch=len(indices),
+            num_micro_batch=len(batches),
         )
-        micro_batches = [tu.index_select_tensor_dict(data, chosen) for chosen in indices]
-        self._work = Work()
-        for micro_batch in micro_batches:
-            self._work.add(PrefixForest.from_sequences(sequences_of(micro_batch)))
+        self._work = Work.of(batches)
+        config = self.tf_config
+        size = config.tensor_model_parallel_size if config.sequence_parallel else None
+        # packed once, for all virtual stages
+        micro_batches = [(rows_of(data, batch), pack(batch.forest, size)) for batch in batches]
         postprocess = partial(
             self.postprocess_micro_batch_func,
             forward_only=forward_only,
@@ -134,28 +134,23 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
         )
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        # says that the indices are to be undone, for a fixed batch size too
-        order = tu.get_tensordict({}, {"use_dynamic_bsz": True})
-        return postprocess_batch_func(output_lst=outputs, indices=indices, data=order)
+        return in_order(outputs, batches)
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
     def forward_step(
         self,
-        batch_iter: Iterator[TensorDict],
+        batch_iter: Iterator[Any],
         model: Any,
         logits_processor_func: Any,
         postprocess_micro_batch_func: Callable[..., Any],
     ) -> Any:
-        """Packs one micro-batch and runs one stage over it, as Megatron's schedule asks for."""
+        """Runs one stage over one micro-batch, as Megatron's schedule asks for."""
         if not self.packs:
             return super().forward_step(
                 batch_iter, model, logits_processor_func, postprocess_micro_batch_func
             )
-        batch = next(batch_iter)
-        config = find_model(model).config
-        size = config.tensor_model_parallel_size if config.sequence_parallel else None
-        packed = pack(PrefixForest.from_sequences(sequences_of(batch)), size)
+        batch, packed = next(batch_iter)
         batch = batch.to(get_device_id())
         output = self._outputs(model, batch, packed.to(get_device_name()))
         return output, partial(postprocess_micro_batch_func, data=batch)
@@ -165,7 +160,7 @@ class _PackedEngine(MeteredEngine, MegatronEngineWithLMHead):
 
 
 @EngineRegistry.register(model_type="language_model", **_REGISTERED)
-class PackedMegatronActorEngine(_PackedEngine):
+class PackedMegatronActorEngine(_MegatronEngine):
     """Actor and reference: log-probabilities and entropies."""
 
     def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:
@@ -188,7 +183,7 @@ class PackedMegatronActorEngine(_PackedEngine):
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)
-class PackedMegatronCriticEngine(_PackedEngine, MegatronEngineWithValueHead):
+class PackedMegatronCriticEngine(_MegatronEngine, MegatronEngineWithValueHead):
     """Critic: a value at every token."""
 
     def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:

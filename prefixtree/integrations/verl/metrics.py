@@ -7,14 +7,15 @@ what an unpacked run would have needed for this speed, and may exceed 1.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
-from prefixtree.forest import PrefixForest
 from prefixtree.packing.visible import visible_pairs
+from prefixtree.planning.micro_batches import MicroBatch
 
 
 @dataclass
@@ -30,13 +31,16 @@ class Work:
     packed: int = 0
     squares: int = 0
 
-    def add(self, forest: PrefixForest) -> None:
-        """Counts one micro-batch."""
-        position, length = forest.node_position.astype(np.int64), forest.node_length
-        self.replicated += forest.num_replicated_tokens
-        self.packed += forest.num_tokens
-        # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
-        self.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
+    @classmethod
+    def of(cls, batches: Iterable[MicroBatch]) -> Work:
+        work = cls()
+        for forest in (batch.forest for batch in batches):
+            position, length = forest.node_position.astype(np.int64), forest.node_length
+            work.replicated += forest.num_replicated_tokens
+            work.packed += forest.num_tokens
+            # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
+            work.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
+        return work
 
 
 def warn_if_nothing_is_shared(work: Work) -> None:

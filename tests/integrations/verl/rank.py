@@ -23,17 +23,19 @@ import torch.distributed as dist
 
 def steps(rank: int) -> dict[str, Any]:
     """How ranks with unlike data agree on micro-batches, and that they cannot."""
-    from prefixtree.integrations.verl.batches import plan_bins, sequences_of, split
+    from prefixtree import PrefixForest, plan_micro_batches
+    from prefixtree.integrations.verl.batches import sequences_of, split
     from tests.integrations.verl.runs import batch_of, rollouts
 
     # the first rank needs few for its forest, the second, which shares nothing, many
     rows = rollouts(10, groups=4, size=4, shared=rank == 0)
     data = batch_of(rows, max_token_len_per_gpu=60)
     together = split(data, None)
+    forest = PrefixForest.from_sequences(sequences_of(data))
     found: dict[str, Any] = {
-        "alone": len(plan_bins(sequences_of(data), 60)),
+        "alone": len(plan_micro_batches(forest, 60)[0]),
         "together": len(together),
-        "samples": sorted(i for step in together for i in step),
+        "samples": sorted(i for step in together for i in step.sequence_indices.tolist()),
     }
     few = {name: values[:3] for name, values in rows.items()} if rank == 0 else rows
     short = {name: [value[:3] for value in values] for name, values in few.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
@@ -13,28 +12,31 @@ from verl.workers.utils.padding import no_padding_2_padding
 import prefixtree as pt
 from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.integrations.verl.batches import (
-    plan_bins,
+    at_least,
+    rows_of,
     scored_tokens,
     sequences_of,
     shifted_to_jagged,
     split,
-    split_bins,
     to_jagged,
 )
+from prefixtree.planning.micro_batches import MicroBatch
 from tests.integrations.verl.runs import batch_of, jagged, rollouts
 
 
-def distinct(sequences: list[np.ndarray], chosen: list[int]) -> int:
-    return pt.PrefixForest.from_sequences([sequences[i] for i in chosen]).num_tokens
+def members(batch: MicroBatch) -> list[int]:
+    return batch.sequence_indices.tolist()
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("budget", [40, 100, 400])
-def test_bins_hold_every_sequence_once_within_the_budget(seed: int, budget: int) -> None:
-    sequences = sequences_of(batch_of(rollouts(seed, groups=6, size=5)))
-    bins = plan_bins(sequences, budget)
-    assert sorted(i for b in bins for i in b) == list(range(30))
-    assert all(distinct(sequences, b) <= budget for b in bins)
+def test_micro_batches_hold_every_sequence_once_within_the_budget(seed: int, budget: int) -> None:
+    data = batch_of(rollouts(seed, groups=6, size=5), max_token_len_per_gpu=budget)
+    batches = split(data, None)
+    assert sorted(i for b in batches for i in members(b)) == list(range(30))
+    for batch in batches:
+        distinct = pt.PrefixForest.from_sequences(sequences_of(rows_of(data, batch))).num_tokens
+        assert distinct == batch.num_tokens == batch.forest.num_tokens <= budget
 
 
 def test_what_is_shared_meets_and_takes_fewer_bins_than_tokens_would() -> None:
@@ -42,31 +44,34 @@ def test_what_is_shared_meets_and_takes_fewer_bins_than_tokens_would() -> None:
     # as verl deals samples out: no two of a group side by side
     mixed = {k: [v[i] for j in range(8) for i in range(j, 32, 8)] for k, v in rows.items()}
     sequences = sequences_of(batch_of(mixed))
-    groups = mixed["uid"]
-    bins = plan_bins(
-        sequences,
-        max(distinct(sequences, [i for i in range(32) if groups[i] == g]) for g in groups),
-    )
-    assert len(bins) <= 4
-    replicated = sum(len(s) for s in sequences)
-    assert sum(distinct(sequences, b) for b in bins) < replicated / 2
+    of_group = [
+        [s for s, u in zip(sequences, mixed["uid"], strict=True) if u == g]
+        for g in set(mixed["uid"])
+    ]
+    budget = max(pt.PrefixForest.from_sequences(group).num_tokens for group in of_group)
+    batches = split(batch_of(mixed, max_token_len_per_gpu=budget), None)
+    assert len(batches) <= 4
+    assert sum(b.num_tokens for b in batches) < sum(map(len, sequences)) / 2
 
 
-def test_the_fullest_bins_are_halved() -> None:
-    assert split_bins([[0, 1, 2, 3], [4]], 2) == [[0, 1, 2, 3], [4]]
-    assert split_bins([[0, 1, 2, 3], [4]], 3) == [[0, 1], [2, 3], [4]]
-    assert split_bins([[0, 1, 2], [4]], 4) == [[0], [1], [2], [4]]
-    bins = [[3, 0], [1]]
-    split_bins(bins, 3)
-    assert bins == [[3, 0], [1]]
+def test_the_fullest_are_halved() -> None:
+    # leaves in the order of the sequences
+    forest = pt.PrefixForest.from_sequences([[1, 1], [1, 2], [1, 3], [1, 4], [2]])
+
+    def parts(held: list[list[int]], count: int) -> list[list[int]]:
+        batches = [MicroBatch.of(forest, sequences) for sequences in held]
+        return [members(b) for b in at_least(batches, count, forest)]
+
+    assert parts([[0, 1, 2, 3], [4]], 2) == [[0, 1, 2, 3], [4]]
+    assert parts([[0, 1, 2, 3], [4]], 3) == [[0, 1], [2, 3], [4]]
+    assert parts([[0, 1, 2], [4]], 4) == [[0], [1], [2], [4]]
 
 
 def test_halves_keep_neighbours() -> None:
     rows = rollouts(2, groups=2, size=4)
-    sequences = sequences_of(batch_of(rows))
-    (whole,) = plan_bins(sequences, 10_000)
-    halves = split_bins([whole], 2)
-    assert [{rows["uid"][i] for i in half} for half in halves] in (
+    forest = pt.PrefixForest.from_sequences(sequences_of(batch_of(rows)))
+    halves = at_least([MicroBatch.of(forest, range(8))], 2, forest)
+    assert [{rows["uid"][i] for i in members(half)} for half in halves] in (
         [{"2-0"}, {"2-1"}],
         [{"2-1"}, {"2-0"}],
     )
@@ -83,8 +88,8 @@ def test_a_fixed_size_brings_groups_together() -> None:
     mixed = {k: [v[i] for j in range(4) for i in range(j, 16, 4)] for k, v in rows.items()}
     data = batch_of(mixed, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
     parts = split(data, None)
-    assert [len(part) for part in parts] == [4] * 4
-    assert all(len({mixed["uid"][i] for i in part}) == 1 for part in parts)
+    assert [len(members(part)) for part in parts] == [4] * 4
+    assert all(len({mixed["uid"][i] for i in members(part)}) == 1 for part in parts)
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 5])
@@ -94,7 +99,7 @@ def test_virtual_stages_get_a_multiple_of_micro_batches(multiple: int) -> None:
     fewest = len(split(data, None))
     parts = split(data, None, multiple=multiple)
     assert len(parts) % multiple == 0 and len(parts) - fewest < multiple
-    assert sorted(i for part in parts for i in part) == list(range(16))
+    assert sorted(i for part in parts for i in members(part)) == list(range(16))
 
 
 def test_virtual_stages_that_get_no_multiple() -> None:
@@ -171,7 +176,8 @@ def test_everything_is_scored_otherwise() -> None:
 def test_ranks_that_compute_a_forest_together_share_a_budget() -> None:
     rows = rollouts(10, groups=4, size=4)
     data = batch_of(rows, max_token_len_per_gpu=30)
-    assert split(data, None, 2) == split(batch_of(rows, max_token_len_per_gpu=60), None)
+    together = split(batch_of(rows, max_token_len_per_gpu=60), None)
+    assert list(map(members, split(data, None, 2))) == list(map(members, together))
     short = batch_of(rows, max_token_len_per_gpu=8)
     with pytest.raises(ValueError, match="more than max_token_len_per_gpu=8 x 2 ranks; raise"):
         split(short, None, 2)

@@ -128,7 +128,7 @@ SOURCES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "7dab22b0efce",
         "metrics.py",
     ),
-    "Metric.aggregate_dp": (Metric.aggregate_dp, "90fb16b64185", "split_bins"),
+    "Metric.aggregate_dp": (Metric.aggregate_dp, "90fb16b64185", "at_least"),
     "no_padding_2_padding": (padding.no_padding_2_padding, "5321fcded910", "shifted_to_jagged"),
     "response_from_nested": (padding.response_from_nested, "2bdd64e6ac18", "shifted_to_jagged"),
     "ppo_loss": (losses.ppo_loss, "85361c85edc2", "scored_tokens"),
