@@ -21,7 +21,7 @@ def _grown(rows):
 
 @njit(cache=True)
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
-    """What every part holds: its own runs, and the ancestors it borrows, cut where owners change.
+    """The pieces of every part: its runs and the ancestors it borrows, cut where owners change.
 
     Args:
         node_parent, node_start, node_end: [N], nodes in preorder; tokens behind the last node are

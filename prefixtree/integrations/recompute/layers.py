@@ -1,4 +1,4 @@
-"""What each layer of a transformers model computes again in its backward.
+"""Sets what each layer of a transformers model computes again in its backward.
 
 transformers' layers hold a switch and a function each for gradient checkpointing. While a model is
 scored, both are set per layer, so a forward may recompute some layers whole, keep the outputs of
@@ -65,7 +65,7 @@ _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """What holds the layers of a causal language model of transformers."""
+    """The module that holds the layers of a causal language model of transformers."""
     decoder = model.get_decoder()
     # ModernBERT calls its lm_head so
     found: nn.Module = model.base_model if isinstance(decoder, nn.Linear) else decoder

@@ -46,7 +46,7 @@ OFF = {"override_config": {"attn_implementation": "sdpa"}, "use_remove_padding":
 
 
 def logprobs(worker: Any, rows: dict[str, list[Any]], **extra: Any) -> list[torch.Tensor]:
-    """What a worker infers, the responses' part of it."""
+    """The responses' part of what a worker infers."""
     common = {"temperature": 0.8, "global_token_num": None, "compute_loss": False, **extra}
     values = worker.infer_batch(batch_of(rows, **common))["log_probs"].unbind()
     pairs = zip(values, rows["prompts"], strict=True)
