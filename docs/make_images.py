@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/how-it-works.md and docs/browser.md into docs/images: `make images`.
+"""Draws the pictures of docs/how-it-works.md and docs/pictures.md into docs/images: `make images`.
 
 With a file of rollouts (`make images ROLLOUTS=airline_rollouts.jsonl.gz`) also those of the airline
 rollouts, which are not part of this repository.

@@ -1,4 +1,4 @@
-"""What holds for every `PrefixForest`, however it was made."""
+"""The invariants of every `PrefixForest`, however it was made."""
 
 from __future__ import annotations
 

@@ -267,6 +267,6 @@ def _real(name: str, value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """What came, in about a line."""
+    """The value that came, in about a line."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

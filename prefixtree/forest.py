@@ -106,9 +106,9 @@ class PrefixForest:
                 back in input order either way. Default: "heaviest".
             routes: S integer arrays [n, layers of experts, experts per token]: the experts that a
                 mixture chose when the sequences were generated, for `sequence_logprobs` to choose
-                again (router replay). Tokens with other routes are other tokens, so the tree parts
-                there; the order of a token's experts is no difference. [n - 1, ...] leaves out the
-                last token, for which engines record none. Default: the model chooses.
+                again (router replay). The tree parts where routes differ; the order in which a
+                route lists its experts does not matter. [n - 1, ...] leaves out the last token,
+                for which engines record none. Default: the model chooses.
 
         Returns:
             The forest, with `tokens`, and with `routes` where they are given.

@@ -1,4 +1,4 @@
-"""What every test of the suite shares: hypothesis profiles and the poisoned allocator."""
+"""Shared by every test of the suite: hypothesis profiles and the poisoned allocator."""
 
 from __future__ import annotations
 

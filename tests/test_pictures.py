@@ -16,7 +16,7 @@ VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 
 
 def config(model_type: str = "qwen3_vl", **text: Any) -> SimpleNamespace:
-    """What is read of a model's configuration."""
+    """The entries of a model's configuration that are read."""
     return SimpleNamespace(
         model_type=model_type,
         image_token_id=IMAGE,

@@ -460,7 +460,7 @@ def test_report_draws_what_it_reports(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_document_prints_what_it_says() -> None:
     text = DOC.read_text()
     blocks = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", text, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 7
     assert text.count("```") == 2 * sum(1 + bool(said) for _, said in blocks)
     names: dict = {}
     for code, said in blocks:

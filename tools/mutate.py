@@ -183,7 +183,7 @@ class Runner:
                 shutil.copy2(old, new)
 
     def fork(self, watch: Watch, act: Callable[[], Any]) -> dict[str, Any]:
-        """What a run of tests in a fork left; "failed" is the test, "time" or "crash"."""
+        """The answer of a run of tests in a fork; "failed" is the test, "time" or "crash"."""
         answer, log = self.work / "answer.json", self.work / "log"
         answer.unlink(missing_ok=True)
         child = os.fork()

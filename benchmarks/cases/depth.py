@@ -1,4 +1,4 @@
-"""What does attention over a tree gain over replication as the tree deepens? And its bound.
+"""How much does attention over a tree gain over replication as the tree deepens? And its bound.
 
     python -m benchmarks depth --out depth.json --plot depth.png           # on a GPU
     python -m benchmarks depth --device cpu --scale 0.02 --repeats 1       # every code path

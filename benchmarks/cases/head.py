@@ -1,4 +1,4 @@
-"""What does the language model's head cost, forward and backward, in time and memory?
+"""How much time and memory does the language model's head take, forward and backward?
 
     python -m benchmarks head --out head.json                        # on a GPU
     python -m benchmarks head --device cpu --scale 0.01 --repeats 1  # every code path

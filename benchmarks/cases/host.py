@@ -1,4 +1,4 @@
-"""What does the host pay for a call of tree attention?
+"""How much host time does a call of tree attention take?
 
     python -m benchmarks host --out OUT.json                     # triton, on a GPU
     python -m benchmarks host --device cpu                       # the operator alone

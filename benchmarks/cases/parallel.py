@@ -299,7 +299,7 @@ def predicted_peak(model: Any, work: Work) -> int:
 
 
 def exposed(work: Work, seconds: float, options: argparse.Namespace, ranks: Ranks) -> Row:
-    """What exchanges take: the ranks' seconds without them."""
+    """The time of exchanges, from the ranks' seconds without them."""
     times = []
     with wire(cut=True):
         for _ in range(options.repeats):
@@ -402,7 +402,7 @@ def tables(*runs: Row) -> Parts:
 
 
 def per_layer(runs: Sequence[Row]) -> Parts:
-    """What a layer takes, where runs differ in their layers alone: the difference of their times,
+    """The time of a layer, where runs differ in their layers alone: the difference of their times,
     which holds nothing of what a call does once."""
     found: dict[tuple[Any, ...], dict[int, Row]] = {}
     for data in runs:

@@ -1,4 +1,4 @@
-"""What do recurrent layers (delta rule, Kimi, Mamba-2, convolution) cost along a tree?
+"""How much do recurrent layers (delta rule, Kimi, Mamba-2, convolution) cost along a tree?
 
     python -m benchmarks recurrence --rollouts ROLLOUTS --out recurrence.json   # on a GPU
     python -m benchmarks recurrence --device cpu --scale 0.01 --repeats 1       # every code path

@@ -30,7 +30,7 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Step:
-    """What the rows of a step see, as `DecodeWork` takes it.
+    """The keys that the rows of a step see, as `DecodeWork` takes them.
 
     Attributes:
         runs, tails: as there.

@@ -273,7 +273,7 @@ class Step:
 
 
 def cost_of(model: Any) -> CostModel:
-    """What micro-batches are planned by."""
+    """The cost model by which micro-batches are planned."""
     return CostModel.from_config(model.config, gradient_checkpointing=True)
 
 

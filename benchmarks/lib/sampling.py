@@ -127,7 +127,7 @@ def sampled(
 
 
 def wrong(side: str, model: Any) -> list[str]:
-    """What a side gets wrong with a model in float32: greedy tokens beside `generate`, and
+    """The errors of a side with a model in float32: greedy tokens beside `generate`, and
     log-probabilities beside `sequence_logprobs`."""
     rng = np.random.default_rng(0)
     prompts = list(rng.integers(0, model.config.vocab_size, (2, 40)))

@@ -40,7 +40,7 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the checked samples on this rank.
+    """The outcome of the checked samples on this rank.
 
     Attributes:
         scores: log_probs and entropy before the updates, [r] per sample.

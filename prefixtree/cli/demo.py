@@ -117,7 +117,7 @@ def _show_learnt(learnt: dict[str, Any], console: Console) -> None:
 
 
 def _course(values: list[float], form: str) -> str:
-    """What changed from the first batch to the last."""
+    """The values from the first batch to the last."""
     first, *between, last = (f"{value:{form}}" for value in values)
     return " → ".join([f"[bold]{first}[/]", *between, f"[bold]{last}[/]"])
 

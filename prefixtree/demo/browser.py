@@ -32,7 +32,7 @@ _ADD, _ORDER, _BACK = "add to basket", "order", "back"
 
 @dataclass(frozen=True)
 class Browser:
-    """What the browser shows; `click` and `type` give the next state.
+    """The state of the browser; `click` and `type` give the next one.
 
     Attributes:
         page: home, search, a shelf, an item, basket or thanks.
@@ -53,7 +53,7 @@ class Browser:
 
     @property
     def links(self) -> list[str]:
-        """What can be clicked."""
+        """The links that can be clicked."""
         if self.page == _HOME:
             return [*_SHELVES, _BASKET]
         if self.page == _BASKET:

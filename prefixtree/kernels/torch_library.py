@@ -1,4 +1,4 @@
-"""What the registered torch operators share: their libraries, their registration, autocast.
+"""Common to the registered torch operators: their libraries, their registration, autocast.
 
 Registered by hand: what `torch.library.custom_op` does in every call takes longer than all here.
 """

@@ -21,7 +21,7 @@ def _grown(rows):
 
 @njit(cache=True)
 def find_pieces(node_parent, node_start, node_end, run_start, run_part, num_parts):
-    """What every part holds: its own runs, and the ancestors it borrows, cut where owners change.
+    """The pieces of every part: its runs and the ancestors it borrows, cut where owners change.
 
     Args:
         node_parent, node_start, node_end: [N], nodes in preorder; tokens behind the last node are
@@ -141,10 +141,10 @@ def cut_steps(position, predictor, max_tokens, weight, slack):
     """Starts of steps that are runs of packed tokens, int64, and a token no step reaches, or -1.
 
     A step that starts at token t borrows all position[t] tokens above t, and each counts `weight`.
-    It ends early at the end of a branch, within the last `slack` of its room, if the next step then
-    borrows fewer tokens, by at least as many as are given up. Of ends from which no further steps
-    reach the last token none is taken: below a weight of 1 there are none, above it a step that
-    starts deep in a branch may have no room to finish the branch.
+    It ends early at the end of a branch, within the last `slack` of its room, if this saves the
+    next step at least as many borrowed tokens as the step leaves unused. Of ends from which no
+    further steps reach the last token none is taken: below a weight of 1 there are none, above it
+    a step that starts deep in a branch may have no room to finish the branch.
     """
     num_tokens = len(position)
     starts = np.empty(16, np.int64)

@@ -88,7 +88,7 @@ def chunks(start, size):
 
 @njit(cache=True)
 def taps(predictor, width):
-    """What a causal convolution of `width` taps reads, and what its gradient reads: see `Taps`.
+    """The tables of a causal convolution of `width` taps and of its gradient: see `Taps`.
 
     Returns ancestors int32 [W, T], start int32 [T + 1], token and tap int32 [M].
     """

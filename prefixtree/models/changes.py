@@ -1,4 +1,4 @@
-"""What one call changes of a model, and that all of it is taken back.
+"""Changes that one call makes to a model, and their way back.
 
 A model that an interrupt left changed dies in its next call, or scores something else. So what is
 changed for one call is changed through `changing`: the way back is noted before each change, and
@@ -53,7 +53,7 @@ class Changes:
         handles.append(register(hook, **options))
 
     def keep(self) -> None:
-        """What was changed so far stays."""
+        """Makes the changes so far permanent."""
         self._way_back.clear()
 
     def take_back(self) -> None:

@@ -12,7 +12,7 @@ from prefixtree.errors import UnsupportedError
 
 
 def decoder_of(model: Any) -> nn.Module:
-    """What holds the layers of a causal language model of transformers."""
+    """The module that holds the layers of a causal language model of transformers."""
     decoder = model.get_decoder()
     # ModernBERT calls its lm_head so
     found: nn.Module = model.base_model if isinstance(decoder, nn.Linear) else decoder

@@ -63,7 +63,7 @@ _RULES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 
 
 class _Replay(threading.local):
-    """What the layer that runs in this thread is to choose, [T, k], and how often that was used."""
+    """The experts that the running layer of this thread must choose, [T, k], and their uses."""
 
     routes: torch.Tensor | None = None
     used: int = 0

@@ -52,7 +52,7 @@ class _Setting(NamedTuple):
 
 
 class ModelStamp:
-    """What a model was when this was made.
+    """Records what a model is, to tell later whether it changed.
 
     Noticed are: another module in a place; parameters, buffers and other tensors of modules that
     were replaced, got other memory (`.data =`) or were written, by an optimizer of torch too;

@@ -209,7 +209,7 @@ def _alone(base: Any, pictures: Pictures, path: PathPictures) -> torch.Tensor:
 
 
 def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> dict[str, Any]:
-    """What transformers takes for one sequence alone, as its processor gives it.
+    """The inputs of transformers for one sequence alone, as its processor gives them.
 
     Args:
         pictures: the pictures of the batch.

@@ -111,7 +111,7 @@ class HostMask:
 
     @cached_property
     def segments(self) -> Segments:
-        """What a recurrence along the tree runs over, on the host."""
+        """The segments that a recurrence along the tree runs over, on the host."""
         return find_segments(self.predictor)
 
     def segment_tables(self, device: torch.device) -> SegmentTables:

@@ -48,7 +48,7 @@ def check_lengths(name: str, lengths: list[int], expected: np.ndarray) -> None:
 
 
 def zeros_like(entry: Any) -> Any:
-    """What stands in an empty step for an entry of a list with one per sequence.
+    """A stand-in, in an empty step, for an entry of a list with one entry per sequence.
 
     Args:
         entry: of another sequence.

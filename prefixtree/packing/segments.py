@@ -36,7 +36,7 @@ class Chunks(NamedTuple, Generic[_Array]):
 
 
 class Taps(NamedTuple, Generic[_Array]):
-    """What a causal convolution along paths reads, and what its gradient reads. numpy or torch,
+    """Tokens that a causal convolution along paths and its gradient read. numpy or torch,
     int32.
 
     The gradient of x[s] sums over the tokens t with ancestors[j, t] == s. At distance j that is

@@ -1,4 +1,4 @@
-"""What ranks of a process group exchange: borrowed keys and values, their gradients, and scores.
+"""Exchanges of the ranks of a process group: borrowed keys and values, their gradients, scores.
 
 Every sum over ranks is taken in the order of ranks, so results are the same in every run.
 torch.distributed is imported where a function first needs it. Legend: t own tokens, K rows of the
@@ -102,7 +102,10 @@ class RankExchange:
         sent: list[int],
         received: list[int],
     ) -> tuple[torch.Tensor, Any]:
-        """What arrives, and what to wait for before it is read; own rows are copied meanwhile."""
+        """The rows that arrive, and a handle to wait for before they are read.
+
+        Own rows are copied meanwhile.
+        """
         each = _row_size(both)
         to_ranks, of_ranks = [each * n for n in sent], [each * n for n in received]
         return start_all_to_all(numbers, to_ranks, of_ranks, self._group)
@@ -149,7 +152,7 @@ class _Rows:
 
 
 def rank_mask(parts: Parts, index: int, group: ProcessGroup) -> PartMask:
-    """What a model's forward takes in the place of the mask on one rank of a group."""
+    """The mask that a model's forward takes on one rank of a group."""
     exchange = RankExchange(parts, index, group)
     return PartMask(exchange.part, lambda module: exchange)
 

@@ -52,7 +52,7 @@ class Loan:
 
 
 def find_loans(steps: Steps) -> list[Loan]:
-    """What steps lend, by lender, and ascending in packed order within it.
+    """The rows that steps lend, by lender, and ascending in packed order per lender.
 
     Args:
         steps: runs of packed tokens, as `plan_steps` makes them.

@@ -14,7 +14,7 @@ from prefixtree.planning.model_cost import ModelCost
 
 @dataclass(frozen=True)
 class BorrowCost:
-    """What it costs a part to borrow a token, beside what a `CostModel` counts.
+    """The cost of a token that a part borrows, beside what a `CostModel` counts.
 
     The defaults are those of a model like Qwen3-8B in bfloat16, with gradient checkpointing, on
     GPUs of one host that are joined by NVLink and as fast as an H100 or H200. The time of an update

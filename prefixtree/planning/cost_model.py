@@ -155,7 +155,7 @@ def _window(name: str, value: Any) -> int | None:
 
 
 def _each(value: Any, read: Callable[[str, Any], Any], name: str) -> Any:
-    """What was read of one value, or of a tuple's values."""
+    """`read` of one value, or of each of a tuple's values."""
     if isinstance(value, tuple):
         return tuple(read(name, entry) for entry in value)
     return read(name, value)

@@ -210,7 +210,7 @@ def auto_class(config: Any) -> Any:
 
 
 def _decoder(model: Any) -> Any:
-    """What holds the layers; ModernBERT's decoder calls its lm_head so."""
+    """The module that holds the layers; ModernBERT's decoder calls its lm_head so."""
     from torch import nn
 
     found = model.get_decoder()

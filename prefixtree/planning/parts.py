@@ -31,7 +31,7 @@ from prefixtree.packing.transfers import lasting, move_all
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What a part sends to and receives from each other part, for one all-to-all-v.
+    """The rows that a part sends to and receives from each other part, for one all-to-all-v.
 
     Rows stand in the order of the buffers: by the other part, and ascending in packed order within
     it. What part r receives from part s is, row by row, what s sends to r.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReuseStats:
-    """What steps cost in a plan whose trees are not cut, beside the plan that cuts them.
+    """The cost of steps in a plan whose trees are not cut, beside the plan that cuts them.
 
     Attributes:
         stepped: the micro-batches that hold more than `max_tokens` and are computed in steps.

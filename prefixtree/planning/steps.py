@@ -135,8 +135,8 @@ def plan_steps(
 ) -> Steps:
     """Divides a packed forest into steps that fit a budget, and computes every token in one step.
 
-    A step ends early, by up to half of its room, at the end of a branch where the next step borrows
-    fewer tokens, by at least as many as are given up.
+    A step ends early at the end of a branch, by up to half of its room, if this saves the next step
+    at least as many borrowed tokens as the step leaves unused.
 
     Args:
         packed: the packed forest.

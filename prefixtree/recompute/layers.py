@@ -1,4 +1,4 @@
-"""What each layer of a transformers model computes again in its backward.
+"""Sets what each layer of a transformers model computes again in its backward.
 
 transformers' layers hold a switch and a function each for gradient checkpointing. While a model is
 scored, both are set per layer, so a forward may recompute some layers whole, keep the outputs of

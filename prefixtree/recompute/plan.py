@@ -27,7 +27,7 @@ _LOGITS = 1 << 29
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """What the layers of a model compute again in one backward.
+    """The mode of recomputation of each layer of a model, for one backward.
 
     Attributes:
         modes: "all", "all_but_attention" or "nothing", first layer to last.

@@ -150,7 +150,7 @@ def trace_memory(
 
 @dataclass(frozen=True)
 class Adapters:
-    """What PEFT adds to a model.
+    """The adapters that PEFT adds to a model.
 
     Attributes:
         configs: PEFT's configurations by the adapters' names, all of them on the model.

@@ -182,9 +182,9 @@ class ChatTokenizer:
             span = _span(prompt, turn, borders)
             if span is None:
                 raise InputError(
-                    f"the chat template writes assistant turn {number} so that what comes before "
-                    "it, with the generation prompt, is not its beginning in whole tokens; give "
-                    "token_ids with loss_mask or turn_ends"
+                    f"the chat template writes assistant turn {number} so that its tokens do not "
+                    "begin with the tokens of the messages before it and the generation prompt; "
+                    "give token_ids with loss_mask or turn_ends"
                 )
             end = self._trim(tokens_there, *span)
             loss_mask = np.arange(end) >= span[0]
@@ -307,7 +307,7 @@ def _written_spans(
 
 
 def _pieces(content: Any, placeholder: str) -> list[str]:
-    """What a template writes of a message's content, in order."""
+    """The texts that a template writes for a message's content, in order."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
         placeholder if part.get("type") == "image" else part.get("text")

@@ -55,7 +55,7 @@ class RolloutPicture:
         return f"[picture {self.number}]"
 
     def processed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the image processor makes of it, computed at every call.
+        """The image processor's output for it, computed at every call.
 
         Returns:
             pixel_values, float32 [patches, values of a patch], and image_grid_thw, int64 [3].
@@ -97,7 +97,7 @@ class PictureBatch:
     placeholder: int
 
     def model_inputs(self, index: int) -> dict[str, torch.Tensor]:
-        """What a model gets for one sequence alone, as processors give it.
+        """The inputs of a model for one sequence alone, as processors give them.
 
         Args:
             index: of the sequence.

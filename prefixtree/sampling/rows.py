@@ -324,7 +324,7 @@ class Rows:
             )
 
     def _counts(self, counts: Any) -> dict[int, int]:
-        """What `branch` was asked for, by row."""
+        """The counts that `branch` was asked for, by row."""
         given = counts
         if not isinstance(counts, Mapping):
             one = getattr(counts, "ndim", None) == 0 or not hasattr(counts, "__iter__")

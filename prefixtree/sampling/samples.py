@@ -61,7 +61,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What one row holds, beside its keys.
+    """The contents of one row, beside its keys.
 
     Attributes:
         path: as `Samples.paths` has it.

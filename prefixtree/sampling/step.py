@@ -25,7 +25,7 @@ _MOST = 64
 
 
 class Drawn(NamedTuple):
-    """What n steps drew, on the host: tokens int64 [B, n], log-probabilities and logs of the
+    """The draws of n steps, on the host: tokens int64 [B, n], log-probabilities and logs of the
     probability that truncation kept float32 [B, n]."""
 
     tokens: np.ndarray

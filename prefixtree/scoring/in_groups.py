@@ -1,4 +1,4 @@
-"""What this process computes of a packed forest: all of it, or its part of it in a group of ranks.
+"""The part of a packed forest that this process computes: all, or a rank's part in a group.
 
 Legend: U scored units (edge, temperature), n ranks of the group.
 """
@@ -40,7 +40,7 @@ GroupMode = Literal["parts", "heads"]
 
 @dataclass(frozen=True)
 class Share:
-    """What this process computes of a packed forest.
+    """The part of a packed forest that this process computes.
 
     Attributes:
         inputs: keywords of the model's forward.
@@ -324,7 +324,7 @@ def _parts_of_model(model: Any) -> Parts:
 
 
 def _parts_of_state(model: nn.Module, packed: PackedForest) -> Parts:
-    """What decides which collectives a forward and a backward have, and of which dtype."""
+    """The state that decides which collectives a forward and a backward have, and their dtype."""
     kind, mask = packed.device.type, packed.mask
     parts = {
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
@@ -426,8 +426,7 @@ def _check_averages(model: nn.Module, group: ProcessGroup) -> None:
         averaged.update(mesh.mesh.flatten().tolist())
     if averaged and (missing := set(dist.get_process_group_ranks(group)) - averaged):
         raise UnsupportedError(
-            f"the model's wrapper averages gradients over the ranks {sorted(averaged)}, without "
-            f"{sorted(missing)} of the group, whose parts of the gradients would be lost: wrap the "
-            "model over all ranks that train it, those of the group included (FSDP2: a mesh of "
-            "both dimensions, or none)"
+            f"the model's wrapper averages gradients over ranks {sorted(averaged)}. The group has "
+            f"ranks {sorted(missing)} too, whose gradients would be lost. Wrap the model over all "
+            "ranks that train it (FSDP2: a mesh of both dimensions, or none)"
         )

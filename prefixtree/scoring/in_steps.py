@@ -107,7 +107,7 @@ def _refusal(
 def step_cost_of(
     model: nn.Module, causal_lm: Any, device: torch.device, recompute: Recompute
 ) -> BorrowCost:
-    """What a borrowed token takes beside an own one, as the model trains now.
+    """The memory of a borrowed token beside that of an own one, as the model trains now.
 
     Raises:
         UnsupportedError: a family whose memory cannot be traced.
@@ -127,7 +127,7 @@ def step_cost_of(
 
 
 def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode, ...]:
-    """What each layer recomputes: as asked for, or as the model is set."""
+    """The mode of recomputation of each layer: as asked for, or as the model is set."""
     if isinstance(recompute, RecomputePlan):
         return recompute.modes
     layers = layers_of(causal_lm)
@@ -263,7 +263,7 @@ def _dummy(packed: PackedForest) -> PackedForest:
 
 
 class _Wrapped:
-    """What a backward has as its forward did: autocast, and DDP's synchronisation.
+    """Gives each step the autocast of the forward, and DDP's synchronisation to the last alone.
 
     The gradients of all steps but the last stay local under DDP. FSDP reduces those of every step
     where it is set to: a whole gradient that waits would take the memory of all its shards.

@@ -46,7 +46,7 @@ class Handed:
     treated: torch.Tensor | None = None
 
     def give(self, scores: torch.Tensor) -> torch.Tensor:
-        """What the output embedding returns for scores [U, columns], before the hooks of its
+        """The output of the output embedding for scores [U, columns], before the hooks of its
         wrapper."""
         self.values = scores.detach()
         # no view: in-place arithmetic on one would lose the hooks of sharding wrappers

@@ -22,7 +22,7 @@ _COLWISE_FORWARD = ("transformers.distributed.tensor_parallel", "torch.nn.module
 
 @dataclass(frozen=True)
 class SlicedHead:
-    """What this rank has of an lm_head.
+    """This rank's slice of an lm_head.
 
     Attributes:
         weight: [W, d], with the graph to the parameter.

@@ -1,4 +1,4 @@
-"""What is scored of a packed forest, and the way of scores back to its sequences.
+"""The edges of a packed forest that are scored, and the way of scores back to its sequences.
 
 Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
 predictors, d hidden size, E experts.

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share: small options, a case by its name, a wrong attention."""
+"""Shared by tests of the benchmarks: small options, a case by its name, a wrong attention."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_accumulators_of_cut_tiles_are_counted() -> None:
 
 
 def test_cuda_is_timed_by_events_and_by_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens on a GPU, on a CUDA of three functions: a clock and two counters."""
+    """The course on a GPU, on a CUDA of three functions: a clock and two counters."""
     clock, log = [0.0], []
 
     class Event:

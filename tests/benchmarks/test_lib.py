@@ -1,4 +1,4 @@
-"""What cases are made of: replicated batches, FLOPs, fits, and others' attention."""
+"""The library of the cases: replicated batches, FLOPs, fits, and others' attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must turn a case red, and what an error or too little memory makes of a row."""
+"""Mistakes that must turn a case red, and the row after an error or with too little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured: the pages' tables, and the rules that rest on the numbers."""
+"""The measured numbers: the pages' tables, and the rules that rest on them."""
 
 from __future__ import annotations
 

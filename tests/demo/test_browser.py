@@ -89,7 +89,7 @@ def test_the_files(folder, tmp_path):
 
 
 def test_what_they_share(folder):
-    page = " ".join((ROOT / "docs" / "browser.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "pictures.md").read_text().split())
     tokenizer = ChatTokenizer(folder / "model")
     rollouts = read_rollouts(folder / "rollouts.jsonl", strict=True, tokenizer=tokenizer)
     # a screenshot is 6 x 10 tokens, none is resized

@@ -75,9 +75,9 @@ def test_a_wrong_packed_run_is_red(folder, rollouts, monkeypatch, capsys):
 
 
 def test_the_loop_of_the_page(folder, monkeypatch):
-    """docs/browser.md's lines for one's own loop run as they stand, on fewer rollouts."""
-    page = (_PATH.parents[1] / "docs" / "browser.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    """docs/pictures.md's lines for one's own loop run as they stand, on fewer rollouts."""
+    page = (_PATH.parents[1] / "docs" / "pictures.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1]
     few = "browser/rollouts.jsonl"
     (folder / "browser").mkdir()
     lines = (folder / "rollouts.jsonl").read_text().splitlines(keepends=True)

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "pictures.md"
 
 
 def test_the_page() -> None:
-    first, attention = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    first, attention, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(first, names)

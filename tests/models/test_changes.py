@@ -52,7 +52,7 @@ def test_what_is_kept_stays() -> None:
 
 
 def test_an_interrupt_of_the_way_back() -> None:
-    """What is left is taken back by the second call."""
+    """The second call takes back what is left."""
     module = nn.Linear(1, 1)
 
     def interrupt() -> None:
@@ -156,7 +156,7 @@ _ATTRIBUTES = {
 
 
 def changes_in(text: str) -> set[str]:
-    """What a file changes of modules and of torch otherwise than through `Changes`."""
+    """The changes that a file makes to modules and to torch otherwise than through `Changes`."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -72,7 +72,7 @@ def _reference(model_type: str) -> Run:
 
 
 def test_the_forest_is_hard_enough():
-    """What the proofs below rest on: depth, endings inside, repeats, siblings of unequal length."""
+    """The proofs below rest on depth, endings inside, repeats, siblings of unequal length."""
     forest = _packed().forest
     assert forest.num_levels >= 4 and int(_packed().position_ids.max()) >= 35
     ends, counts = np.unique(forest.sequence_node, return_counts=True)

@@ -1,4 +1,4 @@
-"""What hybrid models refuse: models that are not prepared or not as proven, and bad calls."""
+"""Refusals of hybrid models: models that are not prepared or not as proven, and bad calls."""
 
 from __future__ import annotations
 

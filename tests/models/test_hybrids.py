@@ -44,7 +44,7 @@ from tests.support.models import (
 
 
 class Float64(TorchFunctionMode):
-    """What a float64 run would cast to float32 stays float64."""
+    """A cast to float32 in a float64 run stays float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:

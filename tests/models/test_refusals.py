@@ -1,4 +1,4 @@
-"""What cannot run exactly is refused, each case with a message of its own that names the fix."""
+"""Refusals of what cannot run exactly, each with a message of its own that names the fix."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_attention_mask(model_type, kind, packed):
 
 
 def test_ready_made_masks_a_layer_type(packed):
-    """What `generate` prepares and gemma accepts: a dictionary of masks."""
+    """A dictionary of masks, which `generate` prepares and gemma accepts."""
     tokens = packed.num_tokens
     mask = dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros(1, 1, tokens, tokens))
     with pytest.raises(ValueError, match="not pass an attention_mask"):

@@ -194,7 +194,7 @@ def test_micro_batches_and_copies(model_type):
 
 
 def test_masks_temperatures_and_entropies():
-    """What the scores of text have, beside pictures."""
+    """The options of the scores of text, beside pictures."""
     made, model = batch("qwen3_vl"), build("qwen3_vl").eval()
     pictures = _pictures("qwen3_vl")
     rng = np.random.default_rng(0)

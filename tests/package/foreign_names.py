@@ -121,7 +121,7 @@ def _of_file(nodes: list[ast.AST], ours: set[str]) -> Iterator[str]:
 
 
 def _own_names(nodes: list[ast.AST]) -> set[str]:
-    """What the package defines: functions, classes, variables, attributes of self."""
+    """The names that the package defines: functions, classes, variables, attributes of self."""
     own, methods, read = set(), set(), set()
     for node in nodes:
         if isinstance(node, ast.ClassDef):

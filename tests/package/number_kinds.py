@@ -1,4 +1,4 @@
-"""What arguments that are numbers take: values that are right, and values that are wrong."""
+"""Values for arguments that are numbers: right ones and wrong ones."""
 
 from __future__ import annotations
 

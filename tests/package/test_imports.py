@@ -1,4 +1,4 @@
-"""What `import prefixtree` costs, and that imports inside the package point one way."""
+"""The cost of `import prefixtree`, and the direction of imports inside the package."""
 
 from __future__ import annotations
 

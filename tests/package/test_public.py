@@ -1,4 +1,4 @@
-"""What is public: every type that a public function takes, returns or raises, with an API page."""
+"""The public names: every type that a public function takes, returns or raises has an API page."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_names_that_are_imported_later_complete(monkeypatch: pytest.MonkeyPatch)
 
 
 def _defined(file: Path) -> set[str]:
-    """What a module defines at its top: functions, and names that are assigned to."""
+    """The names that a module defines at its top: functions, and names that are assigned to."""
     found = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef):
@@ -141,3 +141,32 @@ def test_public_things_say_what_they_are(name: str) -> None:
         if member.startswith("_") or not callable(getattr(value, "__func__", value)):
             continue
         assert inspect.getdoc(value), f"{name}.{member} has no docstring"
+
+
+# ---- words --------------------------------------------------------------------------------------
+
+
+def docstrings(text: str) -> Iterator[str]:
+    """Those of a module, its classes and its functions."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def without_a_subject(text: str) -> list[str]:
+    """The docstrings that begin with "What", against CONTRIBUTING.md's rules for prose."""
+    return [said for said in docstrings(text) if re.match(r"What\b", said.lstrip())]
+
+
+def test_docstrings_name_their_subject() -> None:
+    wrong = (
+        '"""What is here."""\nclass A:\n    """What it is."""\n    def f(self):\n'
+        '        """\n        What f does."""\nasync def g():\n    """Whatever g finds."""\n'
+    )
+    assert len(without_a_subject(wrong)) == 3
+    found = {
+        str(file.relative_to(ROOT)): said
+        for file in sorted(ROOT.rglob("*.py"))
+        if (said := without_a_subject(file.read_text()))
+    }
+    assert found == {}, "name the subject: CONTRIBUTING.md, Prose"

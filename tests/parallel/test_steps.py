@@ -1,4 +1,4 @@
-"""What steps lend one another: loans, where they wait, and attention over a store of them."""
+"""Loans between steps, where they wait, and attention over a store of them."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_the_check_turns_red_where_returned_gradients_are_lost() -> None:
 
 
 def test_gradients_are_added_in_float32() -> None:
-    """What many borrowers return is as exact as in one launch; rounded in between it is not."""
+    """The sum over many borrowers is as exact as in one launch; rounded in between it is not."""
     steps = plan_steps(comb(40), 11, borrow_cost=COST)
     assert len(steps) > 30
     *qkv, dout = (x.bfloat16() for x in random_values(steps.packed.num_tokens))

@@ -26,7 +26,7 @@ NOT_OF_WEIGHTS = {"gemma3n_text": 0.05, "longcat_flash": 0.15}
 
 
 def _flops_of_states(model: Any) -> int:
-    """What torch's own recurrences compute: of whole chunks, with Mamba-2's states of chunks
+    """The FLOPs of torch's own recurrences: of whole chunks, with Mamba-2's states of chunks
     summed pair by pair, and of convolutions beyond the last token."""
     config = model.config.get_text_config()
     chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or 64

@@ -1,4 +1,4 @@
-"""What layers recompute: the same bits whatever the plan, the memory that was predicted, and the
+"""Recomputation of layers: the same bits whatever the plan, the predicted memory, and the
 plan that recomputes least of those that fit."""
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_a_template_that_rewrites_turns_keeps_each_turns_pictures(write, screens
 
 
 def test_token_ids_beside_pictures(write, screens, tokenizer):
-    """What an engine recorded: expanded placeholders, told apart by the messages' pictures."""
+    """Token ids of an engine: expanded placeholders, told apart by the messages' pictures."""
     talk = [seen("a.png"), said("x"), seen("b.png"), said("y")]
     of_template = read(write, tokenizer, talk).sequences[0]
     pad = tokenizer.placeholder

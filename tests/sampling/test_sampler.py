@@ -340,7 +340,7 @@ def test_adapters_of_experts():
 
 
 def test_inference_mode_may_come_and_go():
-    """What is kept outlives it."""
+    """The kept keys outlive it."""
     ours, _ = models()
     sampler, forest = TreeSampler(ours, 500), pt.PrefixForest.from_sequences([[3, 4, 5], [3, 9]])
     found = []

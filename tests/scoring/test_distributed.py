@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
-    """What each rank computed, a run."""
+    """The results of each rank, per run."""
     return run_ranks("tests.support.distributed_ranks", tmp_path_factory.mktemp("ranks"))
 
 

@@ -48,7 +48,7 @@ Results = list[dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of two ranks computed."""
+    """The results of each of two ranks."""
     return run_ranks("tests.support.group_ranks", tmp_path_factory.mktemp("two"))
 
 

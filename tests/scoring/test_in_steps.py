@@ -357,8 +357,8 @@ def test_an_error_in_the_backward_leaves_the_next_call_alone() -> None:
 
 
 def _changes(model: Any, packed: Any) -> dict[str, Callable[[], Any]]:
-    """What the backward's second forward would read, by the words of the refusal; `model` has two
-    adapters, the first of them active, with dropout, in eval mode."""
+    """Changes that the second forward of a backward reads, by the words of the refusal. `model`
+    has two adapters, the first of them active, with dropout, in eval mode."""
     layer = model.base_model.model.model.layers[0]
     attention, norm = layer.self_attn, layer.input_layernorm
     rotary = model.base_model.model.model.rotary_emb
@@ -423,7 +423,7 @@ def test_what_changed_before_the_backward_is_refused_by_name() -> None:
 
 
 def test_what_changes_no_number_is_not_refused() -> None:
-    """What forwards change themselves, and what a model does not read."""
+    """Changes that forwards make themselves, and attributes that a model does not read."""
     model = build("qwen3")
     expected = run(model, max_tokens=None)
     mlp = model.model.layers[1].mlp

@@ -74,7 +74,7 @@ def check(
 
 
 def torchs_state() -> list[Any]:
-    """What torch knows of the thread."""
+    """torch's state of the thread."""
     mode, device = torch.is_inference_mode_enabled(), torch.get_default_device()
     return [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), mode, device]
 

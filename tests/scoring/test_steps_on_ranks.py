@@ -18,13 +18,13 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each rank found."""
+    """The results of each rank."""
     pytest.importorskip("peft")
     return run_ranks("tests.support.step_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def of(results: Results, case: str) -> list[Any]:
-    """What both ranks found in a case."""
+    """The results of both ranks in a case."""
     found = [result[case] for result in results]
     for rank, each in enumerate(found):
         assert not isinstance(each, dict) or "failed" not in each, f"rank {rank}:\n{each['failed']}"

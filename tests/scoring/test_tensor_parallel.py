@@ -47,7 +47,7 @@ def _run_ranks(cases: dict[str, Case], folder: Path, ranks: int) -> Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of two ranks computed, per case."""
+    """The results of each of two ranks, per case."""
     return _run_ranks(CASES, tmp_path_factory.mktemp("two"), 2)
 
 
@@ -172,7 +172,7 @@ def test_an_adapted_head_scores_gathered_logits(results):
 
 
 def test_torchs_plan_without_the_head(results):
-    """What the refusal below advises."""
+    """The advice of the refusal below."""
     expected = run_replicated(build("llama", "eager"), ragged_objective())
     for result in results:
         assert_same(Run(**result["head left out"]["run"]), expected)

@@ -121,7 +121,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one value; `said` is the error, or the differences."""
+    """The outcome of one value; `said` is the error, or the differences."""
 
     outcome: str
     said: str = ""

@@ -1,4 +1,4 @@
-"""What the tests of the flash backend on a Hopper GPU share."""
+"""Shared by the tests of the flash backend on a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ FORESTS: dict[str, Callable[[int], Objective]] = {
 
 
 def objective_of(case: Case, place: int = 0) -> Objective:
-    """What a group trains on."""
+    """The objective of a group."""
     objective = FORESTS[case.forest](place)
     if case.double:
         objective = replace(objective, weights=[w.double() for w in objective.weights])
@@ -379,7 +379,7 @@ def _documented(rank: int) -> dict[str, torch.Tensor]:
 
 
 def documented_names() -> dict[str, Any]:
-    """What the code of docs/parallel.md takes from its reader."""
+    """The names that the code of docs/parallel.md takes from its reader."""
     sequences = ragged_sequences()
     return {
         "device": "cpu",

@@ -1,4 +1,4 @@
-"""What the tests of hybrid models run: a forest of long nodes, and its inputs."""
+"""Cases for the tests of hybrid models: a forest of long nodes, and its inputs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def without_repetition() -> None:
 
     @cache
     def modules(fn: Any) -> frozenset[Any]:
-        """What `_patch_lang` changes for a function."""
+        """The modules that `_patch_lang` changes for a function."""
         known = (interpreter.tl, interpreter.tl.core)
         return frozenset(v for v in fn.__globals__.values() if any(v is m for m in known))
 

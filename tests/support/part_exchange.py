@@ -17,7 +17,7 @@ Tensors = list[torch.Tensor]
 
 
 def all_to_all(sent: Tensors, counts: list[list[int]]) -> Tensors:
-    """What each rank receives, by sender, of buffers that hold rows by receiver."""
+    """The rows that each rank receives, by sender, of buffers that hold rows by receiver."""
     pieces = [buffer.split(of) for buffer, of in zip(sent, counts, strict=True)]
     return [torch.cat([of_rank[r] for of_rank in pieces]) for r in range(len(sent))]
 

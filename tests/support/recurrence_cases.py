@@ -1,4 +1,4 @@
-"""What the tests of the recurrent layers share: forests, random calls, sequences one by one."""
+"""Shared by the tests of the recurrent layers: forests, random calls, sequences one by one."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def along_the_tree(
     op: Operator, forest: PrefixForest, leaves: Leaves, cotangents: Leaves, backend: str
 ) -> tuple[Leaves, Leaves]:
-    """What `one_by_one` returns, from one call over the packed forest."""
+    """The results of `one_by_one`, from one call over the packed forest."""
     out = op.run(mask_of(forest).to(leaves[0].device), leaves, backend)
     paths = [torch.from_numpy(packed_path(forest, s)) for s in range(forest.num_sequences)]
     total = torch.zeros((), dtype=torch.float64, device=out.device)

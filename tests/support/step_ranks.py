@@ -268,7 +268,7 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _told(model_type: str, packed: Any, **options: Any) -> str:
-    """What a rank of DDP is told; "scores" where nothing is refused."""
+    """The error that a rank of DDP gets; "scores" where nothing is refused."""
     model = nn.parallel.DistributedDataParallel(build(model_type))
     try:
         scores = sequence_logprobs(model, packed, **options)
@@ -279,7 +279,7 @@ def _told(model_type: str, packed: Any, **options: Any) -> str:
 
 
 def _one_rank_cannot(rank: int) -> dict[str, str]:
-    """What each rank is told where the forest of rank 0 fits no steps, or may not be divided."""
+    """The error of each rank where the forest of rank 0 fits no steps, or may not be divided."""
     short, long = ([1, 2, 3], list(range(60)))
     packed = pack_sequences([long if rank == 0 else short])
     routes = drawn_routes([short]) if rank == 1 else None

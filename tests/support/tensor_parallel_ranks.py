@@ -137,7 +137,7 @@ WIDE_CASES: dict[str, Case] = {
 
 
 def objective_of(case: Case, index: int) -> Objective:
-    """What the ranks with this place along FSDP2's dimension train on."""
+    """The objective of the ranks with this place along FSDP2's dimension."""
     objective = ragged_objective()
     if case.forests:
         objective = make_objective(ragged_sequences(index), index)
@@ -224,7 +224,7 @@ def _run_case(case: Case, folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _tried(compute: Callable[..., Any], *args: Any) -> Any:
-    """What it computes, or the message of its error."""
+    """The result of `compute`, or the message of its error."""
     try:
         return compute(*args)
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""What `verify` measures against: eager attention by rows, and sums in float32 on a CPU."""
+"""The reference of `verify`: eager attention by rows, and sums in float32 on a CPU."""
 
 import json
 from contextlib import nullcontext

@@ -6,8 +6,9 @@
     scores = tree_logprobs(model, packed)            # a forest in, scored edges out
     share(model)                                     # or: any THD batch, each distinct token once
 
-Nothing of Megatron is patched: the classes that a spec names are subclassed, and a batch that is no
-forest takes their code. Importing this needs megatron-core.
+No class of Megatron is changed: those that a spec names are subclassed, and a batch that is no
+forest takes their code. `share` adds hooks to a model. `tree_logprobs` replaces the forward of its
+output layer for one call. Importing this needs megatron-core.
 """
 
 from prefixtree.integrations.megatron.version import check_version

@@ -4,9 +4,10 @@
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
 
-Nothing of TRL is patched: the trainers are subclasses that override a few methods, and the
-attention is registered with transformers under the name that AsyncGRPO asks for. `contract.py`
-names what they rely on; another TRL is refused where that has changed.
+No class of TRL is changed: the trainers are subclasses that override a few methods.
+`use_tree_attention` registers another attention under the name that AsyncGRPO asks for, for all
+models of the process. `contract.py` names what they rely on; another TRL is refused where that has
+changed.
 """
 
 from prefixtree.integrations.requirements import require

@@ -104,7 +104,7 @@ def check_images(trainer: Any) -> None:
 
 
 def attention_beside_a_tower(config: Any) -> Any:
-    """What `set_attn_implementation` takes so that the text part runs on trees, and the vision
+    """An argument of `set_attn_implementation`: the text part runs on trees, and the vision
     tower keeps its attention, with which the model generates."""
     vision = getattr(config, "vision_config", None)
     kept = getattr(vision, "_attn_implementation", None) or "sdpa"

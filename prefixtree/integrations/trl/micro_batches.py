@@ -61,7 +61,7 @@ def cut_groups(args: Any) -> str:
 
 
 def sharing_advice(args: Any) -> str:
-    """What to do where the micro-batches of the first step turn out to share nothing."""
+    """Advice for micro-batches of the first step that turn out to share nothing."""
     rows, group = args.per_device_train_batch_size, args.num_generations
     if rows % group:
         return (

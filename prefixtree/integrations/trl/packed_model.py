@@ -1,4 +1,4 @@
-"""What TRL's trainers call in place of a model with TRL's fused head.
+"""The stand-in that TRL's trainers call in place of a model with TRL's fused head.
 
 `DPOTrainer` and `SFTTrainer` call `model(**batch, labels=..., fused_lm_head=True)` and compute
 their losses and metrics from the log-probabilities that come back. `PackedModel` answers that call

@@ -148,7 +148,7 @@ def check_distribution(trainer: Any, deepspeed: bool = False) -> None:
 
 
 def check_recompute(trainer: Any, recompute: Recompute) -> Recompute:
-    """What a trainer was asked to recompute, if it is verified with its settings.
+    """Returns `recompute` if it is verified with the trainer's settings.
 
     Raises:
         UnsupportedError: with DeepSpeed or torch_compile.

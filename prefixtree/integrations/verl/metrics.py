@@ -14,8 +14,8 @@ import numpy as np
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
+from prefixtree.forest import PrefixForest
 from prefixtree.packing.visible import visible_pairs
-from prefixtree.planning.micro_batches import MicroBatch
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Work:
     squares: int = 0
 
     @classmethod
-    def of(cls, batches: Iterable[MicroBatch]) -> Work:
+    def of(cls, forests: Iterable[PrefixForest]) -> Work:
         work = cls()
-        for forest in (batch.forest for batch in batches):
+        for forest in forests:
             position, length = forest.node_position.astype(np.int64), forest.node_length
             work.replicated += forest.num_replicated_tokens
             work.packed += forest.num_tokens

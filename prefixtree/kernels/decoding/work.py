@@ -32,7 +32,7 @@ _UNCUT = 1 << 40
 
 
 class Capacity(NamedTuple):
-    """What a work list has room for.
+    """The room in a work list.
 
     Attributes:
         rows: rows, the number that q has.
@@ -210,7 +210,7 @@ class DecodeWork:
             self.tables.live[rows:] = False
 
     def _plan(self, runs: np.ndarray, tails: np.ndarray) -> tuple[Capacity, list[np.ndarray]]:
-        """What runs and tails take, and the contents of `DecodeTables` but `live`."""
+        """The room that runs and tails need, and the contents of `DecodeTables` but `live`."""
         if (end := _end(runs, tails)) > self.num_keys:
             raise ValueError(f"runs and tails have {end} keys, the pool {self.num_keys}")
         spans = _spans(runs[runs[:, 1] > runs[:, 0]], tails, self.window)

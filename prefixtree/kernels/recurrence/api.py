@@ -231,7 +231,7 @@ def _limits(dt_limit: Any) -> tuple[float, float]:
 def _check_common(
     name: str, mask: TreeMask, backend: str | None, **tensors: torch.Tensor | None
 ) -> str:
-    """What all three ask of the mask, the backend, devices and dtypes; -> the backend's name."""
+    """Checks mask, backend, devices and dtypes for all three operators; -> the backend's name."""
     check_mask(mask)
     if mask.query_tokens is not None:
         raise UnsupportedError(

@@ -105,7 +105,7 @@ def _outputs(
     change: torch.Tensor,
     decays: _Decays,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the chunk's queries read, and the state behind it."""
+    """The output of the chunk's queries, and the state behind the chunk."""
     out = (query * decays.from_start) @ state + decays.products(query, key) @ change
     behind = decays.whole * state + (key * decays.to_end).transpose(2, 3) @ change
     return out.transpose(1, 2), behind

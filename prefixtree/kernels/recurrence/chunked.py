@@ -77,7 +77,7 @@ class _Scan(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What states and sums are in."""
+        """The dtype of states and sums."""
         return torch.promote_types(self.inputs[0].dtype, torch.float32)
 
 

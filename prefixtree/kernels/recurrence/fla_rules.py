@@ -199,5 +199,5 @@ def linear_attention_backward(
 
 
 def _segments(schedule: StateSchedule) -> dict[str, Any]:
-    """What fla's kernels ask: int32 [N + 1], and int32 [NC, 2] (segment, chunk in the segment)."""
+    """Arguments of fla's kernels: int32 [N + 1], and int32 [NC, 2] (segment, chunk in it)."""
     return {"cu_seqlens": schedule.start, "chunk_indices": schedule.chunk_indices}

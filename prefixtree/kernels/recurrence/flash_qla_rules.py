@@ -68,7 +68,7 @@ def ends(
     solved: torch.Tensor,
     tables: SegmentTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What segments with children make of their start S: transition @ S + end.
+    """The end state of segments with children, by their start S: transition @ S + end.
 
     `fused_gdr_h` rounds both to the dtype of the key; its kernel is made here to keep them in
     float32.

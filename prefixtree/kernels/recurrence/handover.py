@@ -76,7 +76,7 @@ def gradients_of_ends(
 
 
 def _sizes(schedule: StateSchedule, states: torch.Tensor) -> tuple[dict[str, int], int]:
-    """What the kernels are compiled for, and how many programs there are."""
+    """The sizes that the kernels are compiled for, and the number of programs."""
     segments, heads, key_dim, value_dim = states.shape
     columns, rows = min(COLUMNS, value_dim), min(ROWS, key_dim)
     sizes = {"HV": heads, "K": key_dim, "V": value_dim, "BK": rows, "BV": columns}

@@ -1,4 +1,4 @@
-"""What passes between the operators and a backend: the three calls, and what a `Backend` is.
+"""Passed between the operators and a backend: the three calls. And the protocol `Backend`.
 
 Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
 heads, G groups, P head dim, N state dim.

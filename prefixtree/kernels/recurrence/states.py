@@ -137,7 +137,7 @@ def carry_gradients(
 
 
 def _sizes(k: torch.Tensor, value_heads: int, value_dim: int, config: Config) -> dict[str, int]:
-    """What both kernels are compiled for."""
+    """The sizes that both kernels are compiled for."""
     heads, key_dim = k.shape[1:]
     return {
         "H": heads,

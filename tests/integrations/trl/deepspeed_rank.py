@@ -1,4 +1,4 @@
-"""What test_deepspeed.py starts on every rank: DeepSpeed's ZeRO under both trainers.
+"""The program that test_deepspeed.py starts on every rank: ZeRO under both trainers.
 
 accelerate starts DeepSpeed only where it found an accelerator. `_gloo` tells it that gloo serves
 the CPU, and all that follows (process group, plugin, engine) is accelerate's and DeepSpeed's.
@@ -230,7 +230,7 @@ def without_hooks(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def whole(trainer: GRPOTrainer) -> Weights:
-    """What is trained, gathered: every rank must ask."""
+    """The trained parameters, gathered: every rank must ask."""
     parts = [p for p in trainer.model.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(parts):
         return {name: p.float() for name, p in parameters(trainer.model).items()}

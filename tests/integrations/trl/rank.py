@@ -1,4 +1,4 @@
-"""What test_distributed.py starts on every rank.
+"""The program that test_distributed.py starts on every rank.
 
 Cases run one after the other, each with both trainers. For every case rank 0 prints a line of JSON
 with how far they are apart.

@@ -232,7 +232,7 @@ def train(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTra
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is trained, whole: every rank must ask, as shards are gathered."""
+    """The trained parameters, whole: every rank must ask, as shards are gathered."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()

@@ -111,7 +111,7 @@ def make(folder: Path, **arguments: Any) -> AsyncGRPOTrainer:
 
 
 def dense_paths(module: Any, query: Any, key: Any, value: Any, mask: Any, **kw: Any) -> Any:
-    """What the keywords mean, by a softmax over the gathered path of every query."""
+    """The meaning of the keywords, by a softmax over the gathered path of every query."""
     rows, ends, index = (
         kw[name].tolist() for name in ("tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index")
     )

@@ -245,7 +245,7 @@ def entries_read(function: Any) -> set[str]:
 
 
 def uses_of_model(function: Any) -> set[str]:
-    """What a function does with its argument `model`, beside calling it."""
+    """The uses that a function makes of its argument `model`, beside calling it."""
     tree = source(function)
     called = {id(c.func) for c in ast.walk(tree) if isinstance(c, ast.Call)}
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "model"]

@@ -16,7 +16,7 @@ from tests.integrations.trl.runs import save_model
 
 
 def run_cases(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What rank 0 found, per case."""
+    """The results of rank 0, per case."""
     module = "tests.integrations.trl.rank"
     results = launch(module, save_model(folder), *names, processes=ranks, ACCELERATE_USE_CPU="true")
     assert list(results) == names

@@ -1,4 +1,4 @@
-"""What the cut into micro-batches decides, and what is said of it: groups that are cut, and losses
+"""Effects of the cut into micro-batches, and its warnings: groups that are cut, and losses
 that depend on it. Every loss of TRL's source is run on two cuts of the same rows."""
 
 from __future__ import annotations

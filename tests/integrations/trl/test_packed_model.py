@@ -1,4 +1,4 @@
-"""What TRL calls in place of a model: the batches it takes, and the trainers it refuses."""
+"""TRL's stand-in for a model: the batches it takes, and the trainers it refuses."""
 
 from __future__ import annotations
 

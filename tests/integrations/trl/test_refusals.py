@@ -1,4 +1,4 @@
-"""What is not verified is refused, when the trainer is made or at the first batch."""
+"""Refusals of what is not verified, when the trainer is made or at the first batch."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_images(folder: Path, name: str) -> None:
 
 
 def test_a_processor_of_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What TRL makes of one."""
+    """The trainer that TRL makes with one."""
     init = GRPOTrainer.__init__
 
     def changed(self: GRPOTrainer, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the trainers for DPO and SFT have in common."""
+"""Common to the trainers for DPO and SFT."""
 
 from __future__ import annotations
 

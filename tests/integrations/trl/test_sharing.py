@@ -20,7 +20,7 @@ FIRST = "the first optimiser step"
 
 
 def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]:
-    """What a run of three steps says of its first."""
+    """The warnings of a run of three steps about its first."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = {"options": {"rollout_func": rollouts}, "max_steps": 3, **arguments}

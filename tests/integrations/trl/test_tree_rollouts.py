@@ -27,7 +27,7 @@ def chats(count: int) -> list[Any]:
 
 
 def logprobs_of(trainer: GRPOTrainer, found: dict[str, Any], temperature: float) -> Any:
-    """What training gives for the completions, and the sampler's."""
+    """The log-probabilities of the completions in training, and the sampler's."""
     sequences = [a + b for a, b in zip(found["prompt_ids"], found["completion_ids"], strict=True)]
     packed = pack(PrefixForest.from_sequences(sequences))
     with torch.no_grad():

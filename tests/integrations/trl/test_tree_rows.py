@@ -58,7 +58,7 @@ def row_keywords(packed: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths_of(packed: dict[str, Any]) -> list[list[int]]:
-    """What every packed token sees, read off TRL's tables alone."""
+    """The tokens that every packed token sees, read off TRL's tables alone."""
     rows, ends, index = (
         packed[k].tolist() for k in ("tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_kv_index")
     )

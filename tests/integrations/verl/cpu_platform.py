@@ -42,7 +42,7 @@ _DEVICE = _device_module()
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
-    """What verl asks of a platform, for a machine without an accelerator."""
+    """The platform that verl asks for, on a machine without an accelerator."""
 
     device_name = "cpu"
     vendor_name = "stock"

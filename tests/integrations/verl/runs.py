@@ -440,7 +440,7 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
 
 
 def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
-    """What a call gave to that one of the ranks with the same data whose output verl collects.
+    """The result of the one rank, of those with the same data, whose output verl collects.
 
     verl's dispatch gives what it collected to all of them with the next batch.
     """
@@ -454,7 +454,7 @@ def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
 
 
 def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, Any]]:
-    """What each rank computed (`rank.py`), all named cases with both engines."""
+    """The results of each rank (`rank.py`), all named cases with both engines."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.integrations.verl.rank"]
     processes = [

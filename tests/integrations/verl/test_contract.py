@@ -1,4 +1,4 @@
-"""What of verl the adapter relies on. A new version that changes any of it fails here, by name.
+"""The parts of verl that the adapter relies on. A version that changes any fails here, by name.
 
 Signatures and settings are compared, and the source of what the engines replace: when verl changes
 that, the change must be read and, where it matters, made here too. Then the digest is renewed (the

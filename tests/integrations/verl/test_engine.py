@@ -46,7 +46,7 @@ OFF = {"override_config": {"attn_implementation": "sdpa"}, "use_remove_padding":
 
 
 def logprobs(worker: Any, rows: dict[str, list[Any]], **extra: Any) -> list[torch.Tensor]:
-    """What a worker infers, the responses' part of it."""
+    """The responses' part of what a worker infers."""
     common = {"temperature": 0.8, "global_token_num": None, "compute_loss": False, **extra}
     values = worker.infer_batch(batch_of(rows, **common))["log_probs"].unbind()
     pairs = zip(values, rows["prompts"], strict=True)
@@ -409,10 +409,10 @@ def test_what_packs_nothing_says_so_once(models: Path) -> None:
 
 
 def test_work_counts_tokens_and_squares() -> None:
-    work = Work()
-    work.add(pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]]))
+    chain = pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]])
+    work = Work.of([chain])
     assert (work.replicated, work.packed, work.squares) == (5, 5, 25)
-    work.add(pt.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
+    work = Work.of([chain, pt.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])])
     # the fork's second token adds 2 x 2 + 1
     assert (work.replicated, work.packed, work.squares) == (11, 9, 25 + 9 + 5)
 
@@ -422,12 +422,10 @@ def test_mfu_is_verls_for_sequences_that_share_nothing(models: Path) -> None:
     counter = FlopsCounter(hf_config)
     lengths = [700, 300, 1200]
     sequences = [[i * 2000 + j for j in range(n)] for i, n in enumerate(lengths)]
-    work = Work()
-    work.add(pt.PrefixForest.from_sequences(sequences))
+    work = Work.of([pt.PrefixForest.from_sequences(sequences)])
     flops, promised = counter.estimate_flops(lengths, 2.0)
     assert useful_mfu(work, counter, 2.0) == pytest.approx(flops / promised)
-    doubled = Work()
-    doubled.add(pt.PrefixForest.from_sequences(sequences * 2))
+    doubled = Work.of([pt.PrefixForest.from_sequences(sequences * 2)])
     assert useful_mfu(doubled, counter, 2.0) == useful_mfu(work, counter, 2.0)
     trained = work_metrics(doubled, counter, 2.0, forward_only=False)
     inferred = work_metrics(doubled, counter, 2.0, forward_only=True)
@@ -439,8 +437,7 @@ def test_mfu_is_verls_for_sequences_that_share_nothing(models: Path) -> None:
 def test_mfu_is_left_out_where_verls_formula_is_not_quadratic(models: Path) -> None:
     from transformers import Gemma3TextConfig, Qwen3Config
 
-    work = Work()
-    work.add(pt.PrefixForest.from_sequences([[1, 2, 3]]))
+    work = Work.of([pt.PrefixForest.from_sequences([[1, 2, 3]])])
     window = FlopsCounter(Gemma3TextConfig(sliding_window=512, num_hidden_layers=6))
     assert useful_mfu(work, window, 1.0) is None
     config = Qwen3Config()

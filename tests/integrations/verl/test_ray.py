@@ -119,7 +119,7 @@ def test_two_ray_workers(cluster: None, models: Path) -> None:
 
 @ray.remote
 def found_trainer(name: str) -> str:
-    """What verl's task runner does first."""
+    """The first thing that verl's task runner does."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     return get_trainer_cls(name).__name__

@@ -1,4 +1,4 @@
-"""What is not verified is refused with the setting to change, before anything is computed."""
+"""Refusals of what is not verified: each names the setting to change, before any computation."""
 
 from __future__ import annotations
 

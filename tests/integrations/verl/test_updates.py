@@ -26,13 +26,13 @@ FOUR = ("grpo, two ranks a forest", "ppo, two ranks a forest, fsdp1")
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
-    """What two ranks computed, all cases with both engines."""
+    """The results of two ranks, all cases with both engines."""
     return run_ranks(models, asked_for(CASES, TWO))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(models: Path) -> list[dict[tuple[str, str], Any]]:
-    """What four ranks computed, verl's engine by Ulysses and ours by parts of forests."""
+    """The results of four ranks, verl's engine by Ulysses and ours by parts of forests."""
     return run_ranks(models, asked_for(SEQUENCE_PARALLEL_CASES, FOUR), 4)
 
 

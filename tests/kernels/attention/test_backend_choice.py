@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict, Callable[[TreeMask], TreeMask], str]] = [
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine has that flash would serve, as far as the reasons that come first go."""
+    """A machine that flash would serve, as far as the reasons that come first go."""
     monkeypatch.setattr(launch, "installed", lambda: launch.VERSION)
     monkeypatch.setattr(device_info, "capability", lambda device: (9, 0))
     refusal = launch.refusal

@@ -45,7 +45,7 @@ def test_numerics(dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, i
 
 
 def same_room(cases: list[DecodeCase], **options: Any) -> tuple[Capacity, int]:
-    """What holds each case, and keys of a pool that holds each."""
+    """Room that holds each case, and keys of a pool that holds each."""
     needs = [case.work(live=None, **options).capacity for case in cases]
     fields = ("rows", "wide", "narrow", "pieces", "slots")
     most = {name: max(getattr(need, name) for need in needs) + 1 for name in fields}

@@ -65,7 +65,7 @@ def make_case(rows: int = E, with_bias: bool = True, seed: int = 0) -> Case:
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    """What a test of the fused head scores with, in its backward too."""
+    """The kernels that a test of the fused head scores with, in its backward too."""
     params = getattr(request.node, "callspec", None)
     if params is not None and params.params.get("head") == "fused":
         monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
@@ -281,7 +281,7 @@ def exact_logits(logits: torch.Tensor, temperature: float) -> Case:
 
 
 def _plain_float32(case: Case) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """What an eager trainer does: log_softmax of float32 logits."""
+    """An eager trainer's way: log_softmax of float32 logits."""
     z = F.linear(case.hidden, case.weight) / case.temperature[:, None]
     out = columns_of(z, case.target)
     return out, gradients(out, case)

@@ -66,7 +66,7 @@ def test_states_from_parent_to_child_and_back(forest: str) -> None:
 
 
 class SegmentsInTorch:
-    """What `flash_qla_rules` makes of FlashQLA's kernels, in torch. It returns NaN where they
+    """The functions of `flash_qla_rules`, in torch. They return NaN where FlashQLA's kernels
     return what nobody may read."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the flash backend share."""
+"""Fixtures of the tests of the flash backend."""
 
 from __future__ import annotations
 

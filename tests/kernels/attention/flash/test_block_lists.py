@@ -517,7 +517,7 @@ def test_strided_inputs_reach_the_kernel_as_they_are(
 def test_expanded_gradients_are_copied(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is compiled for a gradient of strides 0, as a sum has, is used for any other."""
+    """A kernel compiled for a gradient of strides 0, as a sum has, is used for any other."""
     seen: list[tuple[int, ...]] = []
     taken = launch._backward_call
 

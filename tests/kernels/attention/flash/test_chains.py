@@ -117,7 +117,7 @@ def test_numerics_and_layout_in_half_precision(emulated: ModuleType, extras: dic
 def test_expanded_gradients_are_copied(
     emulated: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is compiled for a gradient of strides 0, as a sum has, is used for any other."""
+    """A kernel compiled for a gradient of strides 0, as a sum has, is used for any other."""
     seen: list[tuple[int, ...]] = []
     call = emulated.flash_attn_bwd
 

@@ -107,7 +107,7 @@ def test_each_sequence_alone(op: Operator, name: str) -> None:
 def test_states_that_hand_nothing_back_are_missed(
     op: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a child sends its parent is part of every gradient above it."""
+    """A gradient that a child sends its parent is part of every gradient above it."""
     mask = mask_of(forest_of("caterpillar")).to(DEVICE)
     leaves = converted(op, op.random(mask.num_tokens))
     cotangent = torch.randn_like(op.run(mask, leaves, "fla"))

@@ -48,7 +48,7 @@ def in_order(patch: pytest.MonkeyPatch, heads_first: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the device, or for its memory."""
+    """Answers whatever asks for the device, or for its memory."""
     monkeypatch.setattr(launch.device_info, "current", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(launch.device_info, "processors", lambda device: 132)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What the flash backend relies on in flash-attn-4, so that another version fails readably."""
+"""Everything that the flash backend relies on in flash-attn-4: another version fails readably."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_what_packing_heads_rests_on() -> None:
 
 
 def widths(d: int, lists: bool = True) -> set[int]:
-    """What each kernel of a backward takes a row of an accumulator to be, in float32 numbers; with
+    """The width of a row of an accumulator for each kernel of a backward, in float32 numbers; with
     block lists, or of causal sequences."""
     queries = 128 if lists else None
     made = interface._tile_size_bwd_sm90(d, d, not lists, False, sparse_block_size_q=queries)

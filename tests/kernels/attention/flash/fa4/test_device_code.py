@@ -1,5 +1,5 @@
-"""What can be compiled for the CPU, and so run: the mask functions, as flash-attn-4 calls them, and
-the lists, as it reads them."""
+"""Code that can be compiled for the CPU and run: the mask functions, as flash-attn-4 calls them,
+and the lists, as it reads them."""
 
 import itertools
 from typing import Any
