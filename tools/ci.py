@@ -104,7 +104,7 @@ def targets() -> list[Target]:
                 *(f"prefixtree/integrations/{name}.py" for name in _COMPILED),
                 *("prefixtree/integrations/recompute/*.py", "prefixtree/parallel/steps.py"),
                 *("prefixtree/cost.py", "prefixtree/sharing/estimate.py", "pyproject.toml"),
-                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md"),
+                *("examples/fsdp2_grpo.py", "docs/what-fits-where.md"),
                 *("tests/support/*_configs.py", *_tests_marked_full()),
             ),
             pins=("TORCH",),
