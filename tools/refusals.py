@@ -327,6 +327,18 @@ def collect() -> dict[str, list[str]]:
     return found
 
 
+def all_texts() -> list[str]:
+    """Every string of the package's sources, as far as it is known."""
+    texts = []
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        module = read(path)
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Constant(value=str()) | ast.JoinedStr():
+                    texts.append(Message(module, None, {}).text(node))
+    return texts
+
+
 def _cell(text: str) -> str:
     escapes = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "{": "&#123;", "*": "\\*", "[": "\\["}
     return "".join(escapes.get(c, c) for c in text)

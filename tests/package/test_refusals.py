@@ -90,3 +90,22 @@ def test_settings_of_every_trainer_are_on_the_page() -> None:
         *("static_graph", "recompute='auto'", "quantization_config", "num_kv_shared_layers"),
     ):
         assert name in page, name
+
+
+def test_the_errors_of_troubleshooting_are_errors() -> None:
+    """What the page quotes in code, but for settings, is a part of a text in the sources."""
+    texts = refusals.all_texts()
+    page = (refusals.ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [
+        quote
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| transformers: ")
+        for quote in re.findall(r"`([^`]+)`", line.split(" | ")[0])
+        if quote != "compile_layers"
+    ]
+    assert len(quoted) > 25
+    for quote in quoted:
+        parts = [part.strip() for part in quote.split(refusals.UNKNOWN)]
+        assert any(all(part in text for part in parts) for text in texts), quote
+    # and a text that no error has is found
+    assert not any("is an active drop-out" in text for text in texts)
