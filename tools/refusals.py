@@ -43,7 +43,7 @@ SECTIONS: tuple[tuple[str, str | None], ...] = (
     (r"/recompute/", "Recomputation"),
     (r"adapters|low_precision", "Adapters and quantised weights"),
     (r"router_loss|replay", "Mixtures of experts"),
-    (r"hybrids|/recurrence/", "Recurrent layers"),
+    (r"hybrids", "Recurrent layers"),
     (r"/kernels/|/packing/|dualkv|plotting", None),
     (r"", "Every model"),
 )
