@@ -52,7 +52,7 @@ ORDER = ("Every model", *(title for _, title in SECTIONS[:-1] if title))
 # where the text of an error turns from what is refused to what to do
 _VERBS = (
     "set use leave call pass give take load install pip drop make enable remove keep undo score "
-    "sample build wrap let ask train"
+    "sample build wrap let ask train run gather"
 )
 _TURN = re.compile(rf"[;:.,] (?=(?:{'|'.join(_VERBS.split())})\b)", re.IGNORECASE)
 

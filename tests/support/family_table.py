@@ -185,8 +185,8 @@ to 1e-11, gradients to 1e-10.
   model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.
-- Settings that are refused in every family stand in [Refusals](refusals.md#every-model), model
-  types that are refused [below](#refused).
+- Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE, and
+  [more](refusals.md#every-model). The model types that are refused are [below](#refused).
 
 **Model types** that run ({count}, of {families} families; text parts of larger models count too):
 <!-- families -->{types}<!-- /families -->
