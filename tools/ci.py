@@ -103,7 +103,7 @@ def targets() -> list[Target]:
                 *(f"prefixtree/{room}/*.py" for room in ("recompute", "sampling", "scoring")),
                 *("prefixtree/parallel/*.py", "prefixtree/planning/model_cost.py"),
                 *("prefixtree/testing/reference.py", "prefixtree/sharing/estimate.py"),
-                *("examples/fsdp2_grpo.py", "docs/trl.md", "docs/verl.md", "pyproject.toml"),
+                *("examples/fsdp2_grpo.py", "docs/what-fits-where.md", "pyproject.toml"),
                 *("tests/support/*_configs.py", *_tests_marked_full(kernels=False)),
             ),
             pins=("TORCH",),

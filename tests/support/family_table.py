@@ -168,29 +168,25 @@ Written by `make families` from the results of
 `tests/models/test_families.py`; do not edit.
 
 A test has proven each family on this list. It builds a tiny model whose configuration uses all
-special parts of the family. It compares the packed forest with the family's eager attention,
+special parts of the family, and compares the packed forest with the family's eager attention,
 sequence by sequence, in float32: log-probabilities, entropies and the gradient of every parameter.
-It runs without checkpointing, with reentrant and with non-reentrant checkpointing. The forest has a
-chain and two trees, with up to six levels. Some sequences end inside a tree, one is repeated,
-and temperatures and loss masks differ. Every figure in the table must be below
-1e-5, or below 5e-5 in families whose layers carry a state. Norms and exponentials of sums enlarge
-rounding there, in eager runs as well. `tests/models/test_hybrids.py` proves
-those families in float64: log-probabilities agree to 1e-11, gradients to 1e-10.
+It runs without checkpointing, with reentrant and with non-reentrant checkpointing. Every figure
+must be below 1e-5, or below 5e-5 in families whose layers carry a state, where norms and
+exponentials of sums enlarge rounding in eager runs as well.
+`tests/models/test_hybrids.py` proves those in float64: log-probabilities agree
+to 1e-11, gradients to 1e-10.
 
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.
 - **gradient** is the norm of the difference over the norm of the gradient, for the worst parameter.
-- Both figures are the worst of all versions and kinds of checkpointing.
-- **transformers** lists the versions in which the test ran. In the other tested versions the type
-  does not exist, or is refused.
-- Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4). transformers
-  loses gradients there, packed or not.
+  Both are the worst of all versions and kinds of checkpointing.
+- **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0 and 5.23.0. In
+  the others the type does not exist, or is refused.
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23). `sequence_logprobs` prepares a
   model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
-- transformers does not checkpoint JetMoE, so that its test runs without.
+- Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.
-- Refused are active dropout, router noise, and RoPE that depends on the longest sequence
-  (`dynamic`, `longrope`). The model
-  types that are refused, with their reasons, are [below](#refused).
+- Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE, and
+  [more](refusals.md#every-model). The model types that are refused are [below](#refused).
 
 **Model types** that run ({count}, of {families} families; text parts of larger models count too):
 <!-- families -->{types}<!-- /families -->
@@ -238,10 +234,17 @@ def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> 
     rows = []
     for family in sorted(FAMILIES):
         models, covered = ABOUT[family]
-        ran = ", ".join(sorted(versions[family], key=parse))
+        ran = _ran(versions[family], set().union(*versions.values()))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
     return _head() + "".join(rows) + refused()
+
+
+def _ran(versions: set[str], tested: set[str]) -> str:
+    """The versions in which a family ran, of those that were tested."""
+    if versions == tested:
+        return "all"
+    return ", ".join(sorted(versions, key=parse))
 
 
 def refused() -> str:

@@ -36,7 +36,7 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/trl.md` has the list.
+            they come. `docs/refusals.md` has the list.
     """
 
     # TRL's: whether batches have the log-probabilities of the reference

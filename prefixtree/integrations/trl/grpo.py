@@ -55,7 +55,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/trl.md` has the list.
+            they come. `docs/refusals.md` has the list.
     """
 
     # TRL's: the micro-batches of the last generation, None before the first

@@ -36,7 +36,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
-            they come. `docs/trl.md` has the list.
+            they come. `docs/refusals.md` has the list.
     """
 
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
