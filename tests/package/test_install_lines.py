@@ -18,6 +18,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 _TEXTS = [
     *(ROOT / "prefixtree").rglob("*.py"),
     *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
     # not what Python compiled there
     *(f for f in (ROOT / "examples").rglob("*.*") if f.suffix != ".pyc"),
     *(ROOT / "tests").rglob("test_*gpu.py"),
