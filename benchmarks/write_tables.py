@@ -42,7 +42,7 @@ TABLES = {
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
-    "compiled": ("compiled.tables", "cpu/compiled.json"),
+    "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
     "parallel": (

@@ -74,6 +74,19 @@ def test_what_is_to_be_installed_exists(file: Path) -> None:
         assert name == PROJECT["name"], f"{file.name}: {name} on PyPI is another project's"
 
 
+def test_the_table_of_readme_has_every_extra() -> None:
+    """Its cells are without `pip install`, so that they fit on a phone."""
+    named = re.findall(r"^\| `.*'\.\[.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    extras = [
+        extra
+        for line in named
+        for some in re.findall(r"\[([\w,]+)]", line)
+        for extra in some.split(",")
+    ]
+    assert sorted(extras) == sorted(EXTRAS)
+    assert [line for line in named if "fa2" in line and "--no-build-isolation" in line]
+
+
 def test_packages_that_messages_name_are_in_their_extras() -> None:
     from prefixtree.kernels.attention.flash.launch import VERSION
     from prefixtree.kernels.recurrence import flash_qla
