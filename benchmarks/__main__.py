@@ -32,7 +32,7 @@ def show_files(arguments: Sequence[str]) -> int:
     parser.add_argument("name", choices=list(questions()), metavar="NAME")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--table", default="tables", help="of a benchmark with several: its name")
-    parser.add_argument("--markdown", action="store_true", help="as docs/results.md has them")
+    parser.add_argument("--markdown", action="store_true", help="as benchmarks/results.md has them")
     options = parser.parse_args(arguments)
     module = importlib.import_module(f"benchmarks.cases.{options.name}")
     runs = []

@@ -1,5 +1,5 @@
-"""Writes the tables of README.md and of docs/results.md, verl.md and megatron.md from the JSON
-under results/.
+"""Writes the tables of README.md, of results.md here and of docs/verl.md and docs/megatron.md from
+the JSON under results/.
 
 python -m benchmarks.write_tables
 """
@@ -18,7 +18,7 @@ from benchmarks.lib.tables import Column, Parts, Table, machine, markdown
 from benchmarks.lib.update_tables import cases_by_side
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "results.md"
+PAGE = HERE / "results.md"
 README = HERE.parent / "README.md"
 VERL = HERE.parent / "docs" / "verl.md"
 MEGATRON = HERE.parent / "docs" / "megatron.md"
@@ -26,7 +26,6 @@ MEGATRON = HERE.parent / "docs" / "megatron.md"
 TABLES = {
     "packing": ("packing.tables", "cpu/packing.json"),
     "sdpa_cpu": ("sdpa_cpu.tables", "cpu/sdpa_cpu.json"),
-    "attention": ("attention.tables", "h200/attention.json", "h200/peers_*.json"),
     "backends": ("attention.backends", "h200/backends.json"),
     "peers": ("peers.tables", "h200/peers.json"),
     "documents": ("peers.tables", "h200/documents.json"),
@@ -43,7 +42,7 @@ TABLES = {
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
-    "compiled": ("compiled.tables", "cpu/compiled.json"),
+    "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
     "parallel": (
@@ -54,13 +53,13 @@ TABLES = {
     ),
     "steps": ("parallel.tables", "h200/steps*.json"),
     "decode": ("decode.tables", "h200/decode.json"),
-    "decode_steps": ("decode.tables", "h200/decode_steps.json"),
-    "decode_steps_compiled": ("decode.tables", "h200/decode_steps_compiled.json"),
+    "decode_steps": ("decode.tables", "h200/decode_steps*.json"),
     "generate": (
         "decode_peers.tables",
+        # the last that has a side counts
+        "h200/decode_peers_others.json",
         "h200/decode_peers.json",
         "h200/decode_peers_latest.json",
-        "h200/decode_peers_others.json",
     ),
     "generate_256": ("decode_peers.tables", "h200/decode_peers_256*.json"),
     "histories": ("decode_peers.tables", "h200/histories.json"),
@@ -76,7 +75,7 @@ def read(*patterns: str) -> list[dict[str, Any]]:
 
 
 def tables(name: str) -> Parts:
-    """The tables between the markers of that name in docs/results.md."""
+    """The tables between the markers of that name in results.md."""
     function, *patterns = TABLES[name]
     case, part = function.split(".")
     module = importlib.import_module(f"benchmarks.cases.{case}")
@@ -84,8 +83,8 @@ def tables(name: str) -> Parts:
 
 
 def speed() -> Parts:
-    """README's table, five rows of the tables above: agent rollouts on the whole model and with
-    every side at its best, a GRPO group, nothing shared, and an update with the optimizer."""
+    """README's table, three rows of the policy updates: agent rollouts on the whole model, a GRPO
+    group, nothing shared."""
     updates = {}
     for sides in cases_by_side(*read("h200/model.json", "h200/model_*_layers.json")):
         packed = sides["packed"]
@@ -97,21 +96,8 @@ def speed() -> Parts:
         (found,) = (x for (name, n), x in updates.items() if name.startswith(case) and n == layers)
         return found
 
-    best = cases_by_side(*read("h200/update_best.json"))
-    (best_sides,) = (sides for sides in best if sides["packed"]["case"].startswith("airline"))
-    at_best = [best_sides.get(side, {}).get("seconds") for side in ("fa2", "fa4", "packed")]
-
-    (whole,) = read("h200/update.json")
-    seconds = {row["side"]: row["seconds"] for row in whole["rows"]}
-    agents = f"agent rollouts, {whole['sequences']} samples of {whole['tasks']} tasks"
-
-    def time(at: int) -> Any:
-        return lambda line: f"{line[at]:#.3g} s" if line[at] else "not measured"
-
-    def gain(at: int) -> Any:
+    def gain(at: int) -> Callable[[Any], str]:
         def cell(line: Any) -> str:
-            if not line[at]:
-                return ""
             ratio = line[at] / line[3]
             # a loss of 1 % is not to be rounded away
             return f"{ratio:.2f}x" if ratio < 2 else f"{ratio:.1f}x"
@@ -121,31 +107,19 @@ def speed() -> Parts:
     yield Table(
         [
             Column("policy update on one H200, bf16", lambda line: line[0]),
-            Column("FA2, replicated", time(1)),
-            Column("flash-attn-4, replicated", time(2)),
-            Column("prefixtree", time(3)),
-            Column("over FA2", gain(1)),
-            Column("over flash-attn-4", gain(2)),
+            Column("prefixtree", lambda line: f"{line[3]:#.3g} s"),
+            Column("FA2", lambda line: f"{line[1]:#.3g} s"),
+            Column("gain", gain(1)),
+            Column("flash-attn-4", lambda line: f"{line[2]:#.3g} s"),
+            Column("gain", gain(2)),
         ],
         [
-            (f"Qwen3-8B shape, all 36 layers: {agents}", *update_of("airline", 36)),
+            ("agent rollouts, all 36 layers", *update_of("airline", 36)),
             (
-                "12 such layers, every side at its best (compiled layers, nothing recomputed): "
-                "the same agent rollouts",
-                *at_best,
-            ),
-            (
-                "12 such layers: a prompt of 8K with 32 responses, micro-batches of 8",
+                "a prompt of 8K with 32 responses, in micro-batches of 8, 12 layers",
                 *update_of("8K, 32 x 131-2048, micro-batch 8", 12),
             ),
-            ("12 such layers: nothing shared", *update_of("nothing shared", 12)),
-            (
-                f"Qwen3-0.6B shape, all {whole['layers']} layers, with AdamW: "
-                "the same agent rollouts",
-                seconds["fa2"],
-                None,
-                seconds["packed"],
-            ),
+            ("nothing shared, 12 layers", *update_of("nothing shared", 12)),
         ],
     )
 

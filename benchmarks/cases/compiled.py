@@ -310,6 +310,11 @@ def tables(data: dict[str, Any]) -> Parts:
     )
 
 
+def chosen(data: dict[str, Any]) -> Parts:
+    """The rows of what is shipped, for the page."""
+    return tables(data | {"rows": [row for row in data["rows"] if row["chosen"]]})
+
+
 def _row(name: str, dims: str, is_chosen: bool, config: Config, code: Code) -> dict[str, Any]:
     about = {"kernel": name, "dims": dims, "chosen": is_chosen, "config": vars(config)}
     return about | vars(code) | {"loops": [vars(x) for x in code.loops]}

@@ -50,6 +50,7 @@ from benchmarks.lib.tables import (
     by_key,
     gib,
     machine,
+    machines,
     number,
     times_cell,
     verdict,
@@ -241,8 +242,9 @@ def level_1(options: argparse.Namespace) -> Report:
     return report
 
 
-def step_tables(data: Row) -> Parts:
-    """Milliseconds per step, and over the time of its bytes."""
+def step_tables(*runs: Row) -> Parts:
+    """Milliseconds per step, and over the time of its bytes. Of a side that several runs have, the
+    last one's."""
     columns = [
         Column("model", lambda row: row["model"]),
         Column("layers", lambda row: str(row["layers"] or "all")),
@@ -254,19 +256,21 @@ def step_tables(data: Row) -> Parts:
         Column("over bound", lambda row: number(row, "over_bound", ".2f")),
         verdict_column(),
     ]
-    rate = data["copy_bytes_per_second"] / 1e12
-    where = machine(data["environment"], "transformers", "triton")
+    rate = runs[-1]["copy_bytes_per_second"] / 1e12
+    where = machines(runs, "transformers", "triton")
     yield f"{where}; a whole step of TreeSampler; a copy {rate:.2f} TB/s"
-    yield Table(columns, data["rows"])
+    rows = {(row["model"], row["side"]): row for data in runs for row in data["rows"]}
+    yield Table(columns, sorted(rows.values(), key=lambda row: row["model"], reverse=True))
 
 
 # ---- output -------------------------------------------------------------------------------------
 
 
-def tables(data: Row) -> Parts:
+def tables(*runs: Row) -> Parts:
     """Microseconds by side, and what sharing gains; of level 1 milliseconds."""
+    data = runs[-1]
     if data["level"] == 1:
-        yield from step_tables(data)
+        yield from step_tables(*runs)
         return
     sides = data["sides"]
 

@@ -267,7 +267,8 @@ def peak(device: str) -> Row:
 
 
 def tables(*runs: Row) -> Parts:
-    """Times of whole generations, side by side; a table per run."""
+    """Times of whole generations, side by side. Of a side that several runs have, the last one's
+    stand."""
     columns = [
         Column("side", lambda row: row["side"]),
         Column("prefill ms", lambda row: number(row, "prefill_ms", ".1f")),
@@ -281,9 +282,13 @@ def tables(*runs: Row) -> Parts:
         Column("reserved GiB", lambda row: gib(row.get("reserved_bytes"))),
         verdict_column(),
     ]
-    for data in runs:
-        yield f"{machine(data['environment'], 'transformers')}; {data['workload']}"
-        yield Table(columns, data["rows"])
+    found = {row["side"]: (data, row) for data in runs for row in data["rows"]}
+    sides: dict[str, list[str]] = {}
+    for side, (data, _) in found.items():
+        sides.setdefault(machine(data["environment"], "transformers"), []).append(side)
+    where = [f"{at} ({', '.join(some)})" if len(sides) > 1 else at for at, some in sides.items()]
+    yield f"{runs[0]['workload']}; {'; '.join(where)}"
+    yield Table(columns, [row for _, row in found.values()])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,7 +95,8 @@ def tables(data: Row) -> Parts:
         return Column(f"over {name}", lambda row: times_cell(row.get("speedup", {}).get(side)))
 
     def peak(side: str) -> Column:
-        return Column(f"{short.get(side, side)} GiB", lambda row: memory_cell(row, side))
+        head = f"{short.get(side, side)} GiB"
+        return Column(head, lambda row: memory_cell(row, side), is_detail=True)
 
     columns = [
         Column("forest", lambda row: row["case"]),

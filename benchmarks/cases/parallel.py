@@ -48,7 +48,7 @@ from benchmarks.lib.groups import gathering, wire
 from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
 from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
-from benchmarks.lib.tables import Column, Parts, Table, gib, machine, verdict
+from benchmarks.lib.tables import Column, Parts, Table, gib, machines, verdict
 from benchmarks.lib.timing import median_ms, note_profile
 from benchmarks.lib.workloads import (
     AIRLINE,
@@ -360,7 +360,7 @@ def percent(row: Row, key: str) -> str:
 
 
 def tables(*runs: Row) -> Parts:
-    """A line per workload and side."""
+    """A line per workload and side, beside the whole forest on one GPU."""
 
     def of_row(head: str, text: Callable[[Row], str]) -> Column:
         return Column(head, lambda line: text(line[1]) if "seconds" in line[1] else "")
@@ -371,33 +371,57 @@ def tables(*runs: Row) -> Parts:
     def gigabytes(row: Row) -> str:
         return f"{row['received_bytes'] / 1e9:.2f}" if "received_bytes" in row else ""
 
+    def repeated(row: Row) -> str:
+        return f"{row['computed']:,}" if row["computed"] != row["tokens"] else ""
+
+    def model(line: tuple[Row, Row, Row | None]) -> str:
+        data = line[0]
+        layers_by = "" if data["layers_by"] == "transformers" else f" by {data['layers_by']}"
+        return f"{data['shape']}, {data['layers']}{layers_by}{', FSDP2' * data['fsdp']}"
+
+    def seconds(row: Row) -> str:
+        return verdict(row)[:60] or f"{row['seconds']:.3f}"
+
+    def peak(row: Row) -> str:
+        return gib(row.get("peak_bytes") or None)
+
+    def of_whole(head: str, text: Callable[[Row], str]) -> Column:
+        return Column(head, lambda line: text(whole) if (whole := line[2]) else "")
+
+    def beside(data: Row) -> list[tuple[Row, Row, Row | None]]:
+        wholes = {row["workload"]: row for row in data["rows"] if row["side"] == "whole"}
+        sides = [row for row in data["rows"] if row["side"] != "whole"]
+        alone = [row for name, row in wholes.items() if name not in {r["workload"] for r in sides}]
+        return [(data, row, wholes.get(row["workload"])) for row in sides] + [
+            (data, row, None) for row in alone
+        ]
+
     if not runs:
         yield "Not measured yet."
-    for data in runs:
-        sharding = ", FSDP2" if data["fsdp"] else ""
-        gpus = f"{data['ranks']} GPU{'s' * (data['ranks'] > 1)}"
-        yield (
-            f"{machine(data['environment'], 'triton', 'flash-attn-4')}; {gpus}{sharding}, "
-            f"{data['shape']} shape, {data['layers']} layers by {data['layers_by']}"
-        )
-        yield Table(
-            [
-                Column("workload", lambda line: line[1]["workload"]),
-                Column("side", lambda line: line[1]["side"]),
-                of_row("tokens", lambda row: f"{row['tokens']:,}"),
-                of_row("computed", lambda row: f"{row['computed']:,}"),
-                Column("s", lambda line: verdict(line[1])[:60] or f"{line[1]['seconds']:.3f}"),
-                of_row("over whole", share("of_whole")),
-                of_row("efficiency", share("efficiency")),
-                of_row("predicted", share("predicted_efficiency")),
-                of_row("exposed", lambda row: percent(row, "exposed_seconds")),
-                of_row("slowest rank", share("imbalance")),
-                of_row("GB received", gigabytes),
-                of_row("GiB", lambda row: gib(row["peak_bytes"]) if row["peak_bytes"] else ""),
-                of_row("GiB predicted", lambda row: gib(row.get("predicted_peak_bytes"))),
-            ],
-            [(data, row) for row in data["rows"]],
-        )
+        return
+    yield machines(runs, "triton", "flash-attn-4")
+    yield Table(
+        [
+            Column("shape, layers", model),
+            Column("GPUs", lambda line: str(line[0]["ranks"])),
+            Column("workload", lambda line: line[1]["workload"]),
+            Column("side", lambda line: line[1]["side"]),
+            of_row("tokens", lambda row: f"{row['tokens']:,}"),
+            of_row("computed", repeated),
+            of_whole("whole s", seconds),
+            Column("s", lambda line: seconds(line[1])),
+            of_row("over whole", share("of_whole")),
+            of_row("efficiency", share("efficiency")),
+            of_row("predicted", share("predicted_efficiency")),
+            of_row("exposed", lambda row: percent(row, "exposed_seconds")),
+            Column("slowest rank", lambda line: share("imbalance")(line[1]), is_detail=True),
+            of_row("GB received", gigabytes),
+            of_whole("whole GiB", peak),
+            of_row("GiB", peak),
+            of_row("GiB predicted", lambda row: gib(row.get("predicted_peak_bytes"))),
+        ],
+        [line for data in runs for line in beside(data)],
+    )
     yield from per_layer(runs)
 
 

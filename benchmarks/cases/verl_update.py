@@ -276,8 +276,10 @@ def tables(*runs: Row) -> Parts:
             of_row("speed-up", lambda row: times_cell(row.get("speedup"))),
             of_row("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
             of_row("GiB per GPU", lambda row: gib(row["peak_bytes"])),
-            Column("loss", lambda line: number(line[1], "loss", ".6f")),
-            Column("gradient norm", lambda line: number(line[1], "grad_norm", ".4f")),
+            Column("loss", lambda line: number(line[1], "loss", ".6f"), is_detail=True),
+            Column(
+                "gradient norm", lambda line: number(line[1], "grad_norm", ".4f"), is_detail=True
+            ),
         ],
         [(run, row) for run in runs for row in run["rows"]],
     )

@@ -49,7 +49,8 @@ Parts = Iterable[str | Table]
 
 
 def markdown(parts: Parts) -> str:
-    """For a page, a blank line between the parts; paragraphs are wrapped at 100 columns."""
+    """For a page, a blank line between the parts; paragraphs are wrapped at 100 columns. Columns
+    without any text are left out."""
     return "\n\n".join(_wrap(part) if isinstance(part, str) else _markdown(part) for part in parts)
 
 
@@ -58,9 +59,12 @@ def _wrap(paragraph: str) -> str:
 
 
 def _markdown(table: Table) -> str:
-    columns = [column for column in table.columns if not column.is_detail]
-    lines = [[column.head for column in columns], ["---"] * len(columns)]
-    lines += [[column.cell(line) for column in columns] for line in table.lines]
+    columns = []
+    for column in table.columns:
+        cells = [column.cell(line) for line in table.lines]
+        if any(cells) and not column.is_detail:
+            columns.append([column.head, "---", *cells])
+    lines = zip(*columns, strict=True)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -18,6 +18,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 _TEXTS = [
     *(ROOT / "prefixtree").rglob("*.py"),
     *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
     # not what Python compiled there
     *(f for f in (ROOT / "examples").rglob("*.*") if f.suffix != ".pyc"),
     *(ROOT / "tests").rglob("test_*gpu.py"),
@@ -71,6 +72,19 @@ def test_what_is_to_be_installed_exists(file: Path) -> None:
         assert "fa2" not in extras or not isolated, f"{file.name}: {line} builds without torch"
     for name in _BARE.findall(text):
         assert name == PROJECT["name"], f"{file.name}: {name} on PyPI is another project's"
+
+
+def test_the_table_of_readme_has_every_extra() -> None:
+    """Its cells are without `pip install`, so that they fit on a phone."""
+    named = re.findall(r"^\| `.*'\.\[.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    extras = [
+        extra
+        for line in named
+        for some in re.findall(r"\[([\w,]+)]", line)
+        for extra in some.split(",")
+    ]
+    assert sorted(extras) == sorted(EXTRAS)
+    assert [line for line in named if "fa2" in line and "--no-build-isolation" in line]
 
 
 def test_packages_that_messages_name_are_in_their_extras() -> None:

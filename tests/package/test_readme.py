@@ -122,9 +122,22 @@ def test_the_families_named_are_the_families_verified() -> None:
     assert counted == f"{len(supported_model_types())} model types"
 
 
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
+
+
+def test_the_files_of_links_are_there() -> None:
+    """Those of all pages, as GitHub shows them; `make docs` checks those of the site."""
+    pages = [*README.parent.glob("*.md"), *README.parent.glob("benchmarks/*.md")]
+    pages += [*README.parent.glob("docs/**/*.md"), README.parent / "tests/README.md"]
+    links = [(page, path) for page in pages for path, _ in _LINK.findall(page.read_text())]
+    assert len(links) > 100
+    for page, path in links:
+        assert (page.parent / path).exists(), f"{page.name}: {path}"
+
+
 def test_the_links_lead_somewhere() -> None:
-    """Those of README; `make docs` checks the pages'."""
-    links = re.findall(r"\]\((?!https?:)([^)#]+)(#[^)]*)?\)", README.read_text())
+    """Those of README, with their anchors; `make docs` checks the pages'."""
+    links = _LINK.findall(README.read_text())
     assert len(links) > 8
     for path, anchor in links:
         file = README.parent / path

@@ -32,7 +32,7 @@ class Config:
     warps: int
 
 
-# of seven measured on an H200 with 8,192 channels (docs/notebook.md)
+# of seven measured on an H200 with 8,192 channels (benchmarks/notebook.md)
 FORWARD = Config(columns=256, warps=2)
 BACKWARD = Config(columns=256, warps=2)
 # entries of a branch token that are summed at once, and channels of a program

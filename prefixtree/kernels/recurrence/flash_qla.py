@@ -29,8 +29,8 @@ from prefixtree.packing.state_schedule import StateSchedule
 VERSIONS = ("0.1.3",)
 HEAD_DIM = 128
 # Tokens per segment from which FlashQLA's kernels are the faster ones. On an H200 they took 36.3 ms
-# beside fla's 28.7 with 126 tokens per segment, and 35.5 beside 58.4 with 256 (docs/results.md):
-# each kernel reads and writes a float32 state per segment and head.
+# beside fla's 28.7 with 126 tokens per segment, and 35.5 beside 58.4 with 256
+# (benchmarks/results.md): each kernel reads and writes a float32 state per segment and head.
 LEAST_TOKENS = 192
 # fla's own switch of this package
 SWITCH = "FLA_FLASH_QLA"

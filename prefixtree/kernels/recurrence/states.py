@@ -26,7 +26,7 @@ class Config:
     stages: int
 
 
-# Of 16 measured on an H200, 32 heads of 128 x 128 (docs/notebook.md)
+# Of 16 measured on an H200, 32 heads of 128 x 128 (benchmarks/notebook.md)
 FORWARD = Config(columns=64, warps=4, stages=2)
 BACKWARD = Config(columns=64, warps=8, stages=3)
 

@@ -47,8 +47,8 @@ HEADS_FIRST_FROM = 0.28
 # flash-attn-4's dense backward, at head dim 256: 48 keys, where it takes 64 with block lists. A
 # visit of 64 queries then takes 2.4 us in place of 4.4. But there are a third more key tiles, and
 # the start and end of a block of threads, one per key tile and query head, take 29 us in place of
-# 13 (docs/notebook.md). Break-even is at about 1,450 tokens. Milliseconds of the backward on an
-# H200 (bf16, 16 / 2 heads; benchmarks/results/h200/tiles.json), with 64 keys and with 48:
+# 13 (benchmarks/notebook.md). Break-even is at about 1,450 tokens. Milliseconds of the backward on
+# an H200 (bf16, 16 / 2 heads; benchmarks/results/h200/tiles.json), with 64 keys and with 48:
 #   prompt 512 x 64 x 1K     1,129   11.2  12.6     airline per turn       4,367   82.9  66.7
 #   caterpillar 24           3,117   46.2  37.0     4K then 4-2-2-1 x 1K   6,409   41.4  34.1
 DENSE_TILES_FROM = 1500

@@ -6,8 +6,8 @@ tiles. Nothing is tuned at run time.
 
 What the entries rest on is said beside them. "Compiled" means: registers, spills and instructions
 of the inner loop read off the machine code for sm_90 (benchmarks/cases/compiled.py; triton 3.6,
-bf16, no feature flags); docs/results.md has the table. "Prototype" means measured on one H200 with
-the project's first pointer-load prototype.
+bf16, no feature flags); benchmarks/results.md has the table. "Prototype" means measured on one H200
+with the project's first pointer-load prototype.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _both(config: Config) -> Pair:
 
 
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
-# said; ms are of one kernel, 32 / 8 heads, bf16 (docs/notebook.md).
+# said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
     # (7.5 with 2)
