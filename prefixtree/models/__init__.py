@@ -1,1 +1,1 @@
-"""What a model needs to run on a packed forest."""
+"""Models of transformers on packed forests: attention, families, checks, layers."""

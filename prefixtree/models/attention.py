@@ -1,4 +1,4 @@
-"""What transformers' attention modules call: the attention of a packed forest, and its mask.
+"""The functions that transformers' attention modules call: attention of a packed forest, its mask.
 
 The mask travels as the keyword `tree_mask` through `model(...)` to every layer, through gradient
 checkpointing and torch.compile. What cannot run exactly is refused (`models.families`). A batch

@@ -168,7 +168,7 @@ def part_attention(
     # whoever shares no row adds nothing to a gradient
     wide = bool(part.num_borrowed or len(part.exchange.send_runs))
     out: torch.Tensor = _PartAttention.apply(
-        query, key, value, sinks, mask.handle, exchange, (*options, wide)
+        query, key, value, sinks, mask.handle, exchange, options._replace(wide=wide)
     )
     return out
 

@@ -127,7 +127,9 @@ def _attend(
         raise ValueError(problem)
     # a kv head that several ranks have gets its gradient from all of them
     wide = ranks > kv_heads
-    out: torch.Tensor = _HeadsAttention.apply(query, key, value, sinks, mask, (*options, wide))
+    out: torch.Tensor = _HeadsAttention.apply(
+        query, key, value, sinks, mask, options._replace(wide=wide)
+    )
     return out
 
 

@@ -106,7 +106,7 @@ def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) ->
 
 
 def rows_of(data: TensorDict, batch: MicroBatch) -> TensorDict:
-    """What verl keeps of the sequences of a micro-batch, in their order."""
+    """The rows of a batch that belong to a micro-batch, in its order."""
     return tu.index_select_tensor_dict(data, batch.sequence_indices.tolist())
 
 

@@ -14,7 +14,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.backends import REFERENCE, TRITON
 from prefixtree.kernels.attention.choice import check_name, choose, passed_over
-from prefixtree.kernels.attention.protocol import AttentionCall, reach
+from prefixtree.kernels.attention.protocol import AttentionCall, Options
 from prefixtree.kernels.call_counter import note_call
 from prefixtree.packing.mask import TreeMask, check_mask, check_window
 
@@ -96,19 +96,15 @@ def tree_attention(
         ValueError: arguments that do not fit together, with what was expected.
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
-    scale, window, softcap, deterministic, backend = checked_call(
-        q, k, v, mask, scale, window, softcap, sinks, backend, deterministic
-    )
-    if backend == REFERENCE.name:
+    options = checked_call(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic)
+    if options.backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
             note_call(mask.host)
-        call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap)
+        call = AttentionCall(q, k, v, sinks, mask.host, *options[:3])
         out, lse = REFERENCE.kernels.forward(call)
     else:
-        out, lse = operator.attend(
-            q, k, v, sinks, mask.handle, scale, window, softcap, deterministic, backend, return_lse
-        )
+        out, lse = operator.attend(q, k, v, sinks, mask.handle, options, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -157,16 +153,14 @@ def explain(
         row = torch.empty(1, 1, 128, dtype=dtype, device=mask.device)
         q = row.expand(mask.num_queries, 1, 128)
         k = v = row.expand(mask.num_tokens, 1, 128)
-    scale, window, softcap = _check(q, k, v, mask, scale, window, softcap, sinks)
-    backend, deterministic = _of_mask(mask, backend, deterministic)
-    window = reach(mask.host, window)
-    call = AttentionCall(q, k, v, sinks, mask.host, scale, window, softcap, deterministic)
+    options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic)
+    call = AttentionCall.of(q, k, v, sinks, mask.host, options)
     try:
-        chosen = choose(backend, call)
+        chosen = choose(options.backend, call)
     except UnsupportedError as error:
         return f"tree_attention would refuse: {error}."
     reason = chosen.reason
-    if backend == "auto" and chosen.backend is TRITON:
+    if options.backend == "auto" and chosen.backend is TRITON:
         reason += f" ({passed_over(call)})"
     return f"tree_attention would run {chosen.backend.name!r}: {reason}."
 
@@ -183,28 +177,18 @@ def checked_call(
     backend: str | None,
     deterministic: bool | None,
     part: bool = False,
-) -> tuple[float, int, float, bool, str]:
-    """Raises where arguments of `tree_attention` do not fit together.
+) -> Options:
+    """The options of a call, as the operator takes them; 0 stands for no window or no softcap.
 
     Args:
         part: whether k and v are those of the queries' tokens, as those that a part owns.
 
-    Returns:
-        scale, window (0 for none), softcap (0 for none), deterministic and backend, as the operator
-        takes them.
+    Raises:
+        TypeError, ValueError, UnsupportedError: as `tree_attention`.
     """
-    numbers = _check(q, k, v, mask, scale, window, softcap, sinks, part)
-    backend, deterministic = _of_mask(mask, backend, deterministic)
-    check_name(backend)
-    return *numbers, deterministic, backend
-
-
-def _of_mask(mask: TreeMask, backend: str | None, deterministic: bool | None) -> tuple[str, bool]:
-    """Backend and deterministic of a call: where an argument is None, the option of the mask."""
-    return (
-        mask.backend if backend is None else backend,
-        mask.deterministic if deterministic is None else deterministic,
-    )
+    options = _check(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic, part)
+    check_name(options.backend)
+    return options
 
 
 def _check(
@@ -216,12 +200,11 @@ def _check(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    backend: str | None,
+    deterministic: bool | None,
     part: bool = False,
-) -> tuple[float, int, float]:
-    """Raises where arguments do not fit together; part: k and v have the rows of q.
-
-    Returns scale, window and softcap as numbers; 0 stands for no window or no soft cap.
-    """
+) -> Options:
+    """The options, where the arguments fit together; the backend may be any text."""
     check_mask(mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x)
@@ -269,7 +252,13 @@ def _check(
             raise ValueError(f"sinks are on {sinks.device}, q is on {device}")
     scale = dim**-0.5 if scale is None else number("scale", scale, or_none=True)
     softcap = 0.0 if softcap is None else number("softcap", softcap, above=0, or_none=True)
-    return float(scale), check_window(window), float(softcap)
+    return Options(
+        float(scale),
+        check_window(window),
+        float(softcap),
+        mask.deterministic if deterministic is None else deterministic,
+        mask.backend if backend is None else backend,
+    )
 
 
 def _check_tensor(name: str, x: object) -> None:

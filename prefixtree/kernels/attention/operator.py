@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from prefixtree.kernels.attention.choice import choose
-from prefixtree.kernels.attention.protocol import AttentionCall, reach
+from prefixtree.kernels.attention.protocol import AttentionCall, Options
 from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
 from prefixtree.packing.host_mask import host_of
@@ -31,21 +31,14 @@ def _forward(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     handle: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    backend: str,
-    wide: bool,
-    lse_used: bool,
+    *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = host_of(handle)
+    *options, lse_used = scalars
+    mask, given = host_of(handle), Options(*options)
     note_call(mask)
-    window = reach(mask, window)
-    options = scale, window, softcap, deterministic, wide, lse_used
-    call = AttentionCall(q, k, v, sinks, mask, *options)
+    call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used)
     with as_given(q):
-        return choose(backend, call).backend.kernels.forward(call)
+        return choose(given.backend, call).backend.kernels.forward(call)
 
 
 @uncompiled
@@ -59,18 +52,12 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     handle: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    backend: str,
-    wide: bool,
+    *options: Any,
 ) -> list[torch.Tensor]:
-    mask = host_of(handle)
-    window = reach(mask, window)
-    call = AttentionCall(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide)
+    given = Options(*options)
+    call = AttentionCall.of(q, k, v, sinks, host_of(handle), given)
     with as_given(q):
-        kernels = choose(backend, call).backend.kernels
+        kernels = choose(given.backend, call).backend.kernels
         *grads, dsinks = kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
 
@@ -88,8 +75,9 @@ def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
     return [q.new_empty(q.shape), dk, dv, *dsinks]
 
 
-# `wide`: the backward gives dk and dv in float32 (float64 for float64), because the caller adds to
-# them. The forward is told too, so that it takes a backend that can
+# The fields of `Options`. With `wide` the backward gives dk and dv in float32 (float64 for
+# float64), because the caller adds to them. The forward is told too, so that it takes a backend
+# that can
 _OPTIONS = "float scale, SymInt window, float softcap, bool deterministic, str backend, bool wide"
 TREE_ATTENTION = register(
     _library,
@@ -184,11 +172,7 @@ def attend(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     handle: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    deterministic: bool,
-    backend: str,
+    options: Options,
     lse_used: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator, for arguments that fit together -> out [Tq, H, Dv], lse [H, Tq].
@@ -198,5 +182,4 @@ def attend(
     # unless something transforms the call, what the dispatcher would come to first: less work
     transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable
-    options = scale, window, softcap, deterministic, backend, False, lse_used
-    return run(q, k, v, sinks, handle, *options)
+    return run(q, k, v, sinks, handle, *options, lse_used)

@@ -1,4 +1,4 @@
-"""`AttentionCall`: the inputs of a call. `Backend`: the protocol of what computes them.
+"""`AttentionCall`: the inputs of a call. `Kernels`: the functions that compute it.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv head dims.
 """
@@ -10,6 +10,22 @@ from typing import NamedTuple, Protocol
 import torch
 
 from prefixtree.packing.host_mask import HostMask
+
+
+class Options(NamedTuple):
+    """The numbers of a call, in the order in which the registered operators take them.
+
+    Attributes:
+        backend: the name of one, or "auto".
+        scale, window, softcap, deterministic, wide: as in `AttentionCall`.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    deterministic: bool = False
+    backend: str = "auto"
+    wide: bool = False
 
 
 # A named tuple is frozen too, and made in a third of the time of a frozen dataclass: every layer
@@ -44,6 +60,22 @@ class AttentionCall(NamedTuple):
     deterministic: bool = False
     wide: bool = False
     lse_used: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        mask: HostMask,
+        options: Options,
+        lse_used: bool = False,
+    ) -> AttentionCall:
+        """A call as backends get it; its window is 0 if no path outgrows it."""
+        scale, window, softcap, deterministic, _, wide = options
+        window = reach(mask, window)
+        return cls(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide, lse_used)
 
 
 def gradient_dtype(call: AttentionCall) -> torch.dtype:
