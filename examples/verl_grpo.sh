@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with verl, micro-batches packed into their prefix forests: one node of 8 GPUs.
 #
-#   pip install '.[verl]' vllm     # in a checkout of prefixtree; verl 0.9.1
+#   pip install '.[verl]' vllm==0.24.0     # in a checkout of prefixtree; verl 0.9.1
 #   examples/verl_grpo.sh [any verl setting=value ...]
 #
 # Packing needs only the settings marked (*); without them this is plain verl. The prompts of GSM8K

@@ -94,7 +94,7 @@ def test_micro_batches_keep_routes():
     sequences = [[1, 2, *rng.integers(3, 9, 4).tolist()] for _ in range(10)]
     routes = [_route(*rng.integers(0, 2, 6)) for _ in range(10)]
     forest = pt.PrefixForest.from_sequences(sequences, routes=routes)
-    plan = pt.plan_micro_batches(forest, max_tokens=20, num_ranks=2, min_steps=4)
+    plan = pt.plan_micro_batches(forest, max_tokens=20, num_ranks=2, min_micro_batches=4)
     empty = 0
     for batch in (batch for rank in plan for batch in rank):
         if len(batch.sequence_indices) == 0:

@@ -233,11 +233,11 @@ def measure_time() -> Row:
         "balance": plan.stats.balance,
         "budget": 16384,
         "ranks": RANKS,
-        "steps": plan.num_steps,
+        "steps": plan.num_micro_batches,
         "forest_ms": host_ms(lambda: PrefixForest.from_sequences(sequences), 5),
         "plan_of_forest_ms": alone,
         "plan_of_sequences_ms": host_ms(lambda: plan_micro_batches(sequences, 16384, RANKS), 5),
-        "pack_a_micro_batch_ms": (host_ms(pack_rank, 3) - alone) / plan.num_steps,
+        "pack_a_micro_batch_ms": (host_ms(pack_rank, 3) - alone) / plan.num_micro_batches,
     }
 
 

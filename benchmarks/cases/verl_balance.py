@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for part in ranked:
                 forest = PrefixForest.from_sequences([sequences[i] for i in part])
                 plan = plan_micro_batches(forest, budget)
-                steps.append(plan.num_steps)
+                steps.append(plan.num_micro_batches)
                 tokens += plan.stats.packed_tokens
             rank_costs = [costs.cost(part) for part in ranked]
             row = {

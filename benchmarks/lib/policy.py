@@ -298,9 +298,9 @@ def deal(
         return list(zip(parts, forests, strict=True)), weights
     plan = plan_micro_batches(samples.sequences, max_tokens, ranks.count, cost_model=model)
     if with_empty and not plan.stats.empty_steps:
-        steps = plan.num_steps + 1
+        steps = plan.num_micro_batches + 1
         plan = plan_micro_batches(
-            plan.forest, max_tokens, ranks.count, min_steps=steps, cost_model=model
+            plan.forest, max_tokens, ranks.count, min_micro_batches=steps, cost_model=model
         )
     mine = [(batch.sequence_indices, batch.forest) for batch in plan[ranks.rank]]
     return mine, plan.loss_weights("token-mean", samples.masks)

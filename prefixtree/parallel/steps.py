@@ -12,7 +12,7 @@ Only the stack is on the device, and what left it waits on the host for the back
 does not fit, the stack waits on the host too, and each layer fetches its own.
 
 Legend: t own tokens, K rows of a step (own and borrowed), Hk kv heads, D and Dv head dims, U scored
-units, n steps.
+edges, n steps.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class StepRun:
 
     Args:
         store: of the steps; not used before.
-        units: the units that each step scores, int64 on the device; each of U in one step.
+        edges: the edges that each step scores, int64 on the device; each of U in one step.
         compute: runs a step through the model, with a graph where gradients are enabled.
         num_runs: how often the model runs in a forward pass, n or more. The rest are dummies, where
             other ranks have more steps.
@@ -242,23 +242,23 @@ class StepRun:
     def __init__(
         self,
         store: LoanStore,
-        units: Sequence[torch.Tensor],
+        edges: Sequence[torch.Tensor],
         compute: Compute,
         num_runs: int,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
-        self._units = units
+        self._edges = edges
         self._compute = compute
         self._check = check
-        dummies = num_runs - len(units)
-        self._runs: list[int | None] = [*range(len(units)), *[None] * dummies]
+        dummies = num_runs - len(edges)
+        self._runs: list[int | None] = [*range(len(edges)), *[None] * dummies]
         # the last scores, whose backward comes first: their graph is kept
         self._last: torch.Tensor | None = None
         self._is_done = False
 
     def forward(self, has_backward: bool) -> torch.Tensor:
-        """The scores of all units, [U, columns], without a graph.
+        """The scores of all edges, [U, columns], without a graph.
 
         Args:
             has_backward: whether `backward` follows.
@@ -270,10 +270,10 @@ class StepRun:
         if has_backward:
             self._last = self._with_graph(last)
             results.append(self._last.detach())
-        count = sum(len(units) for units in self._units)
+        count = sum(len(edges) for edges in self._edges)
         scores = results[0].new_empty(count, *results[0].shape[1:])
-        for units, of_step in zip(self._units, results, strict=False):
-            scores[units] = of_step
+        for edges, of_step in zip(self._edges, results, strict=False):
+            scores[edges] = of_step
         return scores
 
     def backward(self, gradient: torch.Tensor) -> None:
@@ -295,7 +295,7 @@ class StepRun:
             if step is None:
                 torch.autograd.backward(scores, torch.zeros_like(scores))
             else:
-                torch.autograd.backward(scores, gradient[self._units[step]])
+                torch.autograd.backward(scores, gradient[self._edges[step]])
                 self.store.close(step)
             scores = None
 

@@ -65,18 +65,6 @@ class MicroBatch:
         self.cost = cost
         self.steps = steps
 
-    @classmethod
-    def of(cls, forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
-        """Some sequences of a forest in one forward, by the cost model of no model in particular.
-
-        Args:
-            sequences: their indices in the forest, in any order, at least one.
-        """
-        indices = np.sort(np.asarray(sequences, np.int64))
-        part = _cut_out(forest, indices)
-        cost = CostModel().cost(part.node_position, part.node_length).sum()
-        return cls(forest, indices, part.num_tokens, float(cost), forest=part)
-
     @property
     def is_empty(self) -> bool:
         """Whether this is an empty step: a dummy without a sequence of the batch."""
@@ -133,6 +121,18 @@ class MicroBatch:
         return (
             f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens{steps})"
         )
+
+
+def micro_batch_of(forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
+    """Some sequences of a forest in one forward; its cost is that of `CostModel()`.
+
+    Args:
+        sequences: their indices in the forest, in any order, at least one.
+    """
+    indices = np.sort(np.asarray(sequences, np.int64))
+    part = _cut_out(forest, indices)
+    cost = CostModel().cost(part.node_position, part.node_length).sum()
+    return MicroBatch(forest, indices, part.num_tokens, float(cost), forest=part)
 
 
 def _rebuild(
@@ -217,7 +217,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
         return len(self._ranks)
 
     @property
-    def num_steps(self) -> int:
+    def num_micro_batches(self) -> int:
         """The number of micro-batches of every rank, empty ones included."""
         return len(self._ranks[0])
 
@@ -313,7 +313,7 @@ class MicroBatchPlan(Sequence[tuple[MicroBatch, ...]]):
 
     def __repr__(self) -> str:
         return (
-            f"MicroBatchPlan({self.num_ranks} ranks x {self.num_steps} steps, "
+            f"MicroBatchPlan({self.num_ranks} ranks x {self.num_micro_batches} steps, "
             f"{self.num_sequences} sequences, {self.stats.packed_tokens} tokens)"
         )
 
@@ -324,7 +324,7 @@ def plan_micro_batches(
     max_tokens: int,
     num_ranks: int = 1,
     groups: Sequence[Hashable] | None = None,
-    min_steps: int = 1,
+    min_micro_batches: int = 1,
     *,
     namespaces: Sequence[Hashable] | None = None,
     cost_model: CostModel | None = None,
@@ -348,7 +348,7 @@ def plan_micro_batches(
         groups: S hashable labels, None for a sequence without a group. The sequences of a group
             (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
             tokens fit. Default: no groups.
-        min_steps: the least number of steps per rank; those that are not needed are empty.
+        min_micro_batches: the least number of steps per rank; those that are not needed are empty.
             Default: 1.
         namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
             nothing. Default: all sequences may share.
@@ -365,14 +365,14 @@ def plan_micro_batches(
         ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens` without
             `reuse`; with it, a path that fits no steps (`plan_steps`); another number of groups
             than of sequences.
-        ValueError: max_tokens, num_ranks or min_steps below 1; namespaces with a forest.
+        ValueError: max_tokens, num_ranks or min_micro_batches below 1; namespaces with a forest.
     """
-    max_tokens, num_ranks, min_steps = (
+    max_tokens, num_ranks, min_micro_batches = (
         at_least_one(name, value)
         for name, value in (
             ("max_tokens", max_tokens),
             ("num_ranks", num_ranks),
-            ("min_steps", min_steps),
+            ("min_micro_batches", min_micro_batches),
         )
     )
     if isinstance(sequences, PrefixForest):
@@ -417,7 +417,7 @@ def plan_micro_batches(
             steps_of = plan_any_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost).stats
         batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
         ranks[bin_rank[b]].append(batch)
-    steps = max(min_steps, *(len(rank) for rank in ranks))
+    steps = max(min_micro_batches, *(len(rank) for rank in ranks))
     nothing = np.empty(0, np.int64)
     for rank in ranks:
         rank += [MicroBatch(forest, nothing, 0, 0.0) for _ in range(steps - len(rank))]

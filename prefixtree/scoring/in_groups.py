@@ -1,6 +1,6 @@
 """The part of a packed forest that this process computes: all, or a rank's part in a group.
 
-Legend: U scored units (edge, temperature), n ranks of the group.
+Legend: U scored edges, one per temperature, n ranks of the group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.planning.cost_model import CostModel, cost_model_of
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.planning.split import Split, split_tokens
-from prefixtree.scoring.units import ScoredUnits, Units, units_on_device
+from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,32 +39,32 @@ GroupMode = Literal["parts", "heads"]
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalPart:
     """The part of a packed forest that this process computes.
 
     Attributes:
         inputs: keywords of the model's forward.
         mask: the mask over which its layers attend.
-        units: what the lm_head scores here.
-        gathered: from the scores of `units` to those that `to_sequences` reads.
+        edges: what the lm_head scores here.
+        gathered: from the scores of `edges` to those that `to_sequences` reads.
         to_sequences: from these to every sequence but its first token.
         lengths: n - 1 of each sequence.
     """
 
     inputs: dict[str, Any]
     mask: TreeMask
-    units: Units
+    edges: DeviceEdges
     gathered: Callable[[torch.Tensor], torch.Tensor]
     to_sequences: GatherIndex
     lengths: list[int]
 
 
 @dataclass(frozen=True)
-class TokenShare:
+class TokenPart:
     """The same where a model gives a value per token.
 
     Attributes:
-        inputs, mask: as in `Share`.
+        inputs, mask: as in `LocalPart`.
         gathered: from the values of this process's tokens [t, ...] to those of all, [T, ...].
     """
 
@@ -73,16 +73,16 @@ class TokenShare:
     gathered: Callable[[torch.Tensor], torch.Tensor]
 
 
-def whole(packed: PackedForest, found: ScoredUnits, config: Any) -> Share:
+def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> LocalPart:
     """All of a packed forest.
 
     Args:
         packed: the packed forest. found: what is scored of it. config: of the model.
     """
-    return Share(
+    return LocalPart(
         inputs=forward_inputs(packed, config),
         mask=packed.mask,
-        units=units_on_device(packed, found, None, found.predictor),
+        edges=edges_on_device(packed, found, None, found.predictor),
         gathered=lambda scores: scores,
         to_sequences=GatherIndex(found.of_copies, found.count, packed.device),
         lengths=found.lengths,
@@ -105,14 +105,14 @@ _FACTS = {
 }
 
 
-def share_of_rank(
+def part_of_rank(
     model: nn.Module,
     packed: PackedForest,
     group: ProcessGroup,
-    check: Callable[[], tuple[Any, ScoredUnits]],
+    check: Callable[[], tuple[Any, ScoredEdges]],
     options: dict[str, Any],
     mode: GroupMode,
-) -> tuple[Any, Share]:
+) -> tuple[Any, LocalPart]:
     """This rank's part of what the ranks of a group score together.
 
     Args:
@@ -135,19 +135,19 @@ def share_of_rank(
     row_of_unit, gathered = part.gathering(found.predictor)
     # -1, of what is not scored, stays
     of_copies = np.append(row_of_unit, -1)[found.of_copies].astype(np.int32)
-    return causal_lm, Share(
+    return causal_lm, LocalPart(
         inputs=part.inputs(causal_lm.config),
         mask=part.attended,
-        units=units_on_device(packed, found, which, rows),
+        edges=edges_on_device(packed, found, which, rows),
         gathered=gathered,
         to_sequences=GatherIndex(of_copies, found.count, packed.device),
         lengths=found.lengths,
     )
 
 
-def token_share_of_rank(
+def token_part_of_rank(
     model: nn.Module, packed: PackedForest, group: ProcessGroup, check: Callable[[], Any]
-) -> TokenShare:
+) -> TokenPart:
     """This rank's part where a model gives a value per token.
 
     Args:
@@ -160,7 +160,7 @@ def token_share_of_rank(
         The share.
 
     Raises:
-        ValueError, RuntimeError, UnsupportedError: as `share_of_rank`.
+        ValueError, RuntimeError, UnsupportedError: as `part_of_rank`.
     """
 
     def found() -> tuple[Any, None]:
@@ -174,7 +174,7 @@ def token_share_of_rank(
     row_of_token, gathered = part.gathering(np.arange(num_tokens))
     row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
     order = GatherIndex(row_of_token, num_tokens, packed.device)
-    return TokenShare(
+    return TokenPart(
         inputs=part.inputs(transformer.config),
         mask=part.attended,
         gathered=lambda values: gather(gathered(values), order),
@@ -259,7 +259,7 @@ def _part_of_rank(
 def _split(
     model: nn.Module,
     packed: PackedForest,
-    found: ScoredUnits | None,
+    found: ScoredEdges | None,
     ranks: int,
     mode: GroupMode,
 ) -> Split:
@@ -306,13 +306,13 @@ def _parts_of_forest(packed: PackedForest) -> Parts:
     }
 
 
-def _parts_of_scores(found: ScoredUnits | None) -> dict[str, Parts]:
+def _parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
-    units = np.stack([found.token, found.temperature])
+    edges = np.stack([found.token, found.temperature])
     return {
         "loss_mask": {"loss_mask": np.unique(found.token)},
-        "temperature": {"temperature": units},
+        "temperature": {"temperature": edges},
     }
 
 

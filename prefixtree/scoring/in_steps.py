@@ -37,11 +37,11 @@ from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import Mode
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.scoring.in_groups import Share
-from prefixtree.scoring.units import ScoredUnits, Units, units_on_device
+from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.in_groups import LocalPart
 
-#: Calls the model once: (mask, keywords, units) -> scores [u, columns].
-Forward = Callable[[TreeMask, dict[str, Any], Units], torch.Tensor]
+#: Calls the model once: (mask, keywords, edges) -> scores [u, columns].
+Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges], torch.Tensor]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
@@ -146,14 +146,14 @@ def scores_in_steps(
     model: nn.Module,
     causal_lm: Any,
     packed: PackedForest,
-    found: ScoredUnits,
-    share: Share,
+    found: ScoredEdges,
+    share: LocalPart,
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
     check_divided: Callable[[], None],
 ) -> torch.Tensor:
-    """The scores of all units, computed in steps of at most `max_tokens`.
+    """The scores of all edges, computed in steps of at most `max_tokens`.
 
     Args:
         forward: calls the model once.
@@ -202,13 +202,13 @@ def scores_in_steps(
             "rank can go on without it; its own message says what it needs"
         )
     if num_runs == 1:
-        return forward(share.mask, share.inputs, share.units)
+        return forward(share.mask, share.inputs, share.edges)
     on_host = steps is not None and steps.stats.on_host
     if steps is None:
         # other ranks have more than one
         steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
     scored = [part.scored(found.predictor) for part in steps]
-    which = [move(torch.from_numpy(units), device) for units, _ in scored]
+    which = [move(torch.from_numpy(edges), device) for edges, _ in scored]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = _Wrapped(model, device)
     # what the second forward of a step reads
@@ -220,11 +220,11 @@ def scores_in_steps(
             if step is None or exchanges is None:
                 dummy = _dummy(packed)
                 rows = np.empty(0, np.int64)
-                nothing = units_on_device(packed, found, rows, rows)
+                nothing = edges_on_device(packed, found, rows, rows)
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
             part = steps[step]
             of_part = part_inputs(share.inputs, part, PartMask(part, exchanges))
-            return forward(part.mask, of_part, units_on_device(packed, found, *scored[step]))
+            return forward(part.mask, of_part, edges_on_device(packed, found, *scored[step]))
 
     def check() -> None:
         if stamp is not None and (change := stamp.change()) is not None:

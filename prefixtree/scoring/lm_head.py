@@ -1,6 +1,6 @@
 """While a model is scored, its output embedding scores edges and scores stand in for logits.
 
-Legend: P predictors, U scored units (edge, temperature), d hidden size, V vocabulary.
+Legend: P predictors, U scored edges, one per temperature, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from prefixtree.models.checks import check_hook
 from prefixtree.models.families import family_of
 from prefixtree.models.router_loss import RouterLoss
 from prefixtree.packing.gather import gather
+from prefixtree.scoring.edges import DeviceEdges
 from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
-from prefixtree.scoring.units import Units
 
 
 @dataclass
@@ -172,14 +172,14 @@ def logit_rule(causal_lm: Any) -> LogitRule:
 @contextmanager
 def scoring_lm_head(
     causal_lm: Any,
-    units: Units,
+    edges: DeviceEdges,
     rule: LogitRule,
     with_entropy: bool,
     chunk_size: int | None,
     statistics: Sequence[str],
     loss: RouterLoss | None = None,
 ) -> Iterator[Handed]:
-    """While open, the output embedding scores `units` and the model's logits are the scores; its
+    """While open, the output embedding scores `edges` and the model's logits are the scores; its
     load-balancing loss is `loss`.
 
     For the thread that entered: forwards of others run as they would without, and another that
@@ -196,9 +196,9 @@ def scoring_lm_head(
 
         def score(hidden: torch.Tensor) -> torch.Tensor:
             _check_whole(hidden, lm_head.weight if plain else None)
-            _check_rows(causal_lm, hidden, len(units.predictors))
-            rows = gather(hidden[0], units.to_predictors)
-            rest = (units.target, units.temperature, rule, with_entropy, chunk_size, statistics)
+            _check_rows(causal_lm, hidden, len(edges.predictors))
+            rows = gather(hidden[0], edges.to_predictors)
+            rest = (edges.target, edges.temperature, rule, with_entropy, chunk_size, statistics)
             vocabulary = causal_lm.config.get_text_config().vocab_size
             if plain:
                 _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
@@ -306,5 +306,5 @@ def _check_dtype(scores: torch.Tensor, who: str) -> None:
         raise UnsupportedError(
             f"{who} the log-probabilities to {scores.dtype}; keep outputs in float32 "
             "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
-            "embedding's unit as of the root's)"
+            "embedding's edge as of the root's)"
         )

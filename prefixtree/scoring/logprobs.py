@@ -32,16 +32,16 @@ from prefixtree.parallel.agreement import num_ranks
 from prefixtree.pictures import Pictures
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.recompute.forward import Recompute, recomputed_forward
-from prefixtree.scoring.in_groups import GroupMode, check_group_mode, share_of_rank, whole
-from prefixtree.scoring.in_steps import scores_in_steps
-from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
-from prefixtree.scoring.units import (
-    ScoredUnits,
+from prefixtree.scoring.edges import (
+    DeviceEdges,
+    ScoredEdges,
     SequenceScores,
-    Units,
-    find_units,
+    find_edges,
     scores_of,
 )
+from prefixtree.scoring.in_groups import GroupMode, check_group_mode, part_of_rank, whole_forest
+from prefixtree.scoring.in_steps import scores_in_steps
+from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,7 +165,7 @@ def sequence_logprobs(
                 "max_tokens, and score in micro-batches (plan_micro_batches)"
             )
 
-    def check() -> tuple[Any, ScoredUnits]:
+    def check() -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         check_statistics(return_statistics)
         if chunk_size is not None:
@@ -177,7 +177,7 @@ def sequence_logprobs(
         check_routes(model, causal_lm, packed)
         if in_group:
             check_divided()
-        return causal_lm, find_units(packed, temperature, loss_mask)
+        return causal_lm, find_edges(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
     encoded: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -187,15 +187,15 @@ def sequence_logprobs(
             "return_statistics": tuple(return_statistics),
             "recompute": recompute,
         }
-        causal_lm, share = share_of_rank(model, packed, group, check, options, group_mode)
+        causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode)
     else:
         causal_lm, found = check()
         if pictures is not None:
             placed = PlacedPictures(model, causal_lm, packed, pictures)
             packed, encoded = placed.packed, placed.encoded
-        share = whole(packed, found, causal_lm.config)
+        local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
-            share = replace(share, inputs=share.inputs | placed.inputs)
+            local = replace(local, inputs=local.inputs | placed.inputs)
     prepare_states(causal_lm)
     rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
     loss = router_loss(causal_lm, packed, output_router_logits)
@@ -204,32 +204,32 @@ def sequence_logprobs(
     # what the model returned: the loss and its logits stand beside the scores
     output: Any = None
 
-    def forward(mask: TreeMask, inputs: dict[str, Any], units: Units) -> torch.Tensor:
+    def forward(mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
         nonlocal output
         with (
-            recomputed_forward(model, causal_lm, packed, len(units.target), recompute, held_bytes),
+            recomputed_forward(model, causal_lm, packed, len(edges.target), recompute, held_bytes),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
             encoded(),
             scoring_lm_head(
-                causal_lm, units, rule, return_entropy, chunk_size, statistics, loss
+                causal_lm, edges, rule, return_entropy, chunk_size, statistics, loss
             ) as handed,
         ):
             if loss is not None:
                 loss.check()
-            output = model(**inputs, **keywords, logits_to_keep=units.predictors)
+            output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
         # what a wrapper changed in place is its fault, not the model's
         scores = handed.returned(output)
         handed.check_treatment(causal_lm, rule)
         return scores
 
     if max_tokens is None:
-        scores = share.gathered(forward(share.mask, share.inputs, share.units))
+        scores = local.gathered(forward(local.mask, local.inputs, local.edges))
     else:
-        whole_forest = model, causal_lm, packed, found, share
+        arguments = model, causal_lm, packed, found, local
         options_of_steps = max_tokens, borrow_cost, recompute
-        scores = scores_in_steps(forward, *whole_forest, *options_of_steps, check_divided)
-    found_scores = scores_of(scores, share.to_sequences, share.lengths, return_entropy, statistics)
+        scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
+    found_scores = scores_of(scores, local.to_sequences, local.lengths, return_entropy, statistics)
     if loss is None:
         return found_scores
     logits = tuple(output.router_logits)

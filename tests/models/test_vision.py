@@ -176,7 +176,7 @@ def test_micro_batches_and_copies(model_type):
     made, expected = batch(model_type), reference(model_type)
     pictures = pickle.loads(pickle.dumps(_pictures(model_type)))
     model = copy.deepcopy(build(model_type))
-    plan = pt.plan_micro_batches(pictures.sequences, max_tokens=64, min_steps=8)
+    plan = pt.plan_micro_batches(pictures.sequences, max_tokens=64, min_micro_batches=8)
     held = [
         sorted({n for i in step.sequence_indices for n in pictures.of_sequences[i]})
         for step in plan[0]

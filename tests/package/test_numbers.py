@@ -203,7 +203,7 @@ add(
     sequences=K.TOKENS,
     max_tokens=K.COUNT,
     num_ranks=K.COUNT,
-    min_steps=K.COUNT,
+    min_micro_batches=K.COUNT,
     groups=K.LABELS,
     namespaces=K.LABELS,
 )

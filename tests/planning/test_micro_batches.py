@@ -25,7 +25,7 @@ from tests.support.strategies import batches_of, indices_of, many_trees
 
 
 def test_more_ranks_than_sequences():
-    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, num_ranks=5, min_steps=2)
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, num_ranks=5, min_micro_batches=2)
     assert sorted(len(step) for rank in indices_of(plan) for step in rank) == [0] * 8 + [1, 1]
     assert plan.stats.empty_steps == 8
     empty = next(batch for rank in plan for batch in rank if batch.is_empty)
@@ -36,7 +36,7 @@ def test_more_ranks_than_sequences():
 
 
 def test_take_gives_what_belongs_to_the_packed_sequences():
-    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_steps=3)
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_micro_batches=3)
     first, second, empty = plan[0]
     masks = [torch.tensor([0, 1, 1]), torch.tensor([0, 1])]
     assert first.take(["a", "b"]) + second.take(["a", "b"]) == ["a", "b"]
@@ -51,7 +51,7 @@ def test_take_gives_what_belongs_to_the_packed_sequences():
 
 def test_an_empty_step_takes_zeros_whatever_the_values_are():
     """A value times 0 is NaN where it is NaN or infinite."""
-    empty = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_steps=3)[0][2]
+    empty = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_micro_batches=3)[0][2]
     nan, inf = float("nan"), float("inf")
     weights = torch.tensor([nan, 1.0], requires_grad=True)
     for values in (
@@ -71,7 +71,7 @@ def test_an_empty_step_takes_zeros_whatever_the_values_are():
 
 @pytest.mark.parametrize("values", [[1], [1, 2, 3], [], 5, None, {0: 1, 1: 2}, "ab"])
 def test_what_is_taken_has_an_entry_per_planned_sequence(values):
-    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_steps=3)
+    plan = plan_micro_batches([[1, 2, 3], [4, 5]], 3, min_micro_batches=3)
     for batch in (*plan[0], pickle.loads(pickle.dumps(plan[0][1]))):
         with pytest.raises(ForestError, match=r"values must (hold|be a list of) one entry per"):
             batch.take(values)
@@ -113,7 +113,7 @@ def test_a_plan_is_made_of_ranks():
 
 
 def test_an_empty_step_scores_nothing_and_has_zero_gradients():
-    plan = plan_micro_batches(ragged_sequences(), 200, min_steps=9)
+    plan = plan_micro_batches(ragged_sequences(), 200, min_micro_batches=9)
     empty = plan[0][-1]
     assert empty.is_empty
     model = build("qwen3")
@@ -141,7 +141,7 @@ def test_a_micro_batch_in_another_process_has_its_part_of_the_forest_alone():
     assert torch.equal(same.packed.input_ids, batch.packed.input_ids)
     whole = pickle.loads(pickle.dumps(plan))
     assert indices_of(whole) == indices_of(plan)
-    empty = plan_micro_batches([[1, 2]], 2, min_steps=2)[0][1]
+    empty = plan_micro_batches([[1, 2]], 2, min_micro_batches=2)[0][1]
     assert pickle.loads(pickle.dumps(empty)).packed.num_tokens == 1
 
 
@@ -155,7 +155,7 @@ def test_packed_is_made_once():
 
 _SEQUENCES = ragged_sequences()
 _OBJECTIVE = objective_of(_SEQUENCES)
-# (max_tokens, num_ranks, groups, min_steps)
+# (max_tokens, num_ranks, groups, min_micro_batches)
 _PLANS = [(1000, 1, None, 1), (60, 2, None, 4), (45, 3, [i % 5 for i in range(12)], 1)]
 _CONSTANT = 64.0
 
@@ -191,9 +191,9 @@ def test_the_accumulated_gradient_does_not_depend_on_the_plan(normalization):
 
     constant = _CONSTANT if normalization == "constant" else None
     cuts = set()
-    for max_tokens, num_ranks, groups, min_steps in _PLANS:
-        plan = plan_micro_batches(_SEQUENCES, max_tokens, num_ranks, groups, min_steps)
-        cuts.add((plan.num_ranks, plan.num_steps, plan.stats.packed_tokens))
+    for max_tokens, num_ranks, groups, min_micro_batches in _PLANS:
+        plan = plan_micro_batches(_SEQUENCES, max_tokens, num_ranks, groups, min_micro_batches)
+        cuts.add((plan.num_ranks, plan.num_micro_batches, plan.stats.packed_tokens))
         weights = torch.from_numpy(plan.loss_weights(normalization, masks, constant=constant))
         model = build("qwen3")
         total = 0.0
@@ -376,7 +376,7 @@ def test_a_sequence_beyond_the_budget_is_named():
         plan_micro_batches([[1], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]], 4)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "num_ranks", "min_steps"])
+@pytest.mark.parametrize("name", ["max_tokens", "num_ranks", "min_micro_batches"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, None, True])
 def test_counts_are_integers_from_1(name, value):
     arguments = {"max_tokens": 10, name: value}

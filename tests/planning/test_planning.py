@@ -52,7 +52,7 @@ def arguments(draw: st.DrawFn) -> tuple[Sequences, dict[str, Any]]:
     return sequences, {
         "max_tokens": draw(st.integers(longest, 2 * longest + 6)),
         "num_ranks": draw(st.integers(1, 5)),
-        "min_steps": draw(st.integers(1, 3)),
+        "min_micro_batches": draw(st.integers(1, 3)),
         "cost_model": draw(st.sampled_from(models)),
     }
 
@@ -82,9 +82,9 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget(case):
     indices = indices_of(plan)
     assert sorted(i for rank in indices for step in rank for i in step) == [*range(len(sequences))]
     assert len(plan) == plan.num_ranks == options["num_ranks"]
-    assert {len(rank) for rank in plan} == {plan.num_steps}
+    assert {len(rank) for rank in plan} == {plan.num_micro_batches}
     filled = max(sum(bool(step) for step in rank) for rank in indices)
-    assert plan.num_steps == max(filled, options["min_steps"])
+    assert plan.num_micro_batches == max(filled, options["min_micro_batches"])
     for batch in batches_of(plan):
         members = [sequences[i] for i in batch.sequence_indices]
         assert batch.num_tokens == len(trie_tokens(members)) <= options["max_tokens"]
@@ -104,7 +104,7 @@ def test_stats_are_sums_over_the_micro_batches(case):
     ]
     assert stats.packed_tokens == sum(sizes)
     assert stats.micro_batches == len(sizes)
-    assert stats.empty_steps == plan.num_ranks * plan.num_steps - len(sizes)
+    assert stats.empty_steps == plan.num_ranks * plan.num_micro_batches - len(sizes)
     assert stats.distinct_tokens == len(trie_tokens(sequences))
     assert stats.repeated_tokens == stats.packed_tokens - stats.distinct_tokens >= 0
     assert stats.replicated_tokens == sum(map(len, sequences))
@@ -267,7 +267,7 @@ def test_a_single_tree_is_dealt_to_all_ranks():
     plan = plan_micro_batches(sequences, 10_000, num_ranks=4)
     assert plan.stats.repeated_tokens == 3 * 2
     assert plan.stats.balance == 1
-    assert plan.num_steps == 1
+    assert plan.num_micro_batches == 1
 
 
 def test_fewer_trees_than_even_ranks_need():
@@ -352,7 +352,7 @@ def test_naive_planning_goes_by_replicated_tokens_in_input_order():
 
 def test_stats_read_well():
     sequences = [[0, 1, 100 + leaf, *range(20)] for leaf in range(32)]
-    text = str(plan_micro_batches(sequences, 10_000, num_ranks=4, min_steps=2).stats)
+    text = str(plan_micro_batches(sequences, 10_000, num_ranks=4, min_micro_batches=2).stats)
     assert text.splitlines()[0] == "680 tokens in 4 micro-batches"
     assert "4 x 2 steps, 4 of them empty; heaviest rank 1.000 x the mean" in text
     assert "6 ancestor tokens beyond the 674 distinct (0.9%)" in text

@@ -28,7 +28,7 @@ from prefixtree.planning.split import split_tokens
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring import in_groups as shares
-from prefixtree.scoring.in_groups import token_share_of_rank
+from prefixtree.scoring.in_groups import token_part_of_rank
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
 from tests.support.full import asked_for
@@ -317,7 +317,7 @@ def _group_of_one(rank: int) -> bool:
     """The plain path: nothing of a part is made."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     with (
-        patch.object(shares, "share_of_rank", None),
+        patch.object(shares, "part_of_rank", None),
         patch.object(PartMask, "__init__", None),
     ):
         scores = scored(rank, groups[rank])
@@ -338,7 +338,7 @@ def _losses_of_their_own(rank: int, group: Any) -> dict[str, Any]:
 def _values_per_token(rank: int, sequences: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Logits of every token, and the gradient of the embedding."""
     model, packed = build("llama"), pack_sequences(sequences)
-    share = token_share_of_rank(model, packed, dist.group.WORLD, lambda: model)
+    share = token_part_of_rank(model, packed, dist.group.WORLD, lambda: model)
     values = share.gathered(model(**share.inputs).logits[0])
     (values * values_weight(values)).sum().backward()
     gradient = model.get_input_embeddings().weight.grad

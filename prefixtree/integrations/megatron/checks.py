@@ -61,8 +61,8 @@ def find_model(model: Any) -> Any:
 def check_model(model: Any) -> None:
     """Refuses a model that would read a forest as something else.
 
-    `tree_logprobs` and `share` call it before they run a model; call it where you build one, to
-    know at once.
+    `tree_logprobs` and `pack_batches` call it before they run a model; call it where you build one,
+    to know at once.
 
     Args:
         model: Megatron's GPTModel or HybridModel, wrapped or not: what one pipeline stage, or one

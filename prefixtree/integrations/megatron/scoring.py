@@ -5,7 +5,7 @@ in chunks over the vocabulary of all ranks, and returns scores in the place of l
 and the hooks of the output layer, which may gather its weight, see an ordinary forward; and every
 version and every model class that has an output layer is served alike.
 
-Legend: T packed tokens, P predictors, U scored units (edge, temperature), W vocabulary entries of
+Legend: T packed tokens, P predictors, U scored edges, one per temperature, W vocabulary entries of
 this rank, d hidden size.
 """
 
@@ -35,12 +35,12 @@ from prefixtree.models.changes import changing
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.scoring.units import (
+from prefixtree.scoring.edges import (
+    DeviceEdges,
     SequenceScores,
-    Units,
-    find_units,
+    edges_on_device,
+    find_edges,
     scores_of,
-    units_on_device,
 )
 
 
@@ -92,12 +92,12 @@ def tree_logprobs(
     language_model = find_model(model)
     check_model(language_model)
     _check_forest(language_model, packed)
-    found = find_units(packed, temperature, loss_mask)
+    found = find_edges(packed, temperature, loss_mask)
     if not language_model.post_process:
         return tree_outputs(model, packed)
     _check_head(language_model)
-    units = units_on_device(packed, found, None, found.predictor)
-    with _scoring(language_model.output_layer, units, return_entropy, chunk_size) as handed:
+    edges = edges_on_device(packed, found, None, found.predictor)
+    with _scoring(language_model.output_layer, edges, return_entropy, chunk_size) as handed:
         output = tree_outputs(model, packed)
     to_sequences = GatherIndex(found.of_copies, found.count, packed.device)
     return scores_of(handed.returned(output), to_sequences, found.lengths, return_entropy)
@@ -169,18 +169,18 @@ def _check_head(language_model: Any) -> None:
     if kind.forward not in forwards or "forward" in vars(language_model):
         raise UnsupportedError(
             f"{kind.__name__}.forward is not Megatron's: what it does to logits would be lost, as "
-            "scores take their place; use Megatron's class, or share(model)"
+            "scores take their place; use Megatron's class, or pack_batches(model)"
         )
     if type(layer).forward is not ColumnParallelLinear.forward or "forward" in vars(layer):
         raise UnsupportedError(
             f"the output layer is a {type(layer).__module__}.{type(layer).__name__}, expected "
             "Megatron's ColumnParallelLinear: what it does beside the product would be lost; use "
-            "share(model), which calls it"
+            "pack_batches(model), which calls it"
         )
     if getattr(config, "use_mup", False):
         raise UnsupportedError(
             "packed forests are not scored with use_mup=True: the model would scale scores as if "
-            "they were logits; use share(model)"
+            "they were logits; use pack_batches(model)"
         )
     if config.defer_embedding_wgrad_compute:
         raise UnsupportedError(
@@ -222,15 +222,15 @@ class _Handed:
 
 @contextmanager
 def _scoring(
-    layer: Any, units: Units, with_entropy: bool, chunk_size: int | None
+    layer: Any, edges: DeviceEdges, with_entropy: bool, chunk_size: int | None
 ) -> Iterator[_Handed]:
-    """While open, the output layer scores `units` and returns [U, 1, columns]."""
+    """While open, the output layer scores `edges` and returns [U, 1, columns]."""
     handed = _Handed()
 
     def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
         handed.times += 1
         weight = layer.weight if weight is None else weight
-        scores = _head_scores(layer, hidden, weight, units, with_entropy, chunk_size)
+        scores = _head_scores(layer, hidden, weight, edges, with_entropy, chunk_size)
         handed.scores = scores.detach()
         return scores[:, None], None
 
@@ -243,7 +243,7 @@ def _head_scores(
     layer: Any,
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    units: Units,
+    edges: DeviceEdges,
     with_entropy: bool,
     chunk_size: int | None,
 ) -> torch.Tensor:
@@ -254,16 +254,16 @@ def _head_scores(
         hidden = gather_from_sequence_parallel_region(
             hidden, tensor_parallel_output_grad=False, group=group
         )
-    rows = hidden[:, 0].index_select(0, units.predictors)
+    rows = hidden[:, 0].index_select(0, edges.predictors)
     vocabulary = None
     if size > 1:
         vocabulary = VocabularySlice(group, group.rank() * weight.shape[0], weight.shape[0])
     return linear_logprobs(
-        gather(rows, units.to_predictors),
+        gather(rows, edges.to_predictors),
         weight,
         layer.bias,
-        units.target,
-        units.temperature,
+        edges.target,
+        edges.temperature,
         LogitRule(),
         with_entropy,
         chunk_size,

@@ -12,7 +12,7 @@ from prefixtree.integrations.trl.contract import check_dpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.packed_model import PackedModel
 from prefixtree.integrations.trl.refusals import check_recompute, prepare_trainer
-from prefixtree.integrations.trl.sharing import DATA_SET_ADVICE, SharingReport
+from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
 from prefixtree.models.changes import changing
 from prefixtree.recompute.forward import Recompute
 

@@ -21,7 +21,7 @@ from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
-from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute

@@ -22,7 +22,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.integrations.trl.refusals import check_attention
-from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute

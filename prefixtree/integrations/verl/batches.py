@@ -19,7 +19,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
-from prefixtree.planning.micro_batches import MicroBatch, plan_micro_batches
+from prefixtree.planning.micro_batches import MicroBatch, micro_batch_of, plan_micro_batches
 
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:
@@ -65,7 +65,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
                 f"of {multiple}; change it or set use_dynamic_bsz=True"
             )
         order = leaf_order(forest)
-        return [MicroBatch.of(forest, order[i : i + size]) for i in range(0, len(order), size)]
+        return [micro_batch_of(forest, order[i : i + size]) for i in range(0, len(order), size)]
     max_tokens = data["max_token_len_per_gpu"] * ranks
     (longest,) = _largest([max(len(s) for s in sequences)], group)
     if longest > max_tokens:
@@ -101,7 +101,7 @@ def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) ->
         at = max(range(len(found)), key=lambda i: len(found[i].sequence_indices))
         held = sorted(found[at].sequence_indices.tolist(), key=place.__getitem__)
         half = len(held) // 2
-        found[at : at + 1] = [MicroBatch.of(forest, part) for part in (held[:half], held[half:])]
+        found[at : at + 1] = [micro_batch_of(forest, part) for part in (held[:half], held[half:])]
     return found
 
 

@@ -55,7 +55,7 @@ from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.planning.micro_batches import MicroBatch
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.in_groups import token_share_of_rank
+from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.logprobs import sequence_logprobs
 
 # an entry with a vendor precedes the engines of verl
@@ -249,7 +249,7 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         group = self.ulysses_parallel_group
         if group is not None:
             find = partial(transformer_of, self.module)
-            share = token_share_of_rank(self.module, packed, group, find)
+            share = token_part_of_rank(self.module, packed, group, find)
             inputs, mask = share.inputs, share.mask
         with every_layer_attends(self.module, mask):
             values = self.module(**inputs).logits  # [1, t, 1]

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
 
 from prefixtree import UnsupportedError
-from prefixtree.integrations.megatron import check_model, share, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron import check_model, pack_batches, tree_logprobs, tree_spec
 from tests.integrations.megatron.runs import VOCABULARY, logits_of, make_sequences, packed_of, thd
 from tests.support.megatron_cpu import ON_CPU, stub_transformer_engine
 
@@ -57,7 +57,7 @@ def make_provider(bridge: Any) -> Any:
 
 def switch_on(provider: Any) -> None:
     provider.transformer_layer_spec = tree_spec(provider.transformer_layer_spec)
-    provider.register_pre_wrap_hook(share)
+    provider.register_pre_wrap_hook(pack_batches)
 
 
 def provide(provider: Any) -> Any:
@@ -130,7 +130,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         "rows": rows[0],
         "distinct": packed_of(sequences).num_tokens + int(padding),
         "tokens": sum(map(len, sequences)),
-        "share": largest(shared),
+        "pack_batches": largest(shared),
         "scored edges": largest(scores.logprobs),
         "names": sorted(reference.state_dict()),
         "names back": sorted(weights),

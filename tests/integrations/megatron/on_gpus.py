@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 
 from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, SequenceScores, pack
-from prefixtree.integrations.megatron import share, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
 from prefixtree.kernels.attention import explain
 from tests.integrations.megatron import pipeline_ranks, tensor_ranks
 from tests.integrations.megatron.runs import (
@@ -70,7 +70,7 @@ def half() -> dict[str, Any]:
     for name, case in {
         "triton": replace(bf16, backend="triton"),
         "flash": replace(bf16, backend="flash"),
-        "share": replace(bf16, way="share"),
+        "pack_batches": replace(bf16, way="pack_batches"),
     }.items():
         try:
             found = errors(run_forest(build(case), case, sequences, weights), exact)
@@ -124,8 +124,8 @@ def times() -> dict[str, Any]:
         "scored edges": _milliseconds(model, lambda: scored(forest)),
         "chains": _milliseconds(model, lambda: scored(chains)),
     }
-    share(model)
-    results["share"] = _milliseconds(model, shared)
+    pack_batches(model)
+    results["pack_batches"] = _milliseconds(model, shared)
     parallel_state.destroy_model_parallel()
     return results
 

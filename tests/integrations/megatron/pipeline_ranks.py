@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from prefixtree.integrations.megatron import share, tree_logprobs
+from prefixtree.integrations.megatron import pack_batches, tree_logprobs
 from tests.integrations.megatron.runs import (
     TEMPERATURE,
     Case,
@@ -36,12 +36,12 @@ FIXED = LAYERS | {"variable_seq_lengths": False}
 CASES = {
     "1F1B": Case(LAYERS),
     "1F1B, tied": Case(LAYERS, tied=True),
-    "1F1B, share": Case(LAYERS, way="share"),
+    "1F1B, pack_batches": Case(LAYERS, way="pack_batches"),
     "1F1B, recompute": Case(LAYERS | FULL),
 }
 INTERLEAVED = {
     "interleaved": Case(FIXED),
-    "interleaved, share": Case(FIXED, way="share"),
+    "interleaved, pack_batches": Case(FIXED, way="pack_batches"),
 }
 
 GROUPS = [make_sequences(seed) for seed in (1, 2)]
@@ -130,12 +130,12 @@ def stages(case: Case, virtual: int | None, wrap: Any = None) -> list[Any]:
 def compare(case: Case, virtual: int | None) -> dict[str, Any]:
     expected, loss = run(stages(case, virtual, lambda spec: spec), replicated, len(ALONE), LONGEST)
     chunks = stages(case, virtual)
-    if case.way == "share":
-        share(chunks)
-    step = shared if case.way == "share" else scored
+    if case.way == "pack_batches":
+        pack_batches(chunks)
+    step = shared if case.way == "pack_batches" else scored
     # the trainer's padding is a sequence too
     padding = thd(GROUPS[0])["packed_seq_params"].cu_seqlens_q.diff()[len(GROUPS[0]) :].sum()
-    length = DISTINCT + int(padding) * (case.way == "share")
+    length = DISTINCT + int(padding) * (case.way == "pack_batches")
     got, our_loss = run(chunks, step, len(GROUPS), length)
     assert got.keys() == expected.keys() and all(g.any() for g in expected.values())
     return {

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from prefixtree import PackedForest, PrefixForest, pack
-from prefixtree.integrations.megatron import share, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
 from tests.support.megatron_cpu import DEVICE, with_norms
 
 VOCABULARY = 256
@@ -54,9 +54,9 @@ class Case:
         tied: whether the output layer has the embedding's weight.
         model: "gpt" or "hybrid".
         dtype: of parameters and activations.
-        way: "scored edges" or "share".
+        way: "scored edges" or "pack_batches".
         positions: Megatron's position_embedding_type.
-        backend: of tree attention. Default: "auto", as always with `share`.
+        backend: of tree attention. Default: "auto", as always with `pack_batches`.
     """
 
     config: dict[str, Any] | None = None
@@ -313,10 +313,10 @@ def alone(model: Any, sequence: Sequence[int], multiple: int | None) -> torch.Te
 def run_forest(
     model: Any, case: Case, sequences: list[list[int]], weights: Weights, gap: int = 0
 ) -> Result:
-    """The packed forest, through scored edges or `share`."""
+    """The packed forest, through scored edges or `pack_batches`."""
     ddp = wrapped(model)
-    if case.way == "share":
-        share(ddp)
+    if case.way == "pack_batches":
+        pack_batches(ddp)
         inputs = thd(sequences, gap)
         logits = logits_of(ddp(**inputs), inputs, len(sequences))
         both = [columns(x, s) for x, s in zip(logits, sequences, strict=True)]

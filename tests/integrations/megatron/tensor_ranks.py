@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from megatron.core import parallel_state
 
-from prefixtree.integrations.megatron import parameters, scoring, sharing
+from prefixtree.integrations.megatron import batch_packing, parameters, scoring
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from tests.integrations.megatron.runs import Case, build, compared, moe
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
@@ -20,23 +20,23 @@ SP = {"sequence_parallel": True}
 TENSOR = {
     "TP": Case(),
     "TP, tied": Case(tied=True),
-    "TP, share": Case(way="share"),
+    "TP, pack_batches": Case(way="pack_batches"),
     "TP + SP": Case(SP),
     "TP + SP, tied": Case(SP, tied=True),
-    "TP + SP, share": Case(SP, way="share"),
-    "TP + SP, share, tied": Case(SP, way="share", tied=True),
+    "TP + SP, pack_batches": Case(SP, way="pack_batches"),
+    "TP + SP, pack_batches, tied": Case(SP, way="pack_batches", tied=True),
     "TP + SP, recompute": Case(SP | FULL),
     "TP + SP, recompute core attention": Case(SP | SELECTIVE),
     "TP + SP, hybrid": Case(SP, model="hybrid"),
-    "TP + SP, hybrid, share": Case(SP, model="hybrid", way="share"),
+    "TP + SP, hybrid, pack_batches": Case(SP, model="hybrid", way="pack_batches"),
     "TP + SP, learnt sinks": Case(SP | {"softmax_type": "learnable"}),
     "TP + SP, float32": Case(SP, dtype=torch.float32),
-    "TP + SP, float32, share": Case(SP, dtype=torch.float32, way="share"),
+    "TP + SP, float32, pack_batches": Case(SP, dtype=torch.float32, way="pack_batches"),
     "TP + SP, experts": Case(SP | moe()),
 }
 EXPERT = {
     "EP": Case(moe()),
-    "EP, share": Case(moe(), way="share"),
+    "EP, pack_batches": Case(moe(), way="pack_batches"),
 }
 
 
@@ -69,17 +69,22 @@ def unsummed_vocabulary() -> Any:
 
 
 def no_gradient_of_copies() -> Any:
-    """The hidden states that `share` copies out lose their gradient."""
-    gather = sharing.gather
-    return patch.object(sharing, "gather", lambda values, index: gather(values.detach(), index))
+    """The hidden states that `pack_batches` copies out lose their gradient."""
+    gather = batch_packing.gather
+    return patch.object(
+        batch_packing, "gather", lambda values, index: gather(values.detach(), index)
+    )
 
 
 MISTAKES: dict[str, tuple[Case, Callable[[], Any]]] = {
     "packed positions": (Case(SP), packed_positions),
     "gather": (Case(SP), lambda: gathered_as_if_parts(scoring)),
-    "gather, share": (Case(SP, way="share"), lambda: gathered_as_if_parts(sharing)),
+    "gather, pack_batches": (
+        Case(SP, way="pack_batches"),
+        lambda: gathered_as_if_parts(batch_packing),
+    ),
     "unsummed vocabulary": (Case(SP), unsummed_vocabulary),
-    "copies": (Case(SP, way="share"), no_gradient_of_copies),
+    "copies": (Case(SP, way="pack_batches"), no_gradient_of_copies),
 }
 
 

@@ -36,7 +36,7 @@ def test_the_model_is_made_for_forests(found: dict[str, Any]) -> None:
     assert found["rows"] == found["distinct"] < found["tokens"]
 
 
-@pytest.mark.parametrize("way", ["share", "scored edges"])
+@pytest.mark.parametrize("way", ["pack_batches", "scored edges"])
 def test_log_probabilities_are_those_of_transformers(found: dict[str, Any], way: str) -> None:
     assert found[way] < 1e-5
 

@@ -18,9 +18,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from prefixtree import tree_attention
-from prefixtree.integrations.megatron import layers, share, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron import layers, pack_batches, tree_logprobs, tree_spec
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
-from prefixtree.scoring.units import SequenceScores
+from prefixtree.scoring.edges import SequenceScores
 from tests.integrations.megatron.runs import (
     TEMPERATURE,
     VOCABULARY,
@@ -62,7 +62,7 @@ def scored(*args: Any, **kwargs: Any) -> SequenceScores:
 @pytest.mark.parametrize("name", CASES)
 def test_an_ordinary_batch_is_megatrons_bit_for_bit(name: str) -> None:
     ours, theirs = build(CASES[name]), build(CASES[name], plain)
-    share(ours)
+    pack_batches(ours)
     ids = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).triu(1)
     outputs = [model(ids, torch.arange(9).expand(2, 9), mask) for model in (ours, theirs)]
@@ -76,7 +76,7 @@ def test_an_ordinary_batch_is_megatrons_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoints_have_megatrons_names(name: str) -> None:
     ours, theirs = build(CASES[name]), build(CASES[name], plain)
-    share(ours)
+    pack_batches(ours)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = [m.sharded_state_dict(metadata={"dp_cp_group": group}) for m in (ours, theirs)]
@@ -159,7 +159,7 @@ def test_forests_of_all_shapes(seed: int) -> None:
     model = build(Case({"num_layers": 2, "window_size": (3, 0)} if seed % 2 else {"num_layers": 2}))
     expected = [columns(alone(model, s, None)[0], s)[0] for s in sequences]
     found = scored(model, packed_of(sequences), TEMPERATURE).logprobs
-    share(model)
+    pack_batches(model)
     inputs = thd(sequences, gap=seed % 3)
     logits = logits_of(model(**inputs), inputs, len(sequences))
     shared = [columns(x, s)[0] for x, s in zip(logits, sequences, strict=True)]
@@ -236,7 +236,7 @@ def test_a_model_in_bfloat16_gives_float32_scores() -> None:
 def test_losses_of_a_shared_model() -> None:
     """Labels in, losses of every token out."""
     model, sequences = build(Case(tied=True)), make_sequences()
-    share(model)
+    pack_batches(model)
     inputs = thd(sequences)
     labels = inputs["input_ids"].roll(-1, 1)
     losses = model(**inputs, labels=labels)
@@ -248,7 +248,7 @@ def test_losses_of_a_shared_model() -> None:
 
 def test_arguments_by_position_and_padding_masks() -> None:
     model, sequences = build(Case(moe())), make_sequences()
-    share(model)
+    pack_batches(model)
     inputs = thd(sequences)
     params = inputs["packed_seq_params"]
     padding = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
@@ -261,7 +261,7 @@ def test_arguments_by_position_and_padding_masks() -> None:
 
 
 class ValueHead(torch.nn.Linear):
-    """A critic's head, which trainers put in the output layer's place, here after `share`."""
+    """A critic's head, put in the output layer's place as trainers do, after `pack_batches`."""
 
     def forward(self, hidden: Any, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         return super().forward(hidden).float(), None
@@ -269,7 +269,7 @@ class ValueHead(torch.nn.Linear):
 
 def test_values_of_a_shared_critic() -> None:
     model, sequences = build(Case()), make_sequences()
-    share(model)
+    pack_batches(model)
     torch.manual_seed(1)
     model.output_layer = ValueHead(64, 1).double()
     inputs = thd(sequences)
@@ -282,7 +282,7 @@ def test_values_of_a_shared_critic() -> None:
 def test_a_shared_model_can_be_scored_too() -> None:
     model, sequences = build(Case()), make_sequences()
     before = scored(model, packed_of(sequences)).logprobs
-    share(model)
+    pack_batches(model)
     inputs = thd(sequences)
     model(**inputs)
     after = scored(model, packed_of(sequences)).logprobs
@@ -291,7 +291,7 @@ def test_a_shared_model_can_be_scored_too() -> None:
 
 def test_each_distinct_token_is_computed_once() -> None:
     model, sequences = build(Case()), make_sequences()
-    share(model)
+    pack_batches(model)
     rows = []
     model.decoder.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(kwargs["hidden_states"].shape[0]),

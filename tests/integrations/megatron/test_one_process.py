@@ -12,17 +12,17 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 CASES = {
     "untied": Case(),
     "tied": Case(tied=True),
-    "share": Case(way="share"),
-    "share, tied": Case(way="share", tied=True),
+    "pack_batches": Case(way="pack_batches"),
+    "share, tied": Case(way="pack_batches", tied=True),
     "hybrid": Case(model="hybrid"),
-    "hybrid, share": Case(model="hybrid", way="share"),
+    "hybrid, pack_batches": Case(model="hybrid", way="pack_batches"),
     "hybrid, recompute": Case(FULL, model="hybrid"),
     "recompute": Case(FULL),
-    "recompute, share": Case(FULL, way="share"),
+    "recompute, pack_batches": Case(FULL, way="pack_batches"),
     "recompute core attention": Case(SELECTIVE),
     "window": Case({"window_size": (6, 0)}),
     "window in some layers": Case({"window_size": (6, 0), "window_attn_skip_freq": 2}),
-    "window, share": Case({"window_size": (6, 0)}, way="share"),
+    "window, pack_batches": Case({"window_size": (6, 0)}, way="pack_batches"),
     "sink of zero": Case({"softmax_type": "off-by-one"}),
     "learnt sinks": Case({"softmax_type": "learnable"}),
     "own scale": Case({"softmax_scale": 0.3}),
@@ -39,7 +39,7 @@ def test_equals_sequences_in_float64(name: str) -> None:
     assert found.worst < 1e-13, found
 
 
-@pytest.mark.parametrize("way", ["scored edges", "share"])
+@pytest.mark.parametrize("way", ["scored edges", "pack_batches"])
 def test_equals_sequences_in_float32(way: str) -> None:
     found = compared(Case(dtype=torch.float32, way=way))
     assert found.worst < 1e-5, found
@@ -48,7 +48,7 @@ def test_equals_sequences_in_float32(way: str) -> None:
 # the router's softmax, and the sigmoid of the gate, are float32 in Megatron
 PARTLY_FLOAT32 = {
     "experts": Case(moe()),
-    "experts, share": Case(moe(), way="share"),
+    "experts, pack_batches": Case(moe(), way="pack_batches"),
     "shared expert": Case(moe(moe_shared_expert_intermediate_size=32)),
     "frozen expert bias": Case(
         moe(
@@ -69,5 +69,5 @@ def test_equals_sequences_where_megatron_rounds(name: str) -> None:
 
 
 def test_share_with_padding_between_sequences() -> None:
-    found = compared(Case(way="share"), gap=3)
+    found = compared(Case(way="pack_batches"), gap=3)
     assert found.worst < 1e-13, found

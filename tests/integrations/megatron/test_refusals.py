@@ -21,7 +21,7 @@ from prefixtree import PrefixForest, UnsupportedError, pack
 from prefixtree.errors import ForestError
 from prefixtree.integrations.megatron import (
     check_model,
-    share,
+    pack_batches,
     tree_logprobs,
     tree_outputs,
     tree_spec,
@@ -47,7 +47,7 @@ def score(model: Any) -> Any:
 
 
 def share_first(model: Any) -> Any:
-    return share(model)
+    return pack_batches(model)
 
 
 def run_shared(model: Any) -> Any:
@@ -59,7 +59,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "check_model": check_model,
     "tree_logprobs": score,
     "tree_outputs": lambda model: tree_outputs(model, packed_of(SEQUENCES)),
-    "share": share_first,
+    "pack_batches": share_first,
 }
 
 
@@ -118,7 +118,7 @@ def test_every_refused_setting_is_tested() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(model: Any, name: str) -> None:
-    share(model)
+    pack_batches(model)
     setattr(model.config, name, SETTINGS[name])
     refused_everywhere(model, rf"{name}={re.escape(repr(SETTINGS[name]))}: .*(set|use|leave) ")
 
@@ -175,21 +175,21 @@ def test_a_model_without_the_spec() -> None:
 @pytest.mark.parametrize("part", ["embedding", "decoder"])
 def test_a_foreign_part_of_the_model(model: Any, part: str) -> None:
     """An embedding that looks at the tokens before, say."""
-    share(model)
+    pack_batches(model)
     setattr(model, part, _empty(ForeignLayer))
     refused_everywhere(model, rf"{part} is a .*ForeignLayer, expected one of Megatron's")
 
 
 def test_one_layer_without_the_spec() -> None:
     model, plain = (build(Case({"num_layers": 2}), wrap) for wrap in (tree_spec, lambda s: s))
-    share(model)
+    pack_batches(model)
     model.decoder.layers[1] = plain.decoder.layers[1]
     refused_everywhere(model, r"decoder\.layers\.1\.self_attention is a SelfAttention")
 
 
 def test_a_core_attention_without_the_spec(model: Any) -> None:
     """As Megatron-Bridge puts its own there for attention_backend=local."""
-    share(model)
+    pack_batches(model)
     attention = model.decoder.layers[0].self_attention
     attention.core_attention = (
         build(Case({"num_layers": 1}), lambda spec: spec)
@@ -250,7 +250,7 @@ class OtherLayer(TransformerLayer):
     ],
 )
 def test_other_layers(model: Any, kind: type, message: str) -> None:
-    share(model)
+    pack_batches(model)
     model.decoder.layers[0] = _empty(kind)
     refused_everywhere(model, rf"decoder\.layers\.0 is .*{message}")
 
@@ -266,14 +266,14 @@ def test_other_layers(model: Any, kind: type, message: str) -> None:
     ],
 )
 def test_other_parts_of_layers(model: Any, part: str, kind: type, message: str) -> None:
-    share(model)
+    pack_batches(model)
     setattr(model.decoder.layers[0], part, _empty(kind))
     refused_everywhere(model, rf"decoder\.layers\.0\.{part} is .*{message}")
 
 
 def test_attention_that_is_not_called(model: Any) -> None:
     """The classes do not show it, so the calls are counted."""
-    share(model)
+    pack_batches(model)
     layer = model.decoder.layers[0]
     layer._forward_attention = lambda hidden_states, *args, **kwargs: (hidden_states, None)
     for run in (score, run_shared):
@@ -374,7 +374,7 @@ def test_an_output_layer_that_is_not_called(model: Any) -> None:
     model._postprocess = lambda hidden_states, **kwargs: hidden_states
     with pytest.raises(UnsupportedError, match="called its output layer 0 times"):
         score(model)
-    share(model)
+    pack_batches(model)
     with pytest.raises(UnsupportedError, match="did not call its output layer"):
         run_shared(model)
 
@@ -420,19 +420,19 @@ SHARED_CALLS = {
 
 @pytest.mark.parametrize("name", SHARED_CALLS)
 def test_calls_of_a_shared_model(model: Any, name: str) -> None:
-    share(model)
+    pack_batches(model)
     with pytest.raises(UnsupportedError, match=f"not served together with {name}"):
         model(**thd(SEQUENCES) | SHARED_CALLS[name])
     run_shared(model)
 
 
 def test_batches_of_a_shared_model(model: Any) -> None:
-    share(model)
+    pack_batches(model)
     inputs = thd(SEQUENCES)
     short = inputs["input_ids"][:, :5]
     nested = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])
     for ids, message in (
-        (None, "input_ids .* on every pipeline stage, got None"),
+        (None, "input_ids .* on every stage of the pipeline, got None"),
         (nested, "got nested"),
         (short.expand(2, -1), r"got \[2, 5\]"),
         (short, "got input_ids of 5 tokens and sequences that end at 16"),
@@ -446,7 +446,7 @@ def test_batches_of_a_shared_model(model: Any) -> None:
 
 
 def test_sharing_twice_is_sharing_once(model: Any) -> None:
-    assert share(model) is model and share([model]) == [model]
+    assert pack_batches(model) is model and pack_batches([model]) == [model]
     assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
 
 

@@ -30,7 +30,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
-from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.router_loss import router_loss
 from prefixtree.scoring import logprobs as scoring
 from tests.support.chat_tokenizer import CHATML, save_tokenizer

@@ -20,7 +20,7 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.planning.micro_batches import MicroBatch
+from prefixtree.planning.micro_batches import MicroBatch, micro_batch_of
 from tests.integrations.verl.runs import batch_of, jagged, rollouts
 
 
@@ -59,7 +59,7 @@ def test_the_fullest_are_halved() -> None:
     forest = pt.PrefixForest.from_sequences([[1, 1], [1, 2], [1, 3], [1, 4], [2]])
 
     def parts(held: list[list[int]], count: int) -> list[list[int]]:
-        batches = [MicroBatch.of(forest, sequences) for sequences in held]
+        batches = [micro_batch_of(forest, sequences) for sequences in held]
         return [members(b) for b in at_least(batches, count, forest)]
 
     assert parts([[0, 1, 2, 3], [4]], 2) == [[0, 1, 2, 3], [4]]
@@ -70,7 +70,7 @@ def test_the_fullest_are_halved() -> None:
 def test_halves_keep_neighbours() -> None:
     rows = rollouts(2, groups=2, size=4)
     forest = pt.PrefixForest.from_sequences(sequences_of(batch_of(rows)))
-    halves = at_least([MicroBatch.of(forest, range(8))], 2, forest)
+    halves = at_least([micro_batch_of(forest, range(8))], 2, forest)
     assert [{rows["uid"][i] for i in members(half)} for half in halves] in (
         [{"2-0"}, {"2-1"}],
         [{"2-1"}, {"2-0"}],

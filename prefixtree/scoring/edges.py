@@ -1,6 +1,6 @@
 """The edges of a packed forest that are scored, and the way of scores back to its sequences.
 
-Legend: S sequences, T packed tokens, R replicated tokens, U scored units (edge, temperature), P
+Legend: S sequences, T packed tokens, R replicated tokens, U scored edges, one per temperature, P
 predictors, d hidden size, E experts.
 """
 
@@ -52,13 +52,13 @@ class SequenceScores:
 
 
 @dataclass(frozen=True)
-class ScoredUnits:
-    """The distinct (edge, temperature) pairs, on the host.
+class ScoredEdges:
+    """The distinct (edge, temperature) pairs, on the host; here "edge" is such a pair.
 
     Attributes:
-        predictor, token: int64 [U], the packed tokens of each unit's edge.
+        predictor, token: int64 [U], the packed tokens of each edge.
         temperature: float32 [U].
-        of_copies: int32 [R - S], the unit of each token of every sequence but its first; -1 where
+        of_copies: int32 [R - S], the edge of each token of every sequence but its first; -1 where
             it is not scored.
         lengths: n - 1 of each sequence.
     """
@@ -76,13 +76,13 @@ class ScoredUnits:
 
 
 @dataclass(frozen=True)
-class Units:
+class DeviceEdges:
     """The distinct (edge, temperature) pairs that an lm_head scores, on the device.
 
     Attributes:
         predictors: int64 [P], rows of the model's input whose hidden states the lm_head needs,
             ascending.
-        to_predictors: from hidden states [P, d] to one row per unit [U, d].
+        to_predictors: from hidden states [P, d] to one row per edge [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
     """
 
@@ -92,9 +92,9 @@ class Units:
     temperature: torch.Tensor
 
 
-def find_units(
+def find_edges(
     packed: PackedForest, temperature: float | Sequence[float], loss_mask: Sequence[Any] | None
-) -> ScoredUnits:
+) -> ScoredEdges:
     """Finds what is scored; arguments as in `sequence_logprobs`.
 
     Raises:
@@ -107,8 +107,8 @@ def find_units(
     everything = np.empty(0, np.uint8)
     selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
     predictor = packed.mask.host.predictor
-    unit_of_copy = np.full(offsets[-1], -1, np.int32)
-    tokens, unit_temperature, count = [], [], 0
+    edge_of_copy = np.full(offsets[-1], -1, np.int32)
+    tokens, edge_temperature, count = [], [], 0
     values = np.unique(temperatures)
     for value in values:
         sequences = np.flatnonzero(temperatures == value)
@@ -116,8 +116,8 @@ def find_units(
         scored = np.zeros(packed.num_tokens, bool)
         scored[index] = True
         token = np.flatnonzero(scored & (predictor >= 0))
-        unit_of_token = np.full(packed.num_tokens, -1, np.int32)
-        unit_of_token[token] = np.arange(count, count + len(token), dtype=np.int32)
+        edge_of_token = np.full(packed.num_tokens, -1, np.int32)
+        edge_of_token[token] = np.arange(count, count + len(token), dtype=np.int32)
         # where the group's tokens stand among all replicated ones
         if len(values) == 1:
             place = slice(None) if loss_mask is None else np.flatnonzero(selected)
@@ -127,29 +127,29 @@ def find_units(
             place += np.arange(len(place))
             if loss_mask is not None:
                 place = place[selected[place] != 0]
-        unit_of_copy[place] = unit_of_token[index]
+        edge_of_copy[place] = edge_of_token[index]
         tokens.append(token)
-        unit_temperature.append(np.full(len(token), value, np.float32))
+        edge_temperature.append(np.full(len(token), value, np.float32))
         count += len(token)
     token = np.concatenate(tokens)
-    return ScoredUnits(
+    return ScoredEdges(
         predictor[token].astype(np.int64),
         token,
-        np.concatenate(unit_temperature),
-        np.delete(unit_of_copy, offsets[:-1]),
+        np.concatenate(edge_temperature),
+        np.delete(edge_of_copy, offsets[:-1]),
         (lengths - 1).tolist(),
     )
 
 
-def units_on_device(
-    packed: PackedForest, found: ScoredUnits, which: np.ndarray | None, rows: np.ndarray
-) -> Units:
-    """Moves units to the device, in two copies: the integers and the temperatures.
+def edges_on_device(
+    packed: PackedForest, found: ScoredEdges, which: np.ndarray | None, rows: np.ndarray
+) -> DeviceEdges:
+    """Moves edges to the device, in two copies: the integers and the temperatures.
 
     Args:
         packed: the packed forest.
-        found: all its units.
-        which: int64 [*], the units to move. Default: all.
+        found: all its edges.
+        which: int64 [*], the edges to move. Default: all.
         rows: int64 [*], for each of these the row of the model's output that scores it.
     """
     device = packed.device
@@ -158,7 +158,7 @@ def units_on_device(
     predictors, row = np.unique(rows, return_inverse=True)
     both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
     predictor_ids, token_ids = both.split([len(predictors), len(token)])
-    return Units(
+    return DeviceEdges(
         predictors=predictor_ids,
         to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
         target=packed.model_inputs()["input_ids"][0, token_ids],
@@ -173,7 +173,7 @@ def scores_of(
     with_entropy: bool,
     statistics: Sequence[str] = (),
 ) -> SequenceScores:
-    """Copies the scores of units to the sequences that hold them.
+    """Copies the scores of edges to the sequences that hold them.
 
     Args:
         scores: [U, 1 + entropy + statistics].

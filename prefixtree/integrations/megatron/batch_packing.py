@@ -1,5 +1,5 @@
-"""`share`: a model computes each distinct token of a THD batch once, for callers that know nothing
-of forests.
+"""`pack_batches`: a model computes each distinct token of a THD batch once, for callers that know
+nothing of forests.
 
 Two hooks do it. Before the model, the sequences of the batch are packed into a forest; before the
 output layer, the hidden states are copied back to the tokens of the batch. What lies between, the
@@ -32,7 +32,7 @@ from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest, pack
 
 
-def share(model: Any) -> Any:
+def pack_batches(model: Any) -> Any:
     """Makes a model compute each distinct token of a THD batch once.
 
     The caller sends what it sent before, `packed_seq_params` with qkv_format "thd", and gets what
@@ -60,21 +60,21 @@ def share(model: Any) -> Any:
         check_model(language_model)
         if not _is_shared(language_model):
             with changing(language_model) as changes:
-                sharing = _Sharing(language_model)
+                packing = _BatchPacking(language_model)
                 before = language_model.register_forward_pre_hook
-                changes.hook(before, sharing.pack, with_kwargs=True)
+                changes.hook(before, packing.pack, with_kwargs=True)
                 behind = language_model.register_forward_hook
-                changes.hook(behind, sharing.end, always_call=True)
+                changes.hook(behind, packing.end, always_call=True)
                 changes.keep()
     return model
 
 
 def _is_shared(language_model: Any) -> bool:
     hooks = language_model._forward_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), _Sharing) for hook in hooks)
+    return any(isinstance(getattr(hook, "__self__", None), _BatchPacking) for hook in hooks)
 
 
-class _Sharing:
+class _BatchPacking:
     """The hooks of one model, and what they know during a forward.
 
     Args:
@@ -143,7 +143,7 @@ class _Sharing:
             raise UnsupportedError(
                 "the model did not call its output layer while its batch was shared (a trainer's "
                 "fused head, or a patched forward): its results would have a row per distinct "
-                "token; switch that off, or do without share"
+                "token; switch that off, or leave pack_batches out"
             )
 
     def _reset(self) -> None:
@@ -155,7 +155,8 @@ def _check_call(inputs: dict[str, Any], params: Any) -> None:
     """Refuses calls in which the rows of the batch mean something else."""
     refused = {
         "output_processor": "a trainer's own output processor takes hidden states of distinct "
-        "tokens for those of its batch; switch it off (fused heads, say), or do without share",
+        "tokens for those of its batch; switch it off (fused heads, say), or leave out "
+        "pack_batches",
         "decoder_input": "embeddings that were made outside of the model have a row per token of "
         "the batch; let the model embed input_ids",
         "inference_context": "caches of inference hold a row per token of the batch; generate "
@@ -167,17 +168,18 @@ def _check_call(inputs: dict[str, Any], params: Any) -> None:
     }
     for name, reason in refused.items():
         if inputs.get(name) is not None:
-            raise UnsupportedError(f"share is not served together with {name}: {reason}")
+            raise UnsupportedError(f"pack_batches is not served together with {name}: {reason}")
     if getattr(params, "local_cp_size", None) not in (None, 1):
         raise UnsupportedError(
-            f"share is not served with local_cp_size={params.local_cp_size}: ranks would hold "
-            "parts of a forest; set it to 1"
+            f"pack_batches is not served with local_cp_size={params.local_cp_size}: ranks would "
+            "hold parts of a forest; set it to 1"
         )
     ids = inputs.get("input_ids")
     if ids is None or ids.is_nested or ids.ndim != 2 or ids.shape[0] != 1:
         got = "None" if ids is None else f"{'nested' if ids.is_nested else list(ids.shape)}"
         raise UnsupportedError(
-            f"share needs input_ids [1, tokens] of the THD batch on every pipeline stage, got {got}"
+            "pack_batches needs input_ids [1, tokens] of the THD batch on every stage of the "
+            f"pipeline, got {got}"
         )
 
 
@@ -193,7 +195,7 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
     lengths = np.diff(ends)
     if len(starts) != len(ends) or (starts[:-1] + lengths > ids.shape[1]).any():
         raise UnsupportedError(
-            f"share got input_ids of {ids.shape[1]} tokens and sequences that end at "
+            f"pack_batches got input_ids of {ids.shape[1]} tokens and sequences that end at "
             f"{int((starts[:-1] + lengths).max())}: every pipeline stage needs the whole batch"
         )
     chosen = [(s, n) for s, n in zip(starts[:-1], lengths, strict=True) if n > 0]

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.integrations.trl.micro_batches import sharing_advice
-from prefixtree.integrations.trl.sharing import SharingReport
+from prefixtree.integrations.trl.sharing_report import SharingReport
 from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, train
 
 FIRST = "the first optimiser step"
