@@ -153,7 +153,7 @@ def forget_a_gradient(scores):
     ],
 )
 def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, dtype):
-    from prefixtree.integrations import transformers as adapter
+    from prefixtree.scoring import logprobs as adapter
 
     original = adapter.sequence_logprobs
 
@@ -181,7 +181,7 @@ def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, d
 def test_verify_turns_red_under_a_causal_mask(monkeypatch, rollout_file, config_file):
     """The mask that forgets the tree: every packed token sees all before it."""
     from prefixtree import pack
-    from prefixtree.integrations import transformers as adapter
+    from prefixtree.models import attention as adapter
 
     original = adapter.tree_attention
 

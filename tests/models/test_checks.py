@@ -258,14 +258,14 @@ def test_a_forward_of_ones_own(change):
     """log p was off by 1.2 to 2.2: what it did to the logits was lost."""
     model = build("llama")
     change(model)
-    match = r"is not the one .* 'llama' but comes from tests\..*model_checks.*allow_model_type"
+    match = r"is not the one .* 'llama' but comes from tests\..*test_checks.*allow_model_type"
     with pytest.raises(pt.UnsupportedError, match=match):
         sequence_logprobs(model, ragged_packed())
 
 
 def test_a_forward_patched_for_the_whole_class(monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", _halved(LlamaForCausalLM.forward))
-    with pytest.raises(pt.UnsupportedError, match=r"comes from tests\..*test_model_checks"):
+    with pytest.raises(pt.UnsupportedError, match=r"comes from tests\..*test_checks"):
         sequence_logprobs(build("llama"), ragged_packed())
 
 

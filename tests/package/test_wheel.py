@@ -89,9 +89,9 @@ def test_a_requirement_is_listed_once() -> None:
 # what a user writes, and the types that mypy should tell of it
 _SEEN = {
     "pt.sequence_logprobs": r"def \(model: Any, packed: prefixtree\.packing\.\S*PackedForest, .*\)"
-    r" -> prefixtree\.integrations\.\S*SequenceScores",
+    r" -> prefixtree\.scoring\.\S*SequenceScores",
     "scores.logprobs": r"list\[.*\]",
-    "pt.plan_micro_batches": r"def \(.*\) -> prefixtree\.packing\.\S*MicroBatchPlan",
+    "pt.plan_micro_batches": r"def \(.*\) -> prefixtree\.planning\.\S*MicroBatchPlan",
     "forest.num_tokens": r"int",
     "pt.explain": r"def \(.*\) -> str",
 }

@@ -233,6 +233,9 @@ def _differs(*parts: str) -> tuple[re.Pattern[str], ...]:
 
 
 # on each rank
+_APART = tuple(
+    f"over ranks [{one}]. The group has ranks [{other}] too" for one, other in ((0, 1), (1, 0))
+)
 MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     "other order": _differs("the order of its sequences"),
     "other tokens": _differs("its token ids"),
@@ -263,8 +266,8 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     "other heads": _differs(
         r"linear by its configuration .*, kv_heads by its configuration \(1, on rank 0 2\)"
     ),
-    "averaged over others": ("ranks [0], without [1] of the", "ranks [1], without [0] of the"),
-    "sharded over others": ("ranks [0], without [1] of the", "ranks [1], without [0] of the"),
+    "averaged over others": _APART,
+    "sharded over others": _APART,
     "odd heads": ("3 query heads and 3 kv heads do not divide among 2 ranks",) * 2,
     "one raises": (
         "RuntimeError: rank 1 of the group refused this call, so no rank computes it: ValueError: "

@@ -677,7 +677,7 @@ def test_static_graphs_are_refused(tmp_path) -> None:
 @pytest.mark.parametrize("model_type", cases(["qwen3", "qwen3_5"]))
 def test_the_example_of_the_docs(model_type: str) -> None:
     """The page's loop, at a budget below its trees: the gradients are those of one micro-batch."""
-    page = (Path(__file__).parents[3] / "docs/larger-trees.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/larger-trees.md").read_text()
     code = page.split("## Example\n\n```python\n")[1].split("```")[0]
     model, objective = build(model_type), ragged_objective()
     names: dict[str, Any] = {

@@ -82,7 +82,7 @@ def test_the_verdict_does_not_hang_on_torchs_sums(monkeypatch, verify, config):
 
 def test_a_dropped_gradient_is_red_all_the_same(monkeypatch, verify):
     """That of the last quarter of one sequence of six."""
-    from prefixtree.integrations import transformers as adapter
+    from prefixtree.scoring import logprobs as adapter
 
     original = adapter.sequence_logprobs
 

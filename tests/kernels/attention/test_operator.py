@@ -434,8 +434,8 @@ def attend():
     torch.compile(pt.tree_attention, backend="eager", fullgraph=True)(q, q, q, mask)
 
 attend()
-for room in ("attention", "operator"):
-    importlib.reload(sys.modules[f"prefixtree.kernels.{room}"])
+for room in ("api", "operator"):
+    importlib.reload(sys.modules[f"prefixtree.kernels.attention.{room}"])
     attend()
 for name in [name for name in sys.modules if name.startswith("prefixtree")]:
     del sys.modules[name]
