@@ -1,4 +1,4 @@
-"""Agreement of ranks, and where gathered rows stand; test_groups.py has real ranks."""
+"""Agreement of ranks, and where gathered rows stand; test_in_groups.py has real ranks."""
 
 from __future__ import annotations
 

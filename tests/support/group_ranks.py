@@ -1,4 +1,4 @@
-"""One rank of test_groups.py: forests that the ranks of a group compute together."""
+"""One rank of test_in_groups.py: forests that the ranks of a group compute together."""
 
 from __future__ import annotations
 
