@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import typer
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from prefixtree import MicroBatch, PrefixForest, plan_micro_batches, sequence_logprobs
 from prefixtree.demo import depot
@@ -211,21 +210,8 @@ def update(
 
 
 def make_model(settings: Settings) -> Any:
-    """A Qwen3 with random weights, without dropout: old and new log-probabilities must agree."""
-    config = Qwen3Config(
-        vocab_size=len(depot.WORDS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        initializer_range=0.1,
-        pad_token_id=depot.PAD_TOKEN,
-    )
-    torch.manual_seed(settings.seed)
-    attention = "sdpa" if settings.replicated else "prefixtree"
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    """A tiny Qwen3 with random weights: no dropout, old and new log-probabilities must agree."""
+    return depot.player(settings.seed, "sdpa" if settings.replicated else "prefixtree")
 
 
 def train(policy: Any, settings: Settings) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ Deterministic: the same words always get the same reply.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 _SYSTEM = """
 you steer a small robot through a parcel depot . the depot has five rows and five columns of
@@ -109,3 +110,30 @@ class Depot:
         words = ["north"] * (to_row < row) + ["south"] * (to_row > row)
         words += ["west"] * (to_column < column) + ["east"] * (to_column > column)
         return f"the parcel lies {'to the ' + ' '.join(words) if words else 'here'} ."
+
+
+def player(seed: int, attention: str = "sdpa") -> Any:
+    """A tiny Qwen3 with random weights over the depot's words, in evaluation mode.
+
+    Args:
+        attention: attn_implementation.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=len(WORDS),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        # lively enough that a wrong mask would show in every figure
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=END_TOKEN,
+        pad_token_id=PAD_TOKEN,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

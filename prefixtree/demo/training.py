@@ -132,7 +132,7 @@ def train(
     Returns:
         The facts, ready for JSON, and the first trees.
     """
-    replicated = _model(seed)
+    replicated = depot.player(seed)
     packed = copy.deepcopy(replicated)
     packed.set_attn_implementation("prefixtree")
     optimizers = [
@@ -419,29 +419,6 @@ def _warm_up(replicated: Any, packed: Any) -> None:
     pair = [tokens, np.append(tokens[:8], tokens[:3])]
     batch = Batch(pair, [np.ones(len(s), bool) for s in pair], [1.0, -1.0], 0.0)
     _update(replicated, packed, batch, pack(PrefixForest.from_sequences(pair)))
-
-
-def _model(seed: int) -> Any:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    import prefixtree.integrations.transformers  # noqa: F401  registers "prefixtree"
-
-    config = Qwen3Config(
-        vocab_size=len(depot.WORDS),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        # lively enough that a wrong mask would show in every figure
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=depot.END_TOKEN,
-        pad_token_id=depot.PAD_TOKEN,
-    )
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
 def _timed(run: Any) -> tuple[Any, float]:

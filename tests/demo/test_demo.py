@@ -31,12 +31,11 @@ def short_demo(monkeypatch):
 
 @pytest.fixture
 def no_training(monkeypatch):
-    from prefixtree.demo import training as demo
 
     def started(*_):
         raise AssertionError("a model was made before the paths were checked")
 
-    monkeypatch.setattr(demo, "_model", started)
+    monkeypatch.setattr(depot, "player", started)
 
 
 # ---- the depot ----------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def test_every_word_of_the_depot_is_a_token():
 def test_rollouts_branch_and_are_scored_turn_by_turn():
     from prefixtree.demo import training as demo
 
-    model = demo._model(3)
+    model = depot.player(3)
     model.set_attn_implementation("prefixtree")
     trees = demo.roll_out(model, seed=0)
     assert len(trees) == depot.TASKS
@@ -124,7 +123,7 @@ def test_rollouts_branch_and_are_scored_turn_by_turn():
 def test_a_seed_is_a_set_of_rollouts():
     from prefixtree.demo import training as demo
 
-    model = demo._model(3)
+    model = depot.player(3)
     model.set_attn_implementation("prefixtree")
     one, same, other = (demo.rollout_rows(demo.roll_out(model, seed)) for seed in (0, 0, 1))
     assert one == same != other
