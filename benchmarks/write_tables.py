@@ -159,7 +159,7 @@ def megatron() -> Parts:
         "megatron": "tensor parallel 2, bfloat16, each sequence alone through Megatron's attention",
         "triton": "tensor parallel 2, bfloat16, scored edges, backend triton",
         "flash": "the same, backend flash",
-        "share": "the same, `share`",
+        "pack_batches": "the same, `pack_batches`",
     }
     errors += [(text, cases("half", name.__eq__)) for name, text in half.items()]
     yield f"{machine(data['environment'], 'triton', 'megatron-core')}; two GPUs, NCCL"
@@ -176,7 +176,7 @@ def megatron() -> Parts:
     )
     sides = {
         "chains": "nothing shared (a forest of chains)",
-        "share": "`share`",
+        "pack_batches": "`pack_batches`",
         "scored edges": "`tree_logprobs`",
     }
     slowest = {name: max((rank[name] for rank in runs["times"]), key=_ms) for name in sides}
