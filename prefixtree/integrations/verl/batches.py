@@ -95,11 +95,11 @@ def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) ->
     Not filled up with empty micro-batches, because verl takes as many values of every metric from
     all ranks.
     """
-    place = np.argsort(leaf_order(forest))
     found = list(batches)
     while len(found) < count:
         at = max(range(len(found)), key=lambda i: len(found[i].sequence_indices))
-        held = sorted(found[at].sequence_indices.tolist(), key=place.__getitem__)
+        # in the order of the leaves, as `leaf_order`
+        held = sorted(found[at].sequence_indices.tolist(), key=forest.sequence_node.__getitem__)
         half = len(held) // 2
         found[at : at + 1] = [micro_batch_of(forest, part) for part in (held[:half], held[half:])]
     return found
