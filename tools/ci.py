@@ -38,8 +38,12 @@ ROOT = Path(__file__).parents[1]
 COSTS = ROOT / "tests/costs.json"
 README = ROOT / "tests/README.md"
 LOGS = ROOT / ".ci/logs"
-# what the graphs of compiled layers hold of this package, beside kernels
-_COMPILED = ("attention", "compiled", "families", "hybrids", "layers", "replay", "router_loss")
+# the rooms that decide full products of families, modes and wrappers; of the kernels the host side,
+# which compiled layers have in their graphs
+_OF_MODELS = (
+    *("models", "recompute", "sampling", "scoring", "parallel", "testing"),
+    *("kernels", "kernels/attention", "kernels/lm_head", "kernels/recurrence"),
+)
 # a target fails when it takes this many times its entry in COSTS, and so many processor seconds
 # more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
@@ -99,10 +103,8 @@ def targets() -> list[Target]:
         Target(
             "test-full PART=rest",
             files=(
-                *(f"prefixtree/models/{name}.py" for name in _COMPILED),
-                *(f"prefixtree/{room}/*.py" for room in ("recompute", "sampling", "scoring")),
-                *("prefixtree/parallel/*.py", "prefixtree/planning/model_cost.py"),
-                *("prefixtree/testing/reference.py", "prefixtree/sharing/estimate.py"),
+                *(f"prefixtree/{room}/*.py" for room in _OF_MODELS),
+                *("prefixtree/planning/model_cost.py", "prefixtree/sharing/estimate.py"),
                 *("examples/fsdp2_grpo.py", "docs/what-fits-where.md", "pyproject.toml"),
                 *("tests/support/*_configs.py", *_tests_marked_full(kernels=False)),
             ),
