@@ -417,7 +417,17 @@ def say_end(run: Run) -> None:
     say(f"  {word:<7} {run.target.label:<28} {run.seconds / 60:5.1f} min  {closing}")
     if run.problem:
         say(f"          {run.problem}; the end of {run.log}:")
-        say("\n".join(f"          | {line}" for line in last[-80:]))
+        say("\n".join(f"          | {line}" for line in telling(last)))
+
+
+def telling(lines: Sequence[str], most: int = 80) -> list[str]:
+    """The end of a log, without what was skipped and how long tests took: the failures are at the
+    very end, as whoever shows this may cut it."""
+    failures = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
+    noise = re.compile(r"(SKIPPED|FAILED|ERROR|XFAIL) |\s*[\d.]+s (call|setup|teardown) ")
+    rest = [line for line in lines if not noise.match(line)]
+    causes = [line for line in rest if re.match(r"E  ", line)]
+    return [*rest[-most:], *causes[-most // 4 :], *failures[-most // 4 :]]
 
 
 def summary(runs: Sequence[Run], lost: Sequence[Target], loop_seconds: float) -> bool:
@@ -436,6 +446,10 @@ def summary(runs: Sequence[Run], lost: Sequence[Target], loop_seconds: float) ->
             for number, word in re.findall(r"(\d+) (passed|failed|skipped)", " ".join(closing)):
                 counts[word] += int(number)
     red = [run.target.label for run in runs if run.problem] + [target.label for target in lost]
+    for run in runs:
+        if run.problem:
+            say(f"\n{run.target.label}: {run.problem}")
+            say("\n".join(telling(run.log.read_text(errors="replace").splitlines(), 20)))
     say(f"\nred: {', '.join(red)}" if red else "\nall green")
     counts["failed"] += len(red) if not counts["failed"] else 0
     say(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")

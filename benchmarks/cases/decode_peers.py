@@ -14,9 +14,13 @@ samples of 256 new tokens; then the sides are tree and rows.
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled
+    +prefixtree  a side with attn_implementation="prefixtree" for "sdpa", as a trainer generates whose
+                 class alone was replaced; its first tokens, drawn greedily, have to be those of "sdpa"
     +gqa         a side with TRANSFORMERS_SDPA_FORCE_GQA=1, as dynamic+gqa or static+gqa: attention
                  reads the kv heads as they are and never repeats them for a group. Versions of
                  transformers that do not read the variable skip these sides
+
+With --padding every second prompt has as many tokens of padding before it.
 
 "prefill ms" lasts until the logits of the first new token are there; "ms/step" is the mean over all
 later tokens. "compile s" is what the first calls took beyond the time of as many steps, and
@@ -146,7 +150,7 @@ def generate(
     clock.mark()
     out = model.generate(
         input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
+        attention_mask=attention_mask_of(prompts, options),
         max_new_tokens=options.new,
         do_sample=True,
         # transformers' default would look for the 50 likeliest of all logits
@@ -159,11 +163,31 @@ def generate(
     return time.perf_counter() - start, clock.ms(), out
 
 
+def attention_mask_of(prompts: torch.Tensor, options: argparse.Namespace) -> torch.Tensor:
+    """[rows, prompt], 0 where every second prompt has padding."""
+    mask = torch.ones_like(prompts)
+    second = torch.arange(len(prompts), device=mask.device) // options.samples % 2 == 1
+    mask[second, : options.padding] = 0
+    return mask
+
+
+def differs_from_sdpa(model: Any, prompts: torch.Tensor, options: argparse.Namespace) -> bool:
+    """Whether greedy tokens behind a few prompts are others than those of "sdpa"."""
+    given, found = prompts[:: options.samples], []
+    mask = attention_mask_of(prompts, options)[:: options.samples]
+    for attention in ("sdpa", "prefixtree"):
+        model.set_attn_implementation(attention)
+        how: dict[str, Any] = {"max_new_tokens": WARM_STEPS, "do_sample": False}
+        found.append(model.generate(input_ids=given, attention_mask=mask, **how))
+    return not torch.equal(*found)
+
+
 def compare(side: str, options: argparse.Namespace) -> Row:
     """One side's whole generation."""
-    cache, _, gqa = side.partition("+")
-    with side_environment(is_gqa=bool(gqa)), torch.no_grad():
-        model = model_of(options, "sdpa", options.layers, options.dtype)
+    cache, *more = side.split("+")
+    with side_environment(is_gqa="gqa" in more), torch.no_grad():
+        attention = "prefixtree" if "prefixtree" in more else "sdpa"
+        model = model_of(options, attention, options.layers, options.dtype)
         given = torch.from_numpy(np.stack(prompts_of(options, model.config.vocab_size)))
         prompts = given.to(options.device).repeat_interleave(options.samples, 0)
         warm = 0.0
@@ -183,6 +207,8 @@ def compare(side: str, options: argparse.Namespace) -> Row:
             red.append("prompts")
         if is_compiled != (cache == "static"):
             red.append(f"compiled: {is_compiled}")
+        if attention != "sdpa" and differs_from_sdpa(model, prompts, options):
+            red.append("tokens are not those of sdpa")
         if red:
             return {"side": side, "red": red}
         expected = WARM_CALLS * 1e-3 * (ms[0] + statistics.mean(ms[1:]) * (steps - 1))
@@ -295,13 +321,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side generated what it should."""
     what = parser(__doc__)
     known = [
-        f"{side}{gqa}" for side in ("dynamic", "static", "static-eager") for gqa in ("", "+gqa")
+        f"{side}{more}"
+        for side in ("dynamic", "static", "static-eager")
+        for more in ("", "+gqa", "+prefixtree")
     ]
     known += OURS
     what.add_argument("--sides", nargs="+", choices=known, metavar="SIDE")
     what.add_argument("--prompts", type=int, default=8)
     what.add_argument("--samples", type=int, help="per prompt; default: 16, of histories 4")
     what.add_argument("--prompt", type=int, default=2048, help="tokens per prompt")
+    what.add_argument("--padding", type=int, default=0, help="tokens before every second prompt")
     what.add_argument("--new", type=int, help="new tokens per sample; default: 1024, or 256")
     what.add_argument("--rollouts", help="JSONL.gz, whose histories are the prompts")
     what.add_argument("--layers", type=int, help="default: 28")
@@ -319,6 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.is_tiny:
         options.prompts, options.samples = min(options.prompts, 2), min(options.samples, 2)
         options.prompt = max(2, round(options.prompt * options.scale))
+        options.padding = min(options.padding, options.prompt // 2)
         options.new = max(3, round(options.new * options.scale))
     if not knows_gqa():
         options.skipped = [side for side in options.sides if side.endswith("+gqa")]
@@ -326,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"skipped: {options.skipped} (transformers does not read {GQA})")
     prompts = "histories" if by_history else f"{options.prompts} prompts of {options.prompt} tokens"
     workload = f"{prompts} x {options.samples} samples of {options.new} new tokens, {options.dtype}"
+    if options.padding:
+        workload += f", {options.padding} tokens of padding before every second prompt"
     report = Report(options, workload=workload)
     for side in options.sides:
         run = compare_ours if side in OURS else compare

@@ -105,7 +105,8 @@ def test_decode_peers(
 ) -> None:
     out = tmp_path / "peers.json"
     some: list[Any] = ["--layers", "1", "--compile-backend", "eager", "--out", str(out)]
-    sides = ["dynamic", "static+gqa"]
+    sides = ["dynamic", "static+gqa", "dynamic+prefixtree"]
+    some += ["--padding", "3"]
     monkeypatch.setattr(decode_peers, "WARM_STEPS", 3)
     assert decode_peers.main([*TINY, "--scale", "0.005", *some, "--sides", *sides]) == 0
     data = result(out)
