@@ -14,8 +14,8 @@ samples of 256 new tokens; then the sides are tree and rows.
     dynamic      the cache that `generate` takes by itself
     static       cache_implementation="static", whose forward `generate` compiles
     static-eager the same, not compiled
-    +prefixtree  a side with attn_implementation="prefixtree" for "sdpa", as a trainer generates whose
-                 class alone was replaced; its first tokens, drawn greedily, have to be those of "sdpa"
+    +prefixtree  a side with attn_implementation="prefixtree" for "sdpa": how a trainer generates if
+                 its class alone is replaced. Its greedy tokens have to be those of "sdpa"
     +gqa         a side with TRANSFORMERS_SDPA_FORCE_GQA=1, as dynamic+gqa or static+gqa: attention
                  reads the kv heads as they are and never repeats them for a group. Versions of
                  transformers that do not read the variable skip these sides
