@@ -139,7 +139,7 @@ ELSEWHERE = {
     "integrations/verl/metered.py": "of a configuration",
     "models/vision.py": "the output of a tower, which is no module",
     "sampling/graphs.py": "torch's synchronisation warnings, within try",
-    "demo/training.py": "models of its own",
+    "demo/depot.py": "models of its own",
     "testing/models.py": "models of its own",
     "kernels/torch_library.py": "torch's namespace of operators: stays",
 }

@@ -85,8 +85,10 @@ def partial_kernel(
             keys = tl.minimum(tl.load(PIECES + 5 * piece + 1), tl.max(seen_to, 0) + 1 - depth)
             low = 0
             if HAS_WINDOW:
-                shallowest = tl.min(tl.where(sees, last, 2147483647), 0)
-                low = tl.maximum(low, shallowest - window + 1 - depth)
+                # where no row sees, `low` stays below what a pipelined loop can add to it: compiled
+                # loops load ahead, at low + KEYS, and a wrapped number would pass for a small one
+                shallowest = tl.min(tl.where(sees, last, 1073741824), 0)
+                low = tl.minimum(tl.maximum(low, shallowest - window + 1 - depth), keys)
             for at in range(low, keys, KEYS):
                 inside = at + lane < keys
                 first = (begin + at).to(tl.int64) * KV_HEADS + kv_head
