@@ -24,6 +24,9 @@ collect_ignore = [
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# operations of tiny tensors; threads that wait for a core beside other work make them 16x slower
+torch.set_num_threads(1)
+
 pytest.register_assert_rewrite("tests.support")
 
 from tests.support.full import add_option, skip_without_it, tell_ranks  # noqa: E402

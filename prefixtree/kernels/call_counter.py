@@ -8,16 +8,19 @@ number of calls is the one thing that shows it.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from prefixtree.packing.host_mask import HostMask
 
 
 class _Watch(threading.local):
     mask: HostMask | None = None
-    calls: int = 0
-    recurrent: int = 0
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
 
 
 # a forward runs in one thread, and other threads may run other models meanwhile
@@ -28,21 +31,15 @@ _watch = _Watch()
 def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
     """Gives a function that returns the number of forward calls over `mask` so far, in the thread
     that entered: of `tree_attention`, and of recurrent operators."""
-    before = _watch.mask, _watch.calls, _watch.recurrent
+    before = _watch.mask, _watch.calls
     try:
-        _watch.mask, _watch.calls, _watch.recurrent = mask, 0, 0
-        yield lambda: (_watch.calls, _watch.recurrent)
+        _watch.mask, _watch.calls = mask, Counter()
+        yield lambda: (_watch.calls["attention"], _watch.calls["recurrence"])
     finally:
-        _watch.mask, _watch.calls, _watch.recurrent = before
+        _watch.mask, _watch.calls = before
 
 
-def note_call(mask: HostMask) -> None:
-    """Called by `tree_attention` where it computes, once per forward call."""
+def note_call(mask: HostMask, of: Literal["attention", "recurrence"]) -> None:
+    """Called by an operator where it computes, once per forward call."""
     if _watch.mask is mask:
-        _watch.calls += 1
-
-
-def note_recurrence(mask: HostMask) -> None:
-    """Called by recurrent operators likewise."""
-    if _watch.mask is mask:
-        _watch.recurrent += 1
+        _watch.calls[of] += 1

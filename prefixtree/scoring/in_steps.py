@@ -147,7 +147,7 @@ def scores_in_steps(
     causal_lm: Any,
     packed: PackedForest,
     found: ScoredEdges,
-    share: LocalPart,
+    whole: LocalPart,
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
@@ -158,7 +158,7 @@ def scores_in_steps(
     Args:
         forward: calls the model once.
         model, causal_lm, packed, found: as `sequence_logprobs` has them.
-        share: of the whole forest.
+        whole: the forest as this rank's part.
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
@@ -202,7 +202,7 @@ def scores_in_steps(
             "rank can go on without it; its own message says what it needs"
         )
     if num_runs == 1:
-        return forward(share.mask, share.inputs, share.edges)
+        return forward(whole.mask, whole.inputs, whole.edges)
     on_host = steps is not None and steps.stats.on_host
     if steps is None:
         # other ranks have more than one
@@ -212,7 +212,7 @@ def scores_in_steps(
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = _Wrapped(model, device)
     # what the second forward of a step reads
-    inputs = {f"packed.{n}, or what shares its memory,": share.inputs[n] for n in _TOKENS}
+    inputs = {f"packed.{n}, or what shares its memory,": whole.inputs[n] for n in _TOKENS}
     stamp = ModelStamp(model, inputs, for_backward=True) if trains else None
 
     def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
@@ -223,7 +223,7 @@ def scores_in_steps(
                 nothing = edges_on_device(packed, found, rows, rows)
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
             part = steps[step]
-            of_part = part_inputs(share.inputs, part, PartMask(part, exchanges))
+            of_part = part_inputs(whole.inputs, part, PartMask(part, exchanges))
             return forward(part.mask, of_part, edges_on_device(packed, found, *scored[step]))
 
     def check() -> None:

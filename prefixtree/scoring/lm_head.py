@@ -29,13 +29,13 @@ from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
 
 @dataclass
 class Handed:
-    """The scores that the lm_head gave to the model.
+    """The scores that an output layer gave to its model in the place of logits.
 
     Attributes:
-        values: float32 [U, columns], and nobody else's.
+        values: [U, columns], float32 (or float64, of Megatron in float64), and nobody else's.
         output: [1, U, columns], what the model returns in the place of logits.
         version: of `output` when it was handed over; None where torch keeps none.
-        times: how often the lm_head was called.
+        times: how often the output layer was called.
         treated: what the model made of `output` as if it were logits, until it was looked at.
     """
 
@@ -46,8 +46,9 @@ class Handed:
     treated: torch.Tensor | None = None
 
     def give(self, scores: torch.Tensor) -> torch.Tensor:
-        """The output of the output embedding for scores [U, columns], before the hooks of its
-        wrapper."""
+        """The output [1, U, columns] of the output layer for scores [U, columns], before the hooks
+        of its wrapper."""
+        self.times += 1
         self.values = scores.detach()
         # no view: in-place arithmetic on one would lose the hooks of sharding wrappers
         self._hold(scores[None].clone())
@@ -62,14 +63,13 @@ class Handed:
         Raises:
             UnsupportedError: the hooks cast or changed it.
         """
-        _check_dtype(output, "a wrapper of the output embedding cast")
+        self._check_dtype(output, "a wrapper of the output embedding cast")
         if self.output is not None and not self._is_unchanged(output):
             raise UnsupportedError(
                 "a hook changed the output embedding's output, which are the scores here: what it "
                 "does to logits cannot be done to log-probabilities; remove it while scoring"
             )
         self._hold(output)
-        self.times += 1
 
     def check_treatment(self, causal_lm: Any, rule: LogitRule) -> None:
         """Holds what the model made of the lm_head's output against `rule`, which stands for it.
@@ -111,13 +111,21 @@ class Handed:
                 f"the wrapped model returned a {type(output).__name__} without logits; a wrapper's "
                 "forward must return the model's output"
             )
-        if self.values is None or self.output is None:
+        if self.values is None:
             raise UnsupportedError(
                 "the model did not call its output embedding in the thread that called "
                 "sequence_logprobs: call it without nn.DataParallel and without a wrapper that "
                 "starts threads"
             )
-        _check_dtype(scores, "a wrapper cast")
+        return self.unchanged(scores)
+
+    def unchanged(self, scores: torch.Tensor) -> torch.Tensor:
+        """[1, U, columns] that came out of the model -> [U, columns].
+
+        Raises:
+            UnsupportedError: they are not what was handed over.
+        """
+        self._check_dtype(scores, "a wrapper cast")
         if not self._is_unchanged(scores):
             raise UnsupportedError(
                 "a wrapper or a hook changed the model's logits on the way out, which are the "
@@ -129,6 +137,16 @@ class Handed:
     def _hold(self, output: torch.Tensor) -> None:
         self.output = output
         self.version = None if output.is_inference() else output._version
+
+    def _check_dtype(self, scores: torch.Tensor, who: str) -> None:
+        assert self.values is not None
+        if scores.dtype != self.values.dtype:
+            raise UnsupportedError(
+                f"{who} the log-probabilities to {scores.dtype}; keep outputs in "
+                f"{str(self.values.dtype).removeprefix('torch.')} "
+                "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
+                "embedding's edge as of the root's)"
+            )
 
     def _is_unchanged(self, scores: torch.Tensor) -> bool:
         """Whether `scores` are those that were handed over."""
@@ -298,13 +316,4 @@ def _check_rows_of_logits(
             f"the output embedding ({type(lm_head).__name__}) gives a token other logits when "
             "other tokens stand beside it: a packed forest has no such neighbours; use an lm_head "
             "that treats every token alone"
-        )
-
-
-def _check_dtype(scores: torch.Tensor, who: str) -> None:
-    if scores.dtype != torch.float32:
-        raise UnsupportedError(
-            f"{who} the log-probabilities to {scores.dtype}; keep outputs in float32 "
-            "(MixedPrecisionPolicy(output_dtype=torch.float32) for FSDP2, of the output "
-            "embedding's edge as of the root's)"
         )

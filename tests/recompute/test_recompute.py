@@ -73,8 +73,12 @@ def mixed(model: Any) -> RecomputePlan:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators of attention and of recurrences that ran, one name each."""
     ran: list[str] = []
-    monkeypatch.setattr(operator, "note_call", lambda mask: ran.append("attention"))
-    monkeypatch.setattr(recurrence, "note_recurrence", lambda mask: ran.append("recurrence"))
+
+    def note(mask: Any, of: str) -> None:
+        ran.append(of)
+
+    monkeypatch.setattr(operator, "note_call", note)
+    monkeypatch.setattr(recurrence, "note_call", note)
     monkeypatch.setattr(scoring, "every_layer_attends", lambda *_: nullcontext())
     return ran
 

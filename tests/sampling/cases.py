@@ -91,3 +91,9 @@ def turns(
         rows.drop(range(4, len(rows), 5))
         rows.append({r: words(rng, rng.integers(0, 8)) for r in range(len(rows))})
     return rows.samples()
+
+
+def same_samples(one: Samples, two: Samples) -> bool:
+    """Whether both have the same tokens in the same rows."""
+    pairs = zip(one.sequences, two.sequences, strict=True)
+    return one.paths == two.paths and all(np.array_equal(a, b) for a, b in pairs)

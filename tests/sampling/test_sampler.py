@@ -4,7 +4,6 @@ that depend on nothing but the seed and the tree."""
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch._dynamo.utils import counters
 import prefixtree as pt
 from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling import rows as rows_module
-from prefixtree.sampling.forest_cache import ForestCache
 from prefixtree.sampling.growing_forest import GrowingForest
 from prefixtree.sampling.step import DecodeStep
 from tests.sampling.cases import (
@@ -24,16 +22,11 @@ from tests.sampling.cases import (
     generated,
     histories,
     models,
+    same_samples,
     turns,
     words,
 )
-from tests.support.models import build, enable_checkpointing
-
-
-def _same(one: Samples, two: Samples) -> bool:
-    pairs = zip(one.sequences, two.sequences, strict=True)
-    return one.paths == two.paths and all(np.array_equal(a, b) for a, b in pairs)
-
+from tests.support.models import build
 
 # ---- tokens and log-probabilities ----------------------------------------------------------------
 
@@ -144,7 +137,7 @@ def test_other_batches_give_the_same_tokens(monkeypatch):
     one = run(12)
     lengths = {len(p) for p in map(np.flatnonzero, one.loss_masks)}
     assert len(lengths) > 3 and one.finished.any() and not one.finished.all()
-    assert _same(one, run(5, 7))
+    assert same_samples(one, run(5, 7))
     batches: list[int] = []
     original = DecodeStep.begin
     monkeypatch.setattr(
@@ -152,12 +145,12 @@ def test_other_batches_give_the_same_tokens(monkeypatch):
     )
     for share in (0.0, 1.0):
         monkeypatch.setattr(rows_module, "_STILL_FULL", share)
-        assert _same(one, run(12))
+        assert same_samples(one, run(12))
         # never narrowed, or at every step at which a row stops
         assert (len(batches) == 1) == (share == 0.0)
         batches.clear()
     monkeypatch.setattr(rows_module, "_LOOK_EVERY", {"cpu": 4})
-    assert _same(one, run(12))
+    assert same_samples(one, run(12))
     for kept in (0, 4):
         rows = sampler.start(forest)
         rows.branch(3)
@@ -165,11 +158,11 @@ def test_other_batches_give_the_same_tokens(monkeypatch):
         rows.generate(12, draws, stop)
         assert rows.samples().sequences[0].tolist() == one.sequences[kept].tolist()
     # another seed, and another number among its siblings, are other draws
-    assert not _same(one, run(12, rows=[0]))
+    assert not same_samples(one, run(12, rows=[0]))
     other = sampler.start(forest)
     other.branch(3)
     other.generate(12, Draws(seed=12), stop)
-    assert not _same(one, other.samples())
+    assert not same_samples(one, other.samples())
     assert len({tuple(s) for s in map(tuple, one.sequences)}) == len(one.sequences)
 
 
@@ -186,7 +179,7 @@ def test_rows_may_branch_in_any_order():
             places = [place + (source == 0) * (n == 1) for n, place in enumerate(places)]
         rows.generate(6, Draws(seed=1))
         found.append(rows.samples())
-    assert _same(*found) and found[0].paths == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert same_samples(*found) and found[0].paths == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_keys_that_move_give_the_same_tokens(monkeypatch):
@@ -201,7 +194,7 @@ def test_keys_that_move_give_the_same_tokens(monkeypatch):
     monkeypatch.setattr(GrowingForest, "_move_together", moving)
     whole = turns(ours, Draws(seed=5))
     assert not moves
-    assert _same(whole, turns(ours, Draws(seed=5), max_keys=520))
+    assert same_samples(whole, turns(ours, Draws(seed=5), max_keys=520))
     assert moves
 
 
@@ -214,7 +207,7 @@ def test_long_replies_are_read_in_several_forwards(monkeypatch):
         lambda _, args: tokens.append(args[0].numel())
     ):
         pieces = turns(ours, Draws(seed=5))
-    assert tokens.count(5) > 10 and _same(whole, pieces)
+    assert tokens.count(5) > 10 and same_samples(whole, pieces)
     for one, two in zip(whole.logprobs, pieces.logprobs, strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
 
@@ -249,266 +242,6 @@ def test_compiled_layers_serve_every_sampler_and_number_of_rows():
         made.append(counters["stats"]["unique_graphs"])
     assert made[0] == made[1] > 0
     torch._dynamo.reset()
-
-
-# ---- training around it --------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo
-def test_a_model_as_training_has_it():
-    """In training mode with checkpointing, compiled layers and LoRA, between updates."""
-    from peft import LoraConfig, get_peft_model
-
-    ours, _ = models()
-    model = copy.deepcopy(ours)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).train()
-    enable_checkpointing(model, use_reentrant=False)
-    torch._dynamo.reset()
-    counters.clear()
-    pt.compile_layers(adapted, backend="eager")
-    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], 0.5)
-    sampler = TreeSampler(adapted, 1000)
-    for _ in range(2):
-        graphs = counters["stats"]["unique_graphs"]
-        samples = sampler.sample([[3, 4, 5], [3, 4, 6, 7]], 3, 5, Draws(seed=1))
-        # torch compiles nothing below its own checkpointing
-        assert counters["stats"]["unique_graphs"] == graphs, "sampling compiled something"
-        packed = pt.pack(samples.forest)
-        scores = pt.sequence_logprobs(adapted, packed, loss_mask=samples.loss_masks)
-        assert counters["stats"]["unique_graphs"] > 0
-        for new, old in zip(scores.logprobs, samples.logprobs, strict=True):
-            torch.testing.assert_close(new.detach(), old, atol=2e-5, rtol=0)
-        sum(p.sum() for p in scores.logprobs).backward()
-        optimizer.step()
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
-def test_keys_of_another_adapter_are_refused():
-    from peft import LoraConfig, get_peft_model
-
-    ours, _ = models()
-    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    adapted = get_peft_model(copy.deepcopy(ours), config)
-    adapted.add_adapter("other", config)
-    adapted.set_adapter("default")
-    sampler = TreeSampler(adapted.eval(), 100)
-
-    def rescaled() -> Any:
-        layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
-        layer.scale_layer(2.0)
-        return nullcontext()
-
-    for change in (adapted.disable_adapter, lambda: adapted.set_adapter("other"), rescaled):
-        rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-        rows.generate(2)
-        with change() or nullcontext():
-            with pytest.raises(RuntimeError, match="weights or adapters changed"):
-                rows.generate(2)
-            # what was so from the start is fine, and other parts of a model's state are no weights
-            rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-            adapted.train().requires_grad_(False)
-            rows.generate(2)
-            adapted.eval()
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
-def test_adapters_of_experts():
-    """PEFT's forwards set and move the parameters that its adapters of experts belong to."""
-    from peft import LoraConfig, get_peft_model
-
-    experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    config = LoraConfig(r=2, target_parameters=experts, init_lora_weights=False)
-    model = get_peft_model(build("qwen3_moe"), config).eval()
-    prompts = [[3, 4, 5], [3, 4, 6, 7]]
-    rows = TreeSampler(model, 100).start(pt.PrefixForest.from_sequences(prompts))
-    rows.generate(3, GREEDY)
-    rows.generate(3, GREEDY)
-    found = [sequence.tolist() for sequence in rows.samples().sequences]
-    model.set_adapter("default")
-    rows.generate(1)
-    model.merge_adapter()
-    with pytest.raises(
-        RuntimeError, match=r"changed since the sampler started \(merged_adapters of"
-    ):
-        rows.generate(1)
-    model.unmerge_adapter()
-    model.base_model.model.set_attn_implementation("sdpa")
-    expected = generated(model, prompts, 6, [])
-    assert found == [p + e for p, e in zip(prompts, expected, strict=True)]
-
-
-def test_inference_mode_may_come_and_go():
-    """The kept keys outlive it."""
-    ours, _ = models()
-    sampler, forest = TreeSampler(ours, 500), pt.PrefixForest.from_sequences([[3, 4, 5], [3, 9]])
-    found = []
-    for modes in ((True, False, True), (False, True, False), (False, False, False)):
-        with torch.inference_mode(modes[0]):
-            rows = sampler.start(forest)
-        with torch.inference_mode(modes[1]):
-            rows.generate(3)
-            rows.append({0: [7, 8]})
-            rows.branch(2)
-        with torch.inference_mode(modes[2]):
-            rows.generate(3)
-            found.append(rows.samples())
-        assert not found[-1].logprobs[0].is_inference()
-    assert _same(found[0], found[1]) and _same(found[1], found[2])
-
-
-def test_keys_of_other_weights_are_refused():
-    """Fused optimizers and `.data` leave the version of a parameter as it is."""
-    ours, _ = models()
-    model = copy.deepcopy(ours)
-    sampler = TreeSampler(model, 1000)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    fused = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    norm, embedding = model.model.layers[1].input_layernorm, model.model.embed_tokens.weight
-    rotary = model.model.rotary_emb
-
-    def added_tokens() -> None:
-        """An update of embeddings behind those of which numbers are compared."""
-        model.zero_grad()
-        embedding.grad = torch.zeros_like(embedding)
-        embedding.grad[90:] = 1
-        torch.optim.AdamW([embedding], 1e-2, weight_decay=0, fused=True).step()
-
-    changes: list[Any] = [
-        lambda: rotary.inv_freq.mul_(1.1),
-        lambda: norm.weight.detach().add_(0.1),
-        fused.step,
-        lambda: norm.weight.data.mul_(1.1),
-        lambda: setattr(norm, "weight", copy.deepcopy(norm.weight)),
-        added_tokens,
-    ]
-    for change in changes:
-        rows = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-        rows.generate(2)
-        change()
-        with pytest.raises(RuntimeError, match="weights or adapters changed since the sampler"):
-            rows.generate(2)
-        # the last token of the row is not read yet
-        with pytest.raises(RuntimeError, match="weights or adapters changed since the sampler"):
-            rows.branch(2)
-        assert len(rows) == 1
-    again = sampler.start(pt.PrefixForest.from_sequences([[3, 4, 5]]))
-    with pytest.raises(RuntimeError, match="keys of these rows are gone: the sampler started"):
-        rows.append({0: [4]})
-    assert len(rows.samples().sequences[0]) == 5
-    again.generate(2)
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-def test_what_was_sampled_before_an_interruption_is_kept(narrow):
-    """And rows go on from there as if nothing had happened."""
-    ours, _ = models()
-    forest = pt.PrefixForest.from_sequences(histories(5))
-    stop = [5, 11, 17, 23, 31, 41, 51] if narrow else []
-    sampler = TreeSampler(ours, 3000)
-
-    def started() -> Any:
-        rows = sampler.start(forest)
-        rows.branch(2)
-        return rows
-
-    rows = started()
-    rows.generate(12, Draws(seed=2), stop)
-    whole = rows.samples()
-    rows = started()
-    calls: list[None] = []
-
-    def interrupt(*_: Any) -> None:
-        calls.append(None)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-
-    # in the second layer of the sixth step
-    hook = ours.model.layers[1].register_forward_pre_hook(interrupt)
-    with hook, pytest.raises(KeyboardInterrupt):
-        rows.generate(12, Draws(seed=2), stop)
-    samples = rows.samples()
-    for part, full, mask in zip(
-        samples.sequences, whole.sequences, samples.loss_masks, strict=True
-    ):
-        assert part.tolist() == full[: len(part)].tolist() and 1 <= mask.sum() <= 6
-    assert {int(m.sum()) for m in samples.loss_masks} >= {6}
-    rows.generate(6, Draws(seed=2), stop)
-    assert _same(rows.samples(), whole)
-
-
-@pytest.mark.parametrize("place", ["before", "behind"])
-def test_an_interruption_between_two_rows_gives_no_wrong_token(place, monkeypatch):
-    """Tokens are handed out once; keys that are behind their tokens are noticed."""
-    ours, _ = models()
-    forest = pt.PrefixForest.from_sequences(histories(5))
-    sampler, draws = TreeSampler(ours, 3000), Draws(seed=2)
-    stop = [5, 11, 17, 23, 31, 41, 51]
-    rows = sampler.start(forest)
-    rows.generate(12, draws, stop)
-    whole = rows.samples()
-    rows = sampler.start(forest)
-    original, calls = GrowingForest.extend, []
-
-    def interrupted(*args: Any) -> None:
-        calls.append(None)
-        if place == "behind":
-            original(*args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        if place == "before":
-            original(*args)
-
-    monkeypatch.setattr(GrowingForest, "extend", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rows.generate(12, draws, stop)
-    for part, full in zip(rows.samples().sequences, whole.sequences, strict=True):
-        assert part.tolist() == full[: len(part)].tolist()
-    if place == "behind":
-        with pytest.raises(RuntimeError, match="left the keys of some rows behind their tokens"):
-            rows.generate(12, draws, stop)
-        return
-    rows.generate(12, draws, stop)
-    for more, full in zip(rows.samples().sequences, whole.sequences, strict=True):
-        assert more[: len(full)].tolist() == full.tolist()
-
-
-def test_an_interruption_while_keys_move_ends_the_rows(monkeypatch):
-    ours, _ = models()
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    rows = TreeSampler(ours, 20).start(pt.PrefixForest.from_sequences([[3, 4, 5], [6, 7]]))
-    rows.generate(5)
-    rows.drop([0])
-    monkeypatch.setattr(ForestCache, "move", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rows.generate(10)
-    with pytest.raises(RuntimeError, match="interrupted while it moved keys"):
-        rows.generate(1)
-    assert len(rows.samples().sequences[0]) == 7
-
-
-def test_an_interruption_while_rows_branch_ends_them(monkeypatch):
-    """Rows would have the keys of others."""
-    ours, _ = models()
-    rows = TreeSampler(ours, 100).start(pt.PrefixForest.from_sequences([[3, 4, 5], [6, 7, 8]]))
-    original = GrowingForest.branch
-
-    def interrupted(*args: Any) -> None:
-        original(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GrowingForest, "branch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rows.branch(2)
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="interrupted while it moved keys or branched rows"):
-        rows.generate(1)
-    assert [s.tolist() for s in rows.samples().sequences] == [[3, 4, 5], [6, 7, 8]]
 
 
 # ---- refusals ------------------------------------------------------------------------------------

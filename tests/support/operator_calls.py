@@ -14,9 +14,9 @@ def count_attentions(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     ran: list[None] = []
     before = operator.note_call
 
-    def note(mask: Any) -> None:
+    def note(mask: Any, of: Any) -> None:
         ran.append(None)
-        before(mask)
+        before(mask, of)
 
     monkeypatch.setattr(operator, "note_call", note)
     return ran

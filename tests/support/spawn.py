@@ -46,12 +46,12 @@ def run_ranks(module: str, folder: Path, ranks: int = WORLD_SIZE) -> list[Any]:
     said = "\n".join(_log(folder, rank).read_text() for rank in range(ranks))
     assert not late, f"ranks {late} did not end within {LIMIT} s\n{said}"
     assert all(process.exitcode == 0 for process in processes), said
-    return [torch.load(file) for file in result_files(folder, ranks)]
+    return [torch.load(_result(folder, rank)) for rank in range(ranks)]
 
 
-def result_files(folder: Path, ranks: int = WORLD_SIZE) -> list[Path]:
-    """One file per rank, there as soon as its result is whole."""
-    return [folder / f"rank{rank}.pt" for rank in range(ranks)]
+def _result(folder: Path, rank: int) -> Path:
+    """The rank's file, there as soon as its result is whole."""
+    return folder / f"rank{rank}.pt"
 
 
 @cache
@@ -80,5 +80,5 @@ def _main(module: str, rank: int, ranks: int, folder: Path, environment: dict[st
     # in one go: others wait for the name
     part = folder / f"rank{rank}.part"
     torch.save(result, part)
-    part.rename(result_files(folder, ranks)[rank])
+    part.rename(_result(folder, rank))
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
+from prefixtree.scoring.lm_head import Handed
 
 
 @with_hints
@@ -100,7 +100,7 @@ def tree_logprobs(
     with _scoring(language_model.output_layer, edges, return_entropy, chunk_size) as handed:
         output = tree_outputs(model, packed)
     to_sequences = GatherIndex(found.of_copies, found.count, packed.device)
-    return scores_of(handed.returned(output), to_sequences, found.lengths, return_entropy)
+    return scores_of(_returned(output, handed), to_sequences, found.lengths, return_entropy)
 
 
 def tree_outputs(model: Any, packed: PackedForest) -> Any:
@@ -189,50 +189,36 @@ def _check_head(language_model: Any) -> None:
         )
 
 
-@dataclass
-class _Handed:
-    """The scores [U, columns] that the output layer gave to the model."""
+def _returned(output: Any, handed: Handed) -> torch.Tensor:
+    """The scores [U, columns] in what the model returned.
 
-    scores: torch.Tensor | None = None
-    times: int = 0
-
-    def returned(self, output: Any) -> torch.Tensor:
-        """The scores in what the model returned.
-
-        Raises:
-            UnsupportedError: they did not come, or not as they were.
-        """
-        if self.scores is None or self.times != 1:
-            raise UnsupportedError(
-                f"the model called its output layer {self.times} times in one forward, expected "
-                "once: something replaced its forward"
-            )
-        expected = (1, *self.scores.shape)
-        if not isinstance(output, torch.Tensor) or output.shape != expected:
-            got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-            raise UnsupportedError(f"the model returned {got}, expected scores {list(expected)}")
-        same = output.data_ptr() == self.scores.data_ptr() or torch.equal(output[0], self.scores)
-        if not same or output.dtype != self.scores.dtype:
-            raise UnsupportedError(
-                "a hook or a wrapper changed the model's logits on the way out, which are the "
-                "scores here; remove it while scoring"
-            )
-        return output[0]
+    Raises:
+        UnsupportedError: they did not come, or not as they were.
+    """
+    if handed.values is None or handed.times != 1:
+        raise UnsupportedError(
+            f"the model called its output layer {handed.times} times in one forward, expected "
+            "once: something replaced its forward"
+        )
+    expected = (1, *handed.values.shape)
+    if not isinstance(output, torch.Tensor) or output.shape != expected:
+        got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise UnsupportedError(f"the model returned {got}, expected scores {list(expected)}")
+    return handed.unchanged(output)
 
 
 @contextmanager
 def _scoring(
     layer: Any, edges: DeviceEdges, with_entropy: bool, chunk_size: int | None
-) -> Iterator[_Handed]:
+) -> Iterator[Handed]:
     """While open, the output layer scores `edges` and returns [U, 1, columns]."""
-    handed = _Handed()
+    handed = Handed()
 
     def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
-        handed.times += 1
         weight = layer.weight if weight is None else weight
         scores = _head_scores(layer, hidden, weight, edges, with_entropy, chunk_size)
-        handed.scores = scores.detach()
-        return scores[:, None], None
+        # the model turns it to [1, U, columns] again, in the same memory
+        return handed.give(scores).transpose(0, 1), None
 
     with changing(layer) as changes:
         changes.set(layer, forward=forward)

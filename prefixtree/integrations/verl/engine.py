@@ -245,12 +245,12 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         if self.module.training:
             check_checkpointing(self.module, self.model_config.hf_config)
         inputs, mask = packed.model_inputs(), packed.mask
-        share = None
+        local = None
         group = self.ulysses_parallel_group
         if group is not None:
             find = partial(transformer_of, self.module)
-            share = token_part_of_rank(self.module, packed, group, find)
-            inputs, mask = share.inputs, share.mask
+            local = token_part_of_rank(self.module, packed, group, find)
+            inputs, mask = local.inputs, local.mask
         with every_layer_attends(self.module, mask):
             values = self.module(**inputs).logits  # [1, t, 1]
         if values.shape != (1, mask.num_queries, 1):
@@ -258,5 +258,5 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
                 f"the critic returned {list(values.shape)}, expected one value per "
                 f"token, {[1, mask.num_queries, 1]}; use a token classifier with one label"
             )
-        values = values[0] if share is None else share.gathered(values[0])
+        values = values[0] if local is None else local.gathered(values[0])
         return {"values": to_jagged(packed.unpack(values[:, 0]), micro_batch["input_ids"])}

@@ -100,7 +100,7 @@ def tree_attention(
     if options.backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
-            note_call(mask.host)
+            note_call(mask.host, "attention")
         call = AttentionCall(q, k, v, sinks, mask.host, *options[:3])
         out, lse = REFERENCE.kernels.forward(call)
     else:

@@ -35,7 +35,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *options, lse_used = scalars
     mask, given = host_of(handle), Options(*options)
-    note_call(mask)
+    note_call(mask, "attention")
     call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used)
     with as_given(q):
         return choose(given.backend, call).backend.kernels.forward(call)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from prefixtree.kernels.call_counter import note_recurrence
+from prefixtree.kernels.call_counter import note_call
 from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
 from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
@@ -45,7 +45,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
 
     def forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         mask = host_of(arguments[num_tensors])
-        note_recurrence(mask)
+        note_call(mask, "recurrence")
         call = as_call(arguments, mask)
         backend = choose(arguments[-1], call)
         if arguments[-1] == "auto":

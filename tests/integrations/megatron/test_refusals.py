@@ -362,6 +362,14 @@ def test_a_hook_that_changes_logits(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="changed the model's logits"):
         score(model)
     handle.remove()
+
+    def in_place(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.mul_(2)
+
+    handle = model.register_forward_hook(in_place)
+    with pytest.raises(UnsupportedError, match="changed the model's logits"):
+        score(model)
+    handle.remove()
     handle = model.register_forward_hook(lambda module, args, output: {"logits": output})
     with pytest.raises(UnsupportedError, match="returned dict, expected scores"):
         score(model)
