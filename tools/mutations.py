@@ -27,7 +27,11 @@ ROOMS = {
         "planning/*.py loops/planning.py loops/parts.py packing/visible.py",
         "tests/planning/test_*.py tests/parallel/test_*.py",
     ),
-    "sharing": ("sharing/*.py loops/realign.py", "tests/sharing/test_*.py"),
+    "sharing": (
+        "sharing/*.py loops/realign.py",
+        "tests/sharing/test_*.py tests/cli/test_program_and_report.py tests/cli/test_plots.py "
+        "tests/rollouts/test_picture_messages.py",
+    ),
     "pictures": (
         "pictures.py _picture_inputs.py models/vision.py packing/placements.py",
         "tests/test_pictures.py tests/models/test_vision.py",
@@ -58,7 +62,11 @@ ROOMS = {
     "sampling": ("sampling/*.py", "tests/sampling/test_*.py"),
     "dualkv": ("integrations/dualkv.py", "tests/integrations/test_dualkv.py"),
     "peft": ("models/adapters.py", "tests/models/test_peft.py"),
-    "scoring": ("scoring/*.py", "tests/scoring/test_logprobs.py tests/scoring/test_in_steps.py"),
+    "scoring": (
+        "scoring/*.py",
+        "tests/scoring/test_logprobs.py tests/scoring/test_in_steps.py "
+        "tests/scoring/test_backward_of_steps.py tests/scoring/test_training.py",
+    ),
     "models": ("models/*.py", "tests/models/test_*.py"),
     "integrations": ("integrations/*.py", "tests/package/test_imports.py"),
     "trl": ("integrations/trl/*.py", "tests/integrations/trl/test_*.py"),
