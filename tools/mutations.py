@@ -55,7 +55,10 @@ ROOMS = {
         "kernels/attention/triton/*.py kernels/triton_primitives.py",
         "tests/kernels/attention/triton/test_*.py tests/kernels/attention/test_*.py",
     ),
-    "attention": ("kernels/attention/*.py kernels/*.py", "tests/kernels/attention/test_*.py"),
+    "attention": (
+        "kernels/attention/*.py kernels/*.py",
+        "tests/kernels/attention/test_*.py tests/kernels/test_*.py",
+    ),
     "lm_head": ("kernels/lm_head/*.py", "tests/kernels/lm_head/test_*.py"),
     "decoding": ("kernels/decoding/*.py", "tests/kernels/decoding/test_*.py"),
     "recompute": ("recompute/*.py", "tests/recompute/test_*.py"),
