@@ -82,6 +82,14 @@ def test_wide_items(tokens: int, rows: int, options: dict[str, Any]) -> None:
     assert_exact(case, LIMITS[DTYPES[0]], work, backend="triton")
 
 
+@pytest.mark.parametrize("chunk", [10, None])
+def test_a_window_over_rows_that_all_stopped(chunk: int | None) -> None:
+    """Nothing is read for them: no row says where the window begins."""
+    case = small_case(962838, 3, tokens=4, stopped=1.0, window=13)
+    assert not case.live.any()
+    check(case, group=9, chunk=chunk)
+
+
 @pytest.mark.parametrize("feature", ["plain", "all"])
 @pytest.mark.parametrize("seed, tokens", [(3, 1), (4, 3)])
 def test_rows_of_a_block_see_their_own_runs(
