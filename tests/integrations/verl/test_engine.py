@@ -338,6 +338,7 @@ def test_layers_recompute_what_is_set(
     assert traced and all((adapters is not None) == bool(lora) for adapters in traced)
 
 
+@pytest.mark.full
 def test_layers_are_compiled_where_that_is_set(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
