@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 WORKERS ?= auto
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -64,6 +64,10 @@ test-trl: .venvs/trl-$(TRL)/.ready
 	$(TEST_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.venvs/trl-$(TRL)/extensions \
 	  .venvs/trl-$(TRL)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/trl $(ARGS)
 
+# DeepSpeed, compiled layers and more ranks; as test-full
+test-full-trl:
+	$(MAKE) test-trl ARGS="--full -m full $(ARGS)"
+
 # everything from $(VENV), which comes first, so that only what is missing there is installed. DeepSpeed
 # comes as a source, for which nothing is compiled
 DEEPSPEED ?= 0.19.8
@@ -81,6 +85,10 @@ DEEPSPEED ?= 0.19.8
 VERL ?= 0.9.1
 test-verl: .venvs/verl-$(VERL)/.ready
 	$(TEST_ENV) .venvs/verl-$(VERL)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/verl $(ARGS)
+
+# Ray, compiled layers, the benchmark and more ranks; as test-full
+test-full-verl:
+	$(MAKE) test-verl ARGS="--full -m full $(ARGS)"
 
 # the adapter with hybrid models: verl asks for a transformers that does not hand recurrent layers the
 # tree, so that of $(VENV) stands before it

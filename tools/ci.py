@@ -88,8 +88,24 @@ def targets() -> list[Target]:
     megatron = {v: f".venvs/megatron-{v}/.ready" for v in (new, old)}
     return [
         # the longest first
-        Target("test-trl", (trl,), has_more=True),
-        Target("test-verl", (verl,), has_more=True),
+        Target("test-trl", (trl,)),
+        Target("test-verl", (verl,)),
+        *(
+            Target(
+                f"test-full-{name}",
+                (environment,),
+                files=(
+                    *(f"prefixtree/{room}/*.py" for room in (*_OF_MODELS, "planning")),
+                    *("prefixtree/integrations/*.py", f"prefixtree/integrations/{name}/**/*.py"),
+                    *(f"tests/integrations/{name}/*.py", f"examples/{name}*", *more),
+                ),
+                pins=(*(pin_of.upper() for pin_of in pinned), "TORCH"),
+            )
+            for name, environment, more, pinned in (
+                ("trl", trl, ("examples/configs/*",), ("trl", "deepspeed")),
+                ("verl", verl, ("benchmarks/lib/verl*.py", "benchmarks/cases/verl*.py"), ("verl",)),
+            )
+        ),
         Target(
             "test-flash",
             (flash,),
@@ -147,10 +163,12 @@ def targets() -> list[Target]:
 
 
 def _tests_marked_full(kernels: bool) -> Iterable[str]:
-    """The files outside tests/benchmarks whose tests run in part with --full alone."""
+    """The files of the main environment, outside tests/benchmarks, whose tests run in part with
+    --full alone."""
     for file in sorted(ROOT.glob("tests/**/test_*.py")):
         name = str(file.relative_to(ROOT))
-        of_part = name.startswith("tests/kernels/") == kernels and "benchmarks" not in name
+        of_part = name.startswith("tests/kernels/") == kernels
+        of_part &= not re.search(r"benchmarks|/trl/|/verl/|/megatron/", name)
         if of_part and re.search(r"mark\.full|mostly", file.read_text()):
             yield name
 

@@ -11,6 +11,7 @@ heaviest chain is compared, so the tokens to win are a lower bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,64 +107,50 @@ def find_near_misses(
     """
     assert forest.tokens is not None
     rollouts = with_shared_masks(forest, rollouts)
-    chains = _chains(forest, rollouts)
-    sampled_before = _sampled_before(chains, forest.num_tokens, rollouts)
-    index = loops.realign.fingerprints(forest.tokens, chains.begins, chains.ends)
-    count = len(chains.begins)
-    partner, found = np.full(count, -1), np.zeros((count, 4), np.int64)
-    steps = range(0, count, _STEP)
-    for first in watch(steps, "near misses", len(steps)):
-        loops.realign.best_partners(
-            first,
-            min(first + _STEP, count),
-            forest.tokens,
-            sampled_before,
-            chains.begins,
-            chains.ends,
-            np.array(rollouts.origins)[chains.sequence],
-            chains.trunk,
-            chains.fork,
-            chains.previous,
-            index,
-            _TRIES,
-            partner,
-            found,
-        )
-    again = np.flatnonzero(partner >= 0)
-    if len(again) == 0:
+    groups = _group_numbers(rollouts)
+    again = _run_again(forest, rollouts.loss_masks, groups, np.array(rollouts.origins), watch)
+    if again is None:
         return NearMisses([], 0, 0, 0)
-    forks, which = np.unique(chains.fork_id[again], return_inverse=True)
-    totals = np.zeros((len(forks), 3), np.int64)
-    np.add.at(totals, which, found[again, :3])
-    branches = np.bincount(which)
-    # the pair that repeats most stands for its fork
-    order = np.lexsort((-found[again, 0], which))
-    best = again[order[np.searchsorted(which[order], np.arange(len(forks)))]]
-    other = partner[best]
-    a_from = _meeting(chains, best, other)
-    by_policy = found[best, 3] > 0
+    chains, totals, by_policy = again.chains, again.totals, again.by_policy
+    a_from = _meeting(chains, again.best, again.other)
     shown = []
     # the text may show that tokens sampled on both sides are one text, so the largest forks of
     # these are described too before the ranking is final
     ranks = np.lexsort((-totals[:, 0], by_policy))
     largest = np.argsort(-totals[:, 0], kind="stable")[:most]
     for f in dict.fromkeys([*ranks[:most].tolist(), *largest.tolist()]):
-        b, a = best[f], other[f]
+        b, a = again.best[f], again.other[f]
         blocks = loops.realign.align(
-            forest.tokens, chains.begins, chains.ends, *index, a, a_from[f], b
+            forest.tokens, chains.begins, chains.ends, *again.index, a, a_from[f], b
         )
         lengths = int(blocks[0, 0] - a_from[f]), int(blocks[0, 1] - chains.begins[b])
         pair = int(chains.sequence[a]), int(chains.sequence[b])
         difference = describe(rollouts, pair, int(chains.position[b]), lengths, tokenizer)
         win, alone, run_again = totals[f].tolist()
-        shown.append(NearMiss(win, alone, run_again, int(branches[f]), pair, difference))
+        shown.append(NearMiss(win, alone, run_again, int(again.branches[f]), pair, difference))
     shown.sort(key=lambda miss: (not miss.difference.can_be_won, -miss.win))
     return NearMisses(
         shown[:most],
-        len(forks),
+        len(totals),
         int(totals[~by_policy, 0].sum()),
         int(totals[by_policy, 0].sum()),
     )
+
+
+def tokens_to_win(forest: PrefixForest, loss_masks: Sequence[np.ndarray] | None = None) -> int:
+    """How many tokens of a batch run again behind forks that the policy did not sample.
+
+    This is `NearMisses.win`, for training: without groups, text or a description.
+
+    Args:
+        forest: of the batch, with its tokens.
+        loss_masks: bool [n] per sequence, true where the policy sampled the token. Default: it
+            sampled none.
+    """
+    masks = None if loss_masks is None else _shared_masks(forest, loss_masks)
+    every = np.arange(forest.num_sequences)
+    again = _run_again(forest, masks, np.zeros_like(every), every, unwatched)
+    return 0 if again is None else int(again.totals[~again.by_policy, 0].sum())
 
 
 def near_miss_facts(misses: NearMisses, rollouts: Rollouts) -> dict[str, Any]:
@@ -199,14 +186,87 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
     """
     if rollouts.loss_masks is None:
         return rollouts
-    masks = np.concatenate(
-        [
-            mask if sampled is None else mask | sampled
-            for mask, sampled in zip(rollouts.loss_masks, rollouts.sampled, strict=True)
-        ]
-    )
-    ends = np.cumsum([len(mask) for mask in rollouts.loss_masks])
-    offsets = np.append(0, ends[:-1])
+    masks = [
+        mask if sampled is None else mask | sampled
+        for mask, sampled in zip(rollouts.loss_masks, rollouts.sampled, strict=True)
+    ]
+    return replace(rollouts, loss_masks=_shared_masks(forest, masks))
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Runs of tokens that come again, by forks [F] with something that does.
+
+    Attributes:
+        chains, index: of the forest, and of their tokens.
+        totals: int64 [F, 3], the sums of what `best_partners` found.
+        branches: how many repeat another.
+        best, other: the pair of branches that repeats most and stands for its fork.
+        by_policy: whether the policy sampled what parts that pair.
+    """
+
+    chains: _Chains
+    index: Any
+    totals: np.ndarray
+    branches: np.ndarray
+    best: np.ndarray
+    other: np.ndarray
+    by_policy: np.ndarray
+
+
+def _run_again(
+    forest: PrefixForest,
+    loss_masks: Sequence[np.ndarray] | None,
+    groups: np.ndarray,
+    origins: np.ndarray,
+    watch: Watch,
+) -> _Again | None:
+    """None where nothing does.
+
+    Args:
+        loss_masks: as `_shared_masks` gives them.
+        groups, origins: int64 [S], numbers of a sequence's group and of its rollout.
+    """
+    assert forest.tokens is not None
+    chains = _chains(forest, groups)
+    sampled_before = _sampled_before(chains, forest.num_tokens, loss_masks)
+    index = loops.realign.fingerprints(forest.tokens, chains.begins, chains.ends)
+    count = len(chains.begins)
+    partner, found = np.full(count, -1), np.zeros((count, 4), np.int64)
+    steps = range(0, count, _STEP)
+    for first in watch(steps, "near misses", len(steps)):
+        loops.realign.best_partners(
+            first,
+            min(first + _STEP, count),
+            forest.tokens,
+            sampled_before,
+            chains.begins,
+            chains.ends,
+            origins[chains.sequence],
+            chains.trunk,
+            chains.fork,
+            chains.previous,
+            index,
+            _TRIES,
+            partner,
+            found,
+        )
+    repeating = np.flatnonzero(partner >= 0)
+    if len(repeating) == 0:
+        return None
+    forks, which = np.unique(chains.fork_id[repeating], return_inverse=True)
+    totals = np.zeros((len(forks), 3), np.int64)
+    np.add.at(totals, which, found[repeating, :3])
+    order = np.lexsort((-found[repeating, 0], which))
+    best = repeating[order[np.searchsorted(which[order], np.arange(len(forks)))]]
+    by_policy = found[best, 3] > 0
+    return _Again(chains, index, totals, np.bincount(which), best, partner[best], by_policy)
+
+
+def _shared_masks(forest: PrefixForest, loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Masks that are true wherever any sequence through the token has it true."""
+    masks = np.concatenate(loss_masks)
+    offsets = np.append(0, np.cumsum([len(mask) for mask in loss_masks])[:-1])
     loops.realign.share_masks(
         masks,
         offsets,
@@ -216,10 +276,10 @@ def with_shared_masks(forest: PrefixForest, rollouts: Rollouts) -> Rollouts:
         forest.node_parent,
         forest.sequence_node,
     )
-    return replace(rollouts, loss_masks=np.split(masks, offsets[1:]))
+    return np.split(masks, offsets[1:])
 
 
-def _chains(forest: PrefixForest, rollouts: Rollouts) -> _Chains:
+def _chains(forest: PrefixForest, groups: np.ndarray) -> _Chains:
     parent = forest.node_parent.astype(np.int64)
     head = parent != np.arange(-1, len(parent) - 1)
     head |= parent < 0
@@ -235,7 +295,7 @@ def _chains(forest: PrefixForest, rollouts: Rollouts) -> _Chains:
 
     above = parent[first]
     is_root = above < 0
-    group = _group_numbers(rollouts)[sequence]
+    group = groups[sequence]
     # roots have no node to fork at: those of one group, or without groups all, are one fork
     fork_id = np.where(is_root, -1 - group, above)
     trunk = np.where(is_root, -1, chain_of_node[above])
@@ -277,10 +337,12 @@ def _group_numbers(rollouts: Rollouts) -> np.ndarray:
     return np.array([numbers.setdefault(group, len(numbers)) for group in rollouts.groups])
 
 
-def _sampled_before(chains: _Chains, num_tokens: int, rollouts: Rollouts) -> np.ndarray:
+def _sampled_before(
+    chains: _Chains, num_tokens: int, loss_masks: Sequence[np.ndarray] | None
+) -> np.ndarray:
     """How many of the tokens before each packed one the policy sampled: int64 [T + 1]."""
     sampled = np.zeros(num_tokens, bool)
-    if rollouts.loss_masks is not None:
+    if loss_masks is not None:
         for begin, end, position, sequence in zip(
             chains.begins.tolist(),
             chains.ends.tolist(),
@@ -288,7 +350,7 @@ def _sampled_before(chains: _Chains, num_tokens: int, rollouts: Rollouts) -> np.
             chains.sequence.tolist(),
             strict=True,
         ):
-            sampled[begin:end] = rollouts.loss_masks[sequence][position:]
+            sampled[begin:end] = loss_masks[sequence][position:]
     before = np.zeros(num_tokens + 1, np.int64)
     np.cumsum(sampled, out=before[1:])
     return before

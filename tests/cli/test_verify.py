@@ -148,8 +148,8 @@ def forget_a_gradient(scores):
         (nudge_an_entropy, "entropy", "float32"),
         (spoil_a_logprob, "logprobs", "float32"),
         (forget_a_gradient, "gradients", "float32"),
-        (spoil_a_logprob, "logprobs", "bfloat16"),
-        (forget_a_gradient, "gradients", "bfloat16"),
+        pytest.param(spoil_a_logprob, "logprobs", "bfloat16", marks=pytest.mark.full),
+        pytest.param(forget_a_gradient, "gradients", "bfloat16", marks=pytest.mark.full),
     ],
 )
 def test_verify_turns_red(monkeypatch, rollout_file, config_file, damage, red, dtype):

@@ -113,9 +113,9 @@ LAYERS = (
     ("recompute",),
     ("scoring",),
     ("sampling",),
-    ("integrations",),
     ("rollouts", "plotting"),
     ("sharing",),
+    ("integrations",),
     ("testing",),
     ("demo",),
     ("doctor", "cli", "__main__"),
@@ -235,7 +235,7 @@ print(json.dumps({{"lengths": [len(x) for x in scores.logprobs], "hooks": hooks}
     "order",
     [
         "import prefixtree, transformers",
-        "import transformers, prefixtree",
+        pytest.param("import transformers, prefixtree", marks=pytest.mark.full),
         pytest.param("import transformers.modeling_utils, prefixtree", marks=pytest.mark.full),
         "import transformers; transformers.AutoModelForCausalLM; import prefixtree",
         pytest.param(

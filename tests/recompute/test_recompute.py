@@ -300,7 +300,7 @@ def saved_bytes(model: Any, run: Callable[[], object]) -> int:
     "dtype, mode",
     # what a mode recomputes does not hang on the dtype
     [
-        (torch.float32, "nothing"),
+        pytest.param(torch.float32, "nothing", marks=pytest.mark.full),
         (torch.bfloat16, "nothing"),
         (torch.bfloat16, "all"),
         pytest.param(torch.bfloat16, "all_but_attention", marks=pytest.mark.full),

@@ -10,7 +10,7 @@ import pytest
 from prefixtree.forest import PrefixForest
 from prefixtree.loops import realign
 from prefixtree.rollouts import read_rollouts
-from prefixtree.sharing.near_misses import find_near_misses
+from prefixtree.sharing.near_misses import find_near_misses, tokens_to_win
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.cli_runs import run, run_json
 
@@ -24,9 +24,11 @@ def find(tmp_path):
         path = tmp_path / "rollouts.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         rollouts = read_rollouts(path, strict=True)
-        return find_near_misses(
-            PrefixForest.from_sequences(rollouts.sequences), rollouts, **options
-        )
+        forest = PrefixForest.from_sequences(rollouts.sequences)
+        found = find_near_misses(forest, rollouts, **options)
+        if rollouts.groups is None and all(sampled is None for sampled in rollouts.sampled):
+            assert tokens_to_win(forest, rollouts.loss_masks) == found.win
+        return found
 
     return _find
 

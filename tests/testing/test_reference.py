@@ -69,7 +69,9 @@ def verify(tmp_path, long_rollouts):
 # ---- sums ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [QWEN3, OPT], ids=["qwen3", "opt"])
+@pytest.mark.parametrize(
+    "config", [QWEN3, pytest.param(OPT, marks=pytest.mark.full)], ids=["qwen3", "opt"]
+)
 def test_the_verdict_does_not_hang_on_torchs_sums(monkeypatch, verify, config):
     """torch's CPU backward of an embedding sums in bfloat16, worse the more tokens a call has."""
     limit = verify(config)["checks"]["gradients"]["limit"]

@@ -25,9 +25,8 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
     pairs of one prompt, or of one conversation, share more. It takes the arguments of `DPOTrainer`.
     The models get attn_implementation="prefixtree".
 
-    Losses, divergences, the order of the data and logging are TRL's code. One metric is added,
-    `prefixtree/replication_ratio`: all tokens of a batch divided by its distinct tokens, on the
-    logging process.
+    Losses, divergences, the order of the data and logging are TRL's code. The metrics of
+    `SharingReport` are added.
 
     Args:
         recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.DPOTrainer`. Default:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,8 +45,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
       same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update.
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
-    TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a micro-batch
-    divided by its distinct tokens, on the logging process.
+    TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: what the policy's layers compute again in the backward, as in
@@ -156,21 +156,20 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             forest = PrefixForest.from_padded(input_ids, attention_mask)
         packed = pack(forest)
         lengths = packed.forest.sequence_lengths
+        masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
+        if torch.is_grad_enabled():
+            self._sharing.begins(packed.forest, masks)
         with self.accelerator.autocast():
             scores = sequence_logprobs(
                 model,
                 packed.to(input_ids.device),
                 temperature=self.temperature,
-                loss_mask=[
-                    torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)
-                ],
+                loss_mask=masks,
                 return_entropy=with_entropy,
                 recompute=self._recompute,
                 output_router_logits=with_aux_loss,
                 pictures=pictures,
             )
-        if torch.is_grad_enabled():
-            self._sharing.saw(packed.forest)
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:
             return logps, None, scores.aux_loss

@@ -91,13 +91,14 @@ class PackedModel:
         else:
             forest = PrefixForest.from_padded(ids, mask)
         packed = pack(forest)
-        if self._sharing is not None and torch.is_grad_enabled():
-            self._sharing.saw(packed.forest)
         lengths = packed.forest.sequence_lengths
+        masks = [row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)]
+        if self._sharing is not None and torch.is_grad_enabled():
+            self._sharing.begins(packed.forest, masks)
         scores = sequence_logprobs(
             self._model,
             packed.to(input_ids.device),
-            loss_mask=[row[:n] != _NO_LABEL for row, n in zip(targets, lengths, strict=True)],
+            loss_mask=masks,
             return_entropy=self._with_entropy,
             return_statistics=self._statistics,
             recompute=self._recompute,

@@ -26,8 +26,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
 
     A token that several samples share is computed once and learnt once per sample in which it has a
     label, as in the replicated batch. Losses, their masks, the order of the data and logging are
-    TRL's code. One metric is added, `prefixtree/replication_ratio`: all tokens of a batch divided
-    by its distinct tokens, on the logging process.
+    TRL's code. The metrics of `SharingReport` are added.
 
     Args:
         recompute: as in `prefixtree.sequence_logprobs`; all else is of `trl.SFTTrainer`. Default:

@@ -116,7 +116,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             data=data, key="return_model_output", default=False
         )
         batches = split(data, group, self.ulysses_sequence_parallel_size)
-        self._work = Work.of(batch.forest for batch in batches)
+        self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         outputs = []
         for step, batch in enumerate(batches):
             last = step == len(batches) - 1

@@ -108,7 +108,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             batch_num_tokens=count_tokens(data, group),
             num_micro_batch=len(batches),
         )
-        self._work = Work.of(batch.forest for batch in batches)
+        self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         config = self.tf_config
         size = config.tensor_model_parallel_size if config.sequence_parallel else None
         # packed once, for all virtual stages

@@ -1,4 +1,5 @@
-"""Metrics of packing: tokens saved, and the model FLOPs utilisation (MFU) of useful FLOPs.
+"""Metrics of packing: tokens and seconds saved, what could still be shared, and the model FLOPs
+utilisation (MFU) of useful FLOPs.
 
 verl's `mfu` counts every replicated token as if it had been computed: on packed batches it is
 what an unpacked run would have needed for this speed, and may exceed 1.
@@ -7,15 +8,17 @@ what an unpacked run would have needed for this speed, and may exceed 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
-from prefixtree.forest import PrefixForest
 from prefixtree.packing.visible import visible_pairs
+from prefixtree.planning.micro_batches import MicroBatch
+from prefixtree.sharing.near_misses import tokens_to_win
 
 
 @dataclass
@@ -25,21 +28,39 @@ class Work:
     Attributes:
         replicated: tokens of all sequences. packed: distinct ones, padding left out.
         squares: sum over packed tokens of 2 x position + 1; n^2 for a lone sequence of n tokens.
+        replicated_squares: the same sum over the tokens of all sequences.
+        to_win: tokens that run again behind forks that the policy did not sample; None where
+            nobody looked.
     """
 
     replicated: int = 0
     packed: int = 0
     squares: int = 0
+    replicated_squares: int = 0
+    to_win: int | None = None
 
     @classmethod
-    def of(cls, forests: Iterable[PrefixForest]) -> Work:
-        work = cls()
-        for forest in forests:
+    def of(
+        cls, batches: Iterable[MicroBatch], sampled: Sequence[torch.Tensor] | None = None
+    ) -> Work:
+        """The work of micro-batches.
+
+        Args:
+            sampled: bool [n] per sequence of the batch, true where the policy sampled the token.
+                Default: nobody looks for what runs again.
+        """
+        work = cls(to_win=None if sampled is None else 0)
+        for batch in batches:
+            forest = batch.forest
             position, length = forest.node_position.astype(np.int64), forest.node_length
             work.replicated += forest.num_replicated_tokens
             work.packed += forest.num_tokens
             # 1 + 3 + .. + (2 n - 1) = n^2, where a token sees position + 1 keys
             work.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
+            work.replicated_squares += int((forest.sequence_lengths.astype(np.int64) ** 2).sum())
+            if sampled is not None:
+                masks = [sampled[i].numpy() for i in batch.sequence_indices.tolist()]
+                work.to_win = (work.to_win or 0) + tokens_to_win(forest, masks)
         return work
 
 
@@ -67,18 +88,25 @@ def work_metrics(
     metrics = {
         "prefixtree/replicated_over_packed": [work.replicated / work.packed],
         "prefixtree/packed_tokens_per_second": [work.packed / seconds],
+        "prefixtree/tokens_computed": [float(work.packed)],
+        "prefixtree/tokens_saved": [float(work.replicated - work.packed)],
     }
-    mfu = useful_mfu(work, counter, seconds)
-    if mfu is not None:
+    if work.to_win is not None:
+        metrics["prefixtree/tokens_to_win"] = [float(work.to_win)]
+    formula = _formula(counter)
+    if formula is not None:
+        a, b, promised = formula
+        flops = a * work.packed + b * work.squares
+        mfu = flops / seconds / promised
         metrics["prefixtree/mfu"] = [mfu / 3 if forward_only else mfu]
+        replicated = a * work.replicated + b * work.replicated_squares
+        metrics["prefixtree/seconds_saved"] = [seconds * (replicated / flops - 1)]
     return metrics
 
 
-def useful_mfu(work: Work, counter: FlopsCounter, seconds: float) -> float | None:
-    """verl's estimate of FLOPs for the distinct tokens alone, over what the device promises.
-
-    verl's formulas are a x tokens + b x sum of n^2 for most models; None where one is not (sliding
-    windows) or verl has none.
+def _formula(counter: FlopsCounter) -> tuple[float, float, float] | None:
+    """verl's estimate of TFLOPs, a x tokens + b x sum of n^2 for most models, and the device's
+    promise: (a, b, TFLOP/s). None where the estimate is another (sliding windows) or there is none.
     """
 
     def flops(length: int) -> float:
@@ -89,5 +117,4 @@ def useful_mfu(work: Work, counter: FlopsCounter, seconds: float) -> float | Non
     a = one - b
     if one == 0 or not np.isclose(flops(2 * length), 2 * length * a + (2 * length) ** 2 * b):
         return None
-    _, promised = counter.estimate_flops([1], 1.0)
-    return (a * work.packed + b * work.squares) / seconds / promised
+    return a, b, counter.estimate_flops([1], 1.0)[1]

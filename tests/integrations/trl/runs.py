@@ -47,7 +47,8 @@ UNCOMPARED = {
     "eval_runtime",
     "eval_samples_per_second",
     "eval_steps_per_second",
-    "prefixtree/replication_ratio",
+    *(f"prefixtree/{name}" for name in ("replication_ratio", "tokens_computed", "tokens_saved")),
+    *("prefixtree/tokens_to_win", "prefixtree/seconds_saved"),
 }
 
 
@@ -67,7 +68,12 @@ class SameOrder(PrefixTreeGRPOTrainer):
 def sharing_report(metrics: dict[str, list[float]] | None = None) -> SharingReport:
     """One that belongs to no trainer, and logs into `metrics`."""
     logged = defaultdict(list) if metrics is None else metrics
-    trainer = SimpleNamespace(_metrics={"train": logged}, add_callback=lambda report: None)
+    trainer = SimpleNamespace(
+        _metrics={"train": logged},
+        add_callback=lambda report: None,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+        model=AutoModelForCausalLM.from_config(tiny_config()),
+    )
     return SharingReport(trainer, "set more")
 
 

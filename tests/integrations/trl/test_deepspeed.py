@@ -15,7 +15,9 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from tests.integrations.trl.launch import ROOT, launch
 from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture
-from tests.support.full import asked_for, mostly
+
+# ranks start for every stage; see tests/README.md
+pytestmark = pytest.mark.full
 
 RANK = "tests.integrations.trl.deepspeed_rank"
 COMPARED = {
@@ -32,8 +34,6 @@ COMPARED = {
     "lora 3": 3,
 }
 RESUMED = {"resume 2": 2, "resume 3": 3}
-# every time: each stage, adapters, tied embeddings, a rank with nothing, a run that goes on
-QUICK = ("stage 1", "stage 2", "unequal ranks, tied", "lora 3", "resume 3", "without hooks")
 Results = dict[str, dict[str, Any]]
 
 
@@ -50,8 +50,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(models: Path) -> Results:
     """Of two ranks, which start once for all cases."""
-    cases = asked_for([*COMPARED, *RESUMED, "bfloat16", "without hooks"], QUICK)
-    return launch(RANK, models, *cases, DS_ACCELERATOR="cpu")
+    return launch(
+        RANK, models, *COMPARED, *RESUMED, "bfloat16", "without hooks", DS_ACCELERATOR="cpu"
+    )
 
 
 def assert_equal_runs(result: dict[str, Any]) -> None:
@@ -72,7 +73,7 @@ def assert_partitioned(result: dict[str, Any], stage: int, processes: int) -> No
     assert result["partitioned"] == [float(stage == 3)] * len(result["partitioned"])
 
 
-@pytest.mark.parametrize("case", mostly(COMPARED, QUICK[:4]))
+@pytest.mark.parametrize("case", COMPARED)
 def test_runs_are_trls_own(results: Results, case: str) -> None:
     result = results[case]
     assert_equal_runs(result)
@@ -84,21 +85,18 @@ def test_runs_are_trls_own(results: Results, case: str) -> None:
         assert result["trained"] == 13
 
 
-@pytest.mark.full
 def test_generation_layer_by_layer(results: Results) -> None:
     """`ds3_gather_for_generation=False`, under which TRL's own forward does not run."""
     assert_equal_runs(results["generation"]["layer by layer"])
 
 
-@pytest.mark.parametrize(
-    "case", mostly(["unequal ranks", "unequal ranks, tied"], ["unequal ranks, tied"])
-)
+@pytest.mark.parametrize("case", ["unequal ranks", "unequal ranks, tied"])
 def test_a_rank_with_nothing_to_score(results: Results, case: str) -> None:
     scored = results[case]["scored"]
     assert scored[0] > 0 and scored[1] == 0
 
 
-@pytest.mark.parametrize("case", mostly(RESUMED, ["resume 3"]))
+@pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_is_the_whole_one(results: Results, case: str) -> None:
     result = results[case]
     print(result)
@@ -111,7 +109,6 @@ def test_a_resumed_run_is_the_whole_one(results: Results, case: str) -> None:
     assert result["loaded"] < 1e-6
 
 
-@pytest.mark.full
 def test_bfloat16(results: Results) -> None:
     """As near to a float32 run as TRL's own forward; DeepSpeed trains float32 copies."""
     result = results["bfloat16"]
@@ -129,7 +126,6 @@ def test_partitioned_parameters_that_nothing_gathers(results: Results) -> None:
     assert result["error"] == 0.0
 
 
-@pytest.mark.full
 def test_one_process(models: Path) -> None:
     found = launch(RANK, models, "stage 2", "stage 3", processes=1, DS_ACCELERATOR="cpu")
     for stage in (2, 3):

@@ -99,6 +99,7 @@ def test_one_rank(tmp_path: Path) -> None:
     check_equality(result)
 
 
+@pytest.mark.full
 def test_replicas_of_shards(tmp_path: Path) -> None:
     """HSDP: two by two."""
     (result,) = run_cases(tmp_path, 4, ["hsdp"]).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_every_entry_is_trls(models: tuple[Any, Any]) -> None:
         # so that some tokens are the likeliest, and some are not
         likeliest = models[1](**{k: batch[k] for k in ("input_ids", "attention_mask")}).logits
     batch["input_ids"][0, 8] = batch["labels"][0, 8] = likeliest[0, 7].argmax()
-    metrics: dict[str, list[float]] = {"prefixtree/replication_ratio": []}
+    metrics: dict[str, list[float]] = defaultdict(list)
     ours = PackedModel(models[0], OUTPUTS, sharing_report(metrics))(
         **batch, fused_lm_head=True, use_cache=False
     )
@@ -67,7 +68,7 @@ def test_every_entry_is_trls(models: tuple[Any, Any]) -> None:
 
 
 def test_only_what_is_asked_for(models: tuple[Any, Any]) -> None:
-    metrics: dict[str, list[float]] = {"prefixtree/replication_ratio": []}
+    metrics: dict[str, list[float]] = defaultdict(list)
     with torch.no_grad():
         packed = PackedModel(models[0], sharing=sharing_report(metrics))
         out = packed(**make_batch(), fused_lm_head=True)

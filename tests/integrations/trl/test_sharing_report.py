@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from trl import GRPOTrainer
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from prefixtree.integrations.trl import sharing_report as sharing_report_module
 from prefixtree.integrations.trl.micro_batches import sharing_advice
 from prefixtree.integrations.trl.sharing_report import SharingReport
-from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, train
+from prefixtree.planning.cost_model import CostModel
+from tests.integrations.trl.runs import SameOrder, rollouts, sharing_report, tiny_config, train
 
 FIRST = "the first optimiser step"
+
+
+def saw(report: SharingReport, sequences: list[list[int]]) -> None:
+    """A batch of which the policy sampled nothing."""
+    masks = [np.zeros(len(sequence), bool) for sequence in sequences]
+    report.begins(PrefixForest.from_sequences(sequences), masks)
 
 
 def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]:
@@ -64,10 +74,10 @@ def test_who_warns_and_when() -> None:
     forests = [[[1] * shared + [2] * (200 - shared), [1] * shared + [3] * 200] for shared in (2, 1)]
     for sequences, counts in zip(forests, (0, 1), strict=True):
         report = sharing_report()
-        report.saw(PrefixForest.from_sequences(sequences))
+        saw(report, sequences)
         assert step(report, main=False) == []
         report = sharing_report()
-        report.saw(PrefixForest.from_sequences(sequences))
+        saw(report, sequences)
         messages = step(report, main=True)
         assert len(messages) == counts and all(m.endswith("; set more") for m in messages)
         assert step(report, main=True) == []
@@ -79,3 +89,39 @@ def test_who_warns_and_when() -> None:
 def test_advice(rows: int, advice: str) -> None:
     args = SimpleNamespace(per_device_train_batch_size=rows, num_generations=4)
     assert advice in sharing_advice(args)
+
+
+def test_what_is_logged_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches, one of them in two forwards; a timestamp parts what is the same again."""
+    now = iter([10.0, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(sharing_report_module.time, "perf_counter", lambda: next(now))
+    metrics: dict[str, list[float]] = defaultdict(list)
+    report = sharing_report(metrics)
+    same = list(range(5, 65))
+    saw(report, [[1, 2, *same], [1, 3, *same]])
+    assert metrics["prefixtree/seconds_saved"] == []
+    report.on_substep_end(None, None, None)
+    saw(report, [[1, 2, 3], [1, 2, 4], [1, 2, 5]])
+    saw(report, [[7, 8], [7, 8]])
+    report.on_pre_optimizer_step(None, None, None)
+    # nothing was packed since
+    report.on_substep_end(None, None, None)
+    logged = {name.partition("/")[2]: values for name, values in metrics.items()}
+    assert logged["tokens_computed"] == [123, 5, 2]
+    assert logged["tokens_saved"] == [1, 4, 2]
+    assert logged["replication_ratio"] == [124 / 123, 9 / 5, 2.0]
+    assert logged["tokens_to_win"] == [60, 0, 0]
+    cost = CostModel.from_config(tiny_config())
+
+    def flops(*lengths: int, after: int = 0) -> float:
+        return float(cost.cost(np.full(len(lengths), after), np.array(lengths)).sum())
+
+    first = flops(62, 62) / (flops(62) + flops(61, after=1)) - 1
+    second = (flops(3, 3, 3) + flops(2, 2)) / (flops(3) + flops(1, 1, after=2) + flops(2)) - 1
+    assert logged["seconds_saved"] == pytest.approx([2 * first, 5 * second])
+
+
+def test_seconds_are_logged_of_a_run(folder: Path) -> None:
+    options = {"options": {"rollout_func": rollouts}, "max_steps": 3}
+    history = train(PrefixTreeGRPOTrainer, folder, **options).state.log_history
+    assert all(log["prefixtree/seconds_saved"] > 0 for log in history if "loss" in log)

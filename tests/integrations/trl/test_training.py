@@ -309,6 +309,7 @@ def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved(theirs, folder) > 10 * worst_parameter(ours, theirs)[0]
 
 
+@pytest.mark.full
 # dynamo looks at it while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers(folder: Path) -> None:
@@ -332,6 +333,7 @@ def test_compiled_layers(folder: Path) -> None:
     assert_equal_runs(ours, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
 def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_liger_kernel=True` as TRL applies it, without its fused loss."""

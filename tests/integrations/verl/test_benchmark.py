@@ -77,6 +77,7 @@ def check_green(data: dict[str, Any], turns: verl_worker.Turns, ranks: int) -> N
     assert "8 samples of 2 tasks" in text and len(table.lines) == 1
 
 
+@pytest.mark.full
 def test_one_rank(
     rollouts: Path,
     turns: verl_worker.Turns,
@@ -94,6 +95,7 @@ def test_one_rank(
     assert dist.is_initialized()
 
 
+@pytest.mark.full
 def test_two_ranks(rollouts: Path, turns: verl_worker.Turns, tmp_path: Path) -> None:
     """Through gpu_check.sh, as on the GPUs."""
     words = {"ROLLOUTS": str(rollouts), "VERL_ARGS": " ".join(TINY)}
@@ -106,6 +108,7 @@ def test_two_ranks(rollouts: Path, turns: verl_worker.Turns, tmp_path: Path) -> 
 # ---- red -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_too_large_is_red(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

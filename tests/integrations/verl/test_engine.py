@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,8 +26,9 @@ import prefixtree as pt
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl import engine as engine_module
-from prefixtree.integrations.verl.metrics import Work, useful_mfu, work_metrics
+from prefixtree.integrations.verl.metrics import Work, work_metrics
 from prefixtree.models.compiled import compile_layers
+from prefixtree.planning.micro_batches import micro_batch_of
 from prefixtree.recompute import trace as recompute_trace
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
@@ -338,6 +341,7 @@ def test_layers_recompute_what_is_set(
     assert traced and all((adapters is not None) == bool(lora) for adapters in traced)
 
 
+@pytest.mark.full
 def test_layers_are_compiled_where_that_is_set(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,13 +412,31 @@ def test_what_packs_nothing_says_so_once(models: Path) -> None:
 # ---- metrics -----------------------------------------------------------------------------------
 
 
+def work_of(*batches: list[list[int]], sampled: list[torch.Tensor] | None = None) -> Work:
+    """Of micro-batches whose sequences stand one after the other in the batch."""
+    whole = pt.PrefixForest.from_sequences([sequence for batch in batches for sequence in batch])
+    starts = np.cumsum([0, *map(len, batches)])
+    found = [micro_batch_of(whole, np.arange(a, b)) for a, b in itertools.pairwise(starts)]
+    return Work.of(found, sampled)
+
+
 def test_work_counts_tokens_and_squares() -> None:
-    chain = pt.PrefixForest.from_sequences([[1, 2, 3, 4, 5]])
-    work = Work.of([chain])
+    chain = [[1, 2, 3, 4, 5]]
+    work = work_of(chain)
     assert (work.replicated, work.packed, work.squares) == (5, 5, 25)
-    work = Work.of([chain, pt.PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]])])
+    work = work_of(chain, [[1, 2, 3], [1, 2, 4]])
     # the fork's second token adds 2 x 2 + 1
     assert (work.replicated, work.packed, work.squares) == (11, 9, 25 + 9 + 5)
+    assert (work.replicated_squares, work.to_win) == (25 + 9 + 9, None)
+
+
+def test_what_the_policy_did_not_sample_could_be_shared() -> None:
+    """Two batches with one timestamp each; in the second the policy wrote it."""
+    same = list(range(10, 60))
+    batch = [[1, 2, *same], [1, 3, *same]]
+    given, wrote = torch.zeros(52, dtype=torch.bool), torch.arange(52) >= 1
+    assert work_of(batch, batch, sampled=[given, given, wrote, wrote]).to_win == 50
+    assert work_of(batch, sampled=[given, given]).to_win == 50
 
 
 def test_mfu_is_verls_for_sequences_that_share_nothing(models: Path) -> None:
@@ -422,29 +444,34 @@ def test_mfu_is_verls_for_sequences_that_share_nothing(models: Path) -> None:
     counter = FlopsCounter(hf_config)
     lengths = [700, 300, 1200]
     sequences = [[i * 2000 + j for j in range(n)] for i, n in enumerate(lengths)]
-    work = Work.of([pt.PrefixForest.from_sequences(sequences)])
+    work = work_of(sequences)
     flops, promised = counter.estimate_flops(lengths, 2.0)
-    assert useful_mfu(work, counter, 2.0) == pytest.approx(flops / promised)
-    doubled = Work.of([pt.PrefixForest.from_sequences(sequences * 2)])
-    assert useful_mfu(doubled, counter, 2.0) == useful_mfu(work, counter, 2.0)
+    alone = work_metrics(work, counter, 2.0, forward_only=False)
+    assert alone["prefixtree/mfu"] == [pytest.approx(flops / promised)]
+    assert alone["prefixtree/seconds_saved"] == [pytest.approx(0)]
+    assert "prefixtree/tokens_to_win" not in alone
+    doubled = work_of(sequences * 2, sampled=[torch.ones(n, dtype=torch.bool) for n in lengths * 2])
     trained = work_metrics(doubled, counter, 2.0, forward_only=False)
     inferred = work_metrics(doubled, counter, 2.0, forward_only=True)
+    assert trained["prefixtree/mfu"] == alone["prefixtree/mfu"]
     assert trained["prefixtree/replicated_over_packed"] == [2.0]
     assert trained["prefixtree/packed_tokens_per_second"] == [1100.0]
+    assert trained["prefixtree/tokens_computed"] == trained["prefixtree/tokens_saved"] == [2200.0]
+    assert trained["prefixtree/tokens_to_win"] == [0.0]
+    assert trained["prefixtree/seconds_saved"] == [pytest.approx(2.0)]
     assert trained["prefixtree/mfu"][0] == pytest.approx(3 * inferred["prefixtree/mfu"][0])
 
 
 def test_mfu_is_left_out_where_verls_formula_is_not_quadratic(models: Path) -> None:
     from transformers import Gemma3TextConfig, Qwen3Config
 
-    work = Work.of([pt.PrefixForest.from_sequences([[1, 2, 3]])])
+    work = work_of([[1, 2, 3]])
     window = FlopsCounter(Gemma3TextConfig(sliding_window=512, num_hidden_layers=6))
-    assert useful_mfu(work, window, 1.0) is None
     config = Qwen3Config()
     config.model_type = "no such model"
-    unknown = FlopsCounter(config)
-    assert useful_mfu(work, unknown, 1.0) is None
-    assert "prefixtree/mfu" not in work_metrics(work, unknown, 1.0, forward_only=False)
+    for counter in (window, FlopsCounter(config)):
+        names = {name.partition("/")[2] for name in work_metrics(work, counter, 1.0, False)}
+        assert "tokens_saved" in names and not names & {"mfu", "seconds_saved"}
 
 
 def test_metrics_come_with_every_update_and_inference(models: Path) -> None:
@@ -453,7 +480,8 @@ def test_metrics_come_with_every_update_and_inference(models: Path) -> None:
     tu.assign_non_tensor(data, compute_loss=False)
     metrics = tu.get(worker.infer_batch(data), "metrics")
     names = {name for name in metrics if name.startswith("prefixtree/")}
-    wanted = ("replicated_over_packed", "packed_tokens_per_second", "mfu")
+    wanted = {"replicated_over_packed", "packed_tokens_per_second", "mfu"}
+    wanted |= {"tokens_computed", "tokens_saved", "seconds_saved"}
     assert names == {f"prefixtree/{name}" for name in wanted}
     sequences = [row.tolist() for row in data["input_ids"].unbind()]
     worker.infer_batch(data)

@@ -104,6 +104,7 @@ def drive(vendor: str, models: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.full
 def test_two_ray_workers(cluster: None, models: Path) -> None:
     stock, packed = drive("stock", models), drive("prefixtree", models)
     assert set(packed["engines"]) == {"PackedActorEngine"}
@@ -243,6 +244,7 @@ def transfer_queue(cluster: None) -> Iterator[None]:
     tq.close()
 
 
+@pytest.mark.full
 def test_a_step_of_the_trainer(transfer_queue: None, models: Path) -> None:
     # two samples are missing: verl pads the batch, in the transfer queue
     stock = trainer_step("sync", "stock", models, STOCK, count=14)

@@ -65,7 +65,7 @@ def test_any_forest_is_each_sequence_alone(op: Operator, forest: PrefixForest) -
 
 
 @BY_NAME
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(forest=forests(max_length=11))
 def test_any_cut_into_chunks_and_pieces(op: Operator, forest: PrefixForest) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def test_any_cut_into_chunks_and_pieces(op: Operator, forest: PrefixForest) -> N
     assert out < 1e-13 and grads < 1e-12
 
 
-@pytest.mark.parametrize("name", ["chain", "long and short", "star"])
+@pytest.mark.parametrize("name", mostly(["chain", "long and short", "star"], ["long and short"]))
 @pytest.mark.parametrize("op", RECURRENCES, ids=lambda op: op.name)
 def test_long_segments_take_heads_in_parts(
     op: Operator, name: str, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +158,7 @@ def test_a_convolution_in_packed_order_shows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["star", "caterpillar", "long and short"])
+@pytest.mark.parametrize("name", mostly(["star", "caterpillar", "long and short"], ["caterpillar"]))
 @BY_NAME
 def test_rounding_is_that_of_token_by_token(op: Operator, name: str, dtype: torch.dtype) -> None:
     """Worst errors against float64 at most twice those of the reference in the same dtype."""
