@@ -71,7 +71,10 @@ ROOMS = {
         "tests/scoring/test_backward_of_steps.py tests/scoring/test_training.py",
     ),
     "models": ("models/*.py", "tests/models/test_*.py"),
-    "integrations": ("integrations/*.py", "tests/package/test_imports.py"),
+    "integrations": (
+        "integrations/*.py",
+        "tests/package/test_imports.py tests/integrations/test_requirements.py",
+    ),
     "trl": ("integrations/trl/*.py", "tests/integrations/trl/test_*.py"),
     "verl": ("integrations/verl/*.py", "tests/integrations/verl/test_*.py"),
     "megatron": ("integrations/megatron/*.py", "tests/integrations/megatron/test_*.py"),
