@@ -66,7 +66,7 @@ test-trl: .venvs/trl-$(TRL)/.ready
 
 # DeepSpeed, compiled layers and more ranks; as test-full
 test-full-trl:
-	$(MAKE) test-trl ARGS="--full -m full $(ARGS)"
+	$(MAKE) --no-print-directory test-trl ARGS="--full -m full $(ARGS)"
 
 # everything from $(VENV), which comes first, so that only what is missing there is installed. DeepSpeed
 # comes as a source, for which nothing is compiled
@@ -88,7 +88,7 @@ test-verl: .venvs/verl-$(VERL)/.ready
 
 # Ray, compiled layers, the benchmark and more ranks; as test-full
 test-full-verl:
-	$(MAKE) test-verl ARGS="--full -m full $(ARGS)"
+	$(MAKE) --no-print-directory test-verl ARGS="--full -m full $(ARGS)"
 
 # the adapter with hybrid models: verl asks for a transformers that does not hand recurrent layers the
 # tree, so that of $(VENV) stands before it
