@@ -105,12 +105,7 @@ limited() {
 }
 
 # unpack ARCHIVE FOLDER: once per machine
-unnote_commit() {
-  git rev-parse --short HEAD >"$files/commit"
-  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
-}
-
-pack() {
+unpack() {
   if [[ -f $1 && ! -f $2/.unpacked ]]; then
     mkdir -p "$2" && tar xJf "$1" -C "$2" && touch "$2/.unpacked"
   fi
@@ -128,6 +123,12 @@ ours() {
   python3 -c 'from importlib.metadata import version as v
 print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest", "hypothesis", "rich", "networkx")])' ||
     { failed+=("$1 (packages)"); return 1; }
+}
+
+# the commit that the results will be of
+note_commit() {
+  git rev-parse --short HEAD >"$files/commit"
+  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
 }
 
 pack() {

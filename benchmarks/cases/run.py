@@ -166,8 +166,8 @@ def tables(*runs: Row) -> Parts:
     )
     yield (
         "The check: the same samples trained on by both trainers, against TRL's in float32. "
-        "Losses, gradient norms and entropies: relative. Parameters: how far apart they end over how far "
-        "they went."
+        "Losses, gradient norms and entropies: relative. Parameters: how far apart they end over "
+        "how far they went."
     )
     names = {
         "trl, bf16": "TRL's, bf16",
