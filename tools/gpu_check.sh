@@ -16,6 +16,8 @@
 # `pack_verl` gathers verl alone: its wheel, tensordict, omegaconf, codetiming, orjson and pyvers, and
 # the files of flash-attn that verl imports and that are Python, for its cross-entropy kernel. Ray,
 # fastapi, uvicorn, pydantic and datasets are not among them: benchmarks/lib/absent.py stands in for them.
+# `pack_trl` gathers TRL alone: its wheel, datasets, dill and multiprocess; requests, aiohttp, pandas,
+# pyarrow, xxhash, httpx and psutil must be there.
 # `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
 # another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
 # archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without
@@ -41,6 +43,8 @@
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
+#   run          ?     whole GRPO steps in TRL, its trainer and ours, prompts of 2K; run_256 and run_8k; run_turns,
+#                      an environment that replies; run_curves, the rewards of 20 steps
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        3     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
@@ -68,7 +72,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RECURRENCE_ARGS,
+# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, RECURRENCE_ARGS,
 # HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -79,6 +83,7 @@ fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl
+trl=${UNPACKED:-/tmp}/prefixtree-trl
 megatron=${UNPACKED:-/tmp}/prefixtree-megatron
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
@@ -120,6 +125,12 @@ print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest",
     { failed+=("$1 (packages)"); return 1; }
 }
 
+# the commit that the results will be of
+note_commit() {
+  git rev-parse --short HEAD >"$files/commit"
+  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
+}
+
 pack() {
   set -e
   local work
@@ -127,8 +138,7 @@ pack() {
   mkdir -p "$files/bench" "$files/data"
   cp "$shared"/bench/*.py "$files/bench/"
   cp "$shared"/data/airline_rollouts.jsonl.gz "$files/data/"
-  git rev-parse --short HEAD >"$files/commit"
-  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
+  note_commit
   # flash-attn-4 needs einops, which its archive leaves to the machine
   python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper liger-kernel
   for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
@@ -139,6 +149,22 @@ pack() {
     "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
   fi
   ls -l "$files"
+}
+
+# TRL for Python 3.12: all of it is Python
+pack_trl() {
+  set -e
+  local work wheel
+  work=$(mktemp -d)
+  mkdir -p "$files"
+  note_commit
+  for wheel in trl==1.16.0 datasets==4.8.4 dill==0.4.1 multiprocess==0.70.19; do
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$work" "$wheel"
+  done
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  tar cJf "$files/trl.tar.xz" -C "$work/site" .
+  rm -r "$work"
+  ls -l "$files/trl.tar.xz"
 }
 
 # verl for Python 3.12. Its transformers is the machine's, newer than verl asks for: the engines run with it
@@ -499,6 +525,37 @@ verl_2gpu() { on_verl verl_2gpu 575 2; }
 
 verl_8b_2gpu() { on_verl verl_8b_2gpu 575 2 "${of_8b[@]}"; }
 
+# on_trl NAME SECONDS GPUS ARGUMENT...: whole steps under TRL, a process a GPU
+on_trl() {
+  local name=$1 limit=$2 gpus=$3 launch=()
+  shift 3
+  ours "$name" || return
+  # in front: datasets must be the one that TRL was packed with
+  ! unpack "$files/trl.tar.xz" "$trl" || PYTHONPATH=$PWD:$trl${PYTHONPATH#"$PWD"}
+  python3 -c 'from importlib.metadata import version; print("trl", version("trl"))' ||
+    { failed+=("$name (no TRL: no $files/trl.tar.xz)"); return 1; }
+  ((gpus == 1)) || launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus")
+  limited "$name" "$limit" env TRL_EXPERIMENTAL_SILENCE=1 "${keep[@]:1}" python3 "${launch[@]}" -m benchmarks run \
+    --backend "${BACKEND:-auto}" --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@" ${RUN_ARGS:-}
+}
+
+run() { on_trl run 570 1; }
+
+# prompts of 8K for which a cache of keys per row leaves room
+run_8k() { on_trl run_8k 570 1 --prompt 8192 --prompts 2; }
+
+run_256() { on_trl run_256 570 1 --prompt 256; }
+
+# TRL's side generates each of four turns anew
+run_turns() {
+  on_trl run_turns 570 1 --replies 3 --prompt 1024 --repeats 1 --sides trl prefixtree+tree+auto+compiled
+}
+
+# twenty steps of either, whose rewards are drawn
+run_curves() {
+  on_trl run_curves 570 1 --prompt 256 --new 128 --repeats 19 --sides trl prefixtree+tree+auto+compiled
+}
+
 sanitize() {
   ours sanitize && cuda sanitize || return
   local tool sanitizer
@@ -515,10 +572,10 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
-[[ $* == pack || $* == pack_verl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+[[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 for step in "$@"; do "$step"; done
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
 echo "all done: $*"

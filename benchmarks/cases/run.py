@@ -1,0 +1,330 @@
+"""How much faster is a whole GRPO step in TRL: rollouts, scores and the update?
+
+    python -m benchmarks run --prompt 2048 --out run.json          # on a GPU
+    python -m benchmarks run --replies 3 --out run_turns.json      # an environment that replies
+    python -m benchmarks run --prompt 256 --new 128 --repeats 19 --out run_curves.json
+    python -m benchmarks run --device cpu --scale 0.02             # every code path
+
+Needs TRL: `tools/gpu_check.sh run` brings it. Qwen3-0.6B's shape with random weights in bf16,
+prompts of random words, a reward that can be learnt (the share of tokens of the vocabulary's first
+half), AdamW. Every side starts from the same weights, and TRL draws the same prompts for it.
+
+    trl            TRL's GRPOTrainer with its defaults, sdpa attention
+    trl+static     with cache_implementation="static", which TRL does not compile
+    trl+continuous with use_transformers_continuous_batching
+    trl+fa2        with flash-attn, where it is installed
+    +kept          without gradient checkpointing
+    prefixtree     `PrefixTreeGRPOTrainer`: the class is replaced, nothing else
+    +tree          `rollout_func=tree_rollouts`
+    +auto          `recompute="auto"`
+    +compiled      `compile_layers`
+
+The seconds of a step are split: generate (TRL's `_generate`, or the rollout_func), score (rewards,
+and log-probabilities of other policies where TRL needs them), update (forward, backward, optimizer)
+and rest (data, logs). The first steps warm up; the first one's seconds are in the table. With
+--replies an environment answers when a turn ends, and TRL's side generates each turn from the
+beginning of its row, as TRL's loop over tools does.
+
+Before anything is timed, both trainers take four updates on the same samples, in float32 and in
+bf16: losses, gradient norms, entropies and parameters are compared with TRL's in float32. Ours may
+differ by a thousandth in float32. In bf16 our error may be twice TRL's, and thrice for the few
+numbers of the losses and norms. Sides with `tree` are checked too: greedy tokens beside `generate`,
+log-probabilities beside `sequence_logprobs`, in float32. Red has no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lib import sampling
+from benchmarks.lib.policy import config
+from benchmarks.lib.runs import Report, Row, parse, parser
+from benchmarks.lib.tables import (
+    Column,
+    Parts,
+    Table,
+    gib,
+    machine,
+    number,
+    times_cell,
+    verdict,
+    verdict_column,
+)
+from benchmarks.lib.trl_check import check
+from benchmarks.lib.trl_steps import (
+    BEST,
+    Side,
+    Timed,
+    Work,
+    fresh,
+    logged,
+    make_trainer,
+    model_of,
+    rollout_of,
+)
+
+# the quick ones first: a run that is cut short has them
+SIDES = ("trl", BEST, "prefixtree", "trl+static", "trl+fa2")
+PARTS = ("generate", "score", "update", "rest")
+# what pages say while there is no file of results
+MISSING = "Not measured yet."
+
+
+def run_side(name: str, work: Work, checked: Row, options: argparse.Namespace, folder: Path) -> Row:
+    """The times of one side's steps, or what is red."""
+    side = Side.of(name)
+    red = list(checked["red"]) if side.trainer == "prefixtree" else []
+    if "tree" in side.words and not red:
+        red = wrong_samples(side, options)
+    if red:
+        return {"red": red}
+    with fresh():
+        model = model_of(side, options, options.dtype, work.ends())
+        steps = options.warm + options.repeats
+        trainer = make_trainer(side, work, options, model, steps, folder, rollout_of(side, work))
+        times = Timed(trainer, options.warm)
+        trainer.train()
+        is_gpu = torch.device(options.device).type == "cuda"
+        row: Row = {
+            "red": [],
+            **times.medians(),
+            "steps": times.steps,
+            "first_seconds": times.steps[0]["seconds"],
+            "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else None,
+            "rewards": logged(trainer, "reward"),
+            "losses": logged(trainer, "loss"),
+            "lengths": logged(trainer, "completions/mean_length"),
+        }
+        for short in ("replication_ratio", "tokens_computed", "tokens_saved"):
+            if values := logged(trainer, f"prefixtree/{short}"):
+                row[short] = statistics.median(values)
+    count = len(row["rewards"])
+    if not count == len(row["losses"]) == len(times.steps) == steps:
+        return {"red": [f"{count} rewards of {steps} steps"]}
+    sampled = statistics.median(row["lengths"]) * work.prompts * work.samples
+    return row | {
+        "sampled_per_s": sampled / row["seconds"],
+        "tokens_per_s": (work.prompts * work.samples * work.prompt + sampled) / row["seconds"],
+    }
+
+
+def wrong_samples(side: Side, options: argparse.Namespace) -> list[str]:
+    """The errors of the sampler, in float32 with two layers."""
+    kind = "tree-compiled" if "compiled" in side.words else "tree"
+    if options.device == "cpu":
+        # a CPU compiles minutes, and captures nothing
+        kind = "tree"
+    with fresh():
+        model = sampling.model_of(config(options.is_tiny), 2, "float32", options.device)
+        return sampling.wrong(kind, model)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def tables(*runs: Row) -> Parts:
+    """A line per side of every run, and the errors of the checks."""
+    if not runs:
+        yield MISSING
+        return
+    yield about(runs[0])
+    lines = [(run, row) for run in runs for row in run["rows"]]
+
+    def of_row(head: str, text: Callable[[Row], str], is_detail: bool = False) -> Column:
+        return Column(
+            head, lambda line: text(line[1]) if "seconds" in line[1] else "", is_detail=is_detail
+        )
+
+    def part(name: str) -> Column:
+        return of_row(f"{name}, s", lambda row: f"{row[name]:.2f}")
+
+    yield Table(
+        [
+            Column("work", lambda line: line[0]["work"]),
+            Column("trainer", lambda line: line[1]["side"]),
+            Column("step, s", lambda line: seconds(line[1])),
+            *(part(name) for name in PARTS),
+            of_row("speed-up", lambda row: times_cell(row.get("speedup"))),
+            of_row("first step, s", lambda row: f"{row['first_seconds']:.1f}"),
+            of_row("sampled tokens/s", lambda row: f"{row['sampled_per_s']:,.0f}"),
+            of_row("GiB", lambda row: gib(row["peak_bytes"])),
+            of_row("replication ratio", lambda row: number(row, "replication_ratio", ".1f")),
+            of_row("reward at first, at last", lambda row: rewards(row)),
+            Column("", lambda line: verdict_column().cell(line[1]), is_detail=True),
+        ],
+        lines,
+    )
+    yield (
+        "The check: the same samples trained on by both trainers, against TRL's in float32. "
+        "Losses, gradient norms and entropies: relative. Parameters: how far apart they end over "
+        "how far they went."
+    )
+    names = {
+        "trl, bf16": "TRL's, bf16",
+        "prefixtree, bf16": "prefixtree's, bf16",
+        "prefixtree, float32": "prefixtree's, float32",
+    }
+    heads = {"loss": "losses", "grad_norm": "gradient norms", "entropy": "entropies"}
+    heads["parameters"] = "parameters"
+    yield Table(
+        [
+            Column("work", lambda line: line[0]["check"]["work"]),
+            Column("trainer", lambda line: names[line[1]]),
+            *(Column(head, partial(_error, name)) for name, head in heads.items()),
+        ],
+        [(run, name) for run in runs for name in names],
+    )
+
+
+def headline(*runs: Row) -> Parts:
+    """A line per run: the fastest of TRL's sides, the class replaced, and our best."""
+    if not runs:
+        yield MISSING
+        return
+    yield about(runs[0])
+    lines = []
+    for run in runs:
+        timed = [row for row in run["rows"] if "seconds" in row]
+        stock = [row for row in timed if row["side"].startswith("trl")]
+        ours = {row["side"]: row for row in timed}
+        if stock and BEST in ours:
+            best = min(stock, key=lambda row: float(row["seconds"]))
+            lines.append((run, best, ours.get("prefixtree"), ours[BEST]))
+
+    def split(row: Row) -> str:
+        return f"{row['seconds']:#.3g} s ({row['generate']:#.3g} + {row['update']:#.3g})"
+
+    yield Table(
+        [
+            Column("GRPO step in TRL (generation + update)", lambda line: line[0]["work"]),
+            Column("TRL's trainer at its best", lambda line: split(line[1])),
+            Column("class replaced", lambda line: split(line[2]) if line[2] else ""),
+            Column("prefixtree at its best", lambda line: split(line[3])),
+            Column("gain", lambda line: f"{line[1]['seconds'] / line[3]['seconds']:.1f}x"),
+            Column("GiB", lambda line: " / ".join(gib(r["peak_bytes"], ".0f") for r in line[1::2])),
+        ],
+        lines,
+    )
+
+
+def about(run: Row) -> str:
+    return (
+        f"{machine(run['environment'], 'triton', 'transformers')}, TRL {run['trl']}; "
+        f"{run['shape']}, {run['layers']} layers, micro-batches of {run['rows_per_batch']} rows"
+    )
+
+
+def seconds(row: Row) -> str:
+    return verdict(row)[:60] or f"{row['seconds']:.2f}"
+
+
+def rewards(row: Row) -> str:
+    return f"{row['rewards'][0]:.2f}, {row['rewards'][-1]:.2f}"
+
+
+def _error(name: str, line: Any) -> str:
+    run, which = line
+    errors = run["check"]["errors"]
+    return f"{errors[which][name]:.2g}" if which in errors else ""
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if every side was green."""
+    what = parser(__doc__)
+    what.set_defaults(repeats=2)
+    add = what.add_argument
+    add("--sides", nargs="+", default=list(SIDES), metavar="SIDE", help="as trl+static")
+    add("--prompts", type=int, default=8, help="per step")
+    add("--samples", type=int, default=16, help="per prompt")
+    add("--prompt", type=int, default=2048, help="tokens per prompt")
+    add("--new", type=int, default=256, help="tokens per completion, at most")
+    add("--rows", type=int, default=32, help="per_device_train_batch_size")
+    add("--replies", type=int, default=0, help="of an environment, per rollout at most")
+    add("--warm", type=int, default=1, help="steps before those that are timed")
+    add("--layers", type=int, help="default: 28")
+    add("--lr", type=float, default=3e-4, help="of AdamW")
+    add("--check-lr", type=float, help="of the SGD of the check (default: 0.1; tiny 0.3)")
+    add("--compile-backend", default="inductor", help="of compiled layers")
+    options = parse(what, arguments)
+    if options.read is not None:
+        return Report.read(options).finish(tables)
+    if find_spec("trl") is None:
+        what.error("TRL is not installed: pip install trl, or bash tools/gpu_check.sh run")
+    try:
+        every = [Side.of(name) for name in options.sides]
+    except ValueError as problem:
+        what.error(str(problem))
+    if find_spec("flash_attn") is None:
+        options.skipped = [side.name for side in every if "fa2" in side.words]
+        options.sides = [side.name for side in every if "fa2" not in side.words]
+    options.compile_options = {"backend": options.compile_backend}
+    if options.is_tiny:
+        options.prompts, options.samples, options.rows = 4, 4, 8
+        options.prompt = max(4, round(options.prompt * options.scale))
+        options.new = max(8, round(options.new * options.scale))
+    if options.check_lr is None:
+        options.check_lr = 0.3 if options.is_tiny else 0.1
+    total = options.prompts * options.samples
+    if total % options.rows or options.rows % options.samples:
+        what.error(
+            f"--rows {options.rows} must be a multiple of --samples {options.samples} and divide "
+            f"the {total} completions of a step"
+        )
+    shape = config(options.is_tiny)
+    work = Work(
+        options.prompts,
+        options.samples,
+        options.prompt,
+        options.new,
+        options.rows,
+        total // options.rows,
+        options.replies,
+        shape.vocab_size,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        checked = check(work, options, Path(folder))
+        report = Report(
+            options,
+            work=str(work),
+            shape="tiny" if options.is_tiny else "qwen3-0.6b",
+            layers=options.layers or shape.num_hidden_layers,
+            rows_per_batch=options.rows,
+            trl=installed("trl"),
+            accelerate=installed("accelerate"),
+            check=checked,
+        )
+        for name in options.sides:
+            run = partial(run_side, name, work, checked, options, Path(folder))
+            row = report.attempt({"side": name}, run)
+            print(f"{name}: {verdict(row) or shown(row)}", flush=True)
+    base = next((row["seconds"] for row in report.rows if "seconds" in row), None)
+    for row in report.rows:
+        if base is not None and "seconds" in row:
+            row["speedup"] = base / row["seconds"]
+    return report.finish(tables)
+
+
+def shown(row: Row) -> str:
+    parts = ", ".join(f"{name} {row[name]:.2f}" for name in PARTS)
+    return f"{row['seconds']:.2f} s ({parts}), first {row['first_seconds']:.1f} s"
+
+
+def installed(name: str) -> str | None:
+    """The version of a package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
