@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 def sequence_logprobs(
     model: nn.Module,
     packed: PackedForest,
-    *,
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
     pictures: Pictures | None = None,
     return_entropy: bool = False,
     return_statistics: Sequence[str] = (),

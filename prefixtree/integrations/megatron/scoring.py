@@ -48,9 +48,9 @@ from prefixtree.scoring.lm_head import Handed
 def tree_logprobs(
     model: Any,
     packed: PackedForest,
-    *,
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
     return_entropy: bool = False,
     chunk_size: int | None = None,
 ) -> SequenceScores | torch.Tensor:
