@@ -197,6 +197,7 @@ class SegmentTables:
         host: the Segments, whose numbers a launch reads without waiting for the device.
         start, parent, level, has_children, order, level_start, children_start, children,
             state_row: as in `Segments`, all int32.
+        exit_of: [N], the row of the states that leave of each segment, -1 for none.
     """
 
     @lasting
@@ -207,10 +208,14 @@ class SegmentTables:
             *("start", "parent", "level", "has_children", "order", "level_start"),
             *("children_start", "children", "state_row"),
         )
+        exit_of = np.full(host.num_segments, -1, np.int32)
+        exit_of[host.exits] = np.arange(len(host.exits))
         arrays = [getattr(host, name).astype(np.int32) for name in names]
+        arrays.append(exit_of)
         views = move_all([torch.from_numpy(array) for array in arrays], device)
         self.start, self.parent, self.level, self.has_children, self.order = views[:5]
-        self.level_start, self.children_start, self.children, self.state_row = views[5:]
+        self.level_start, self.children_start, self.children, self.state_row = views[5:9]
+        self.exit_of = views[9]
         self._chunks: dict[int, Chunks[torch.Tensor]] = {}
         self._taps: dict[int, Taps[torch.Tensor]] = {}
         self._schedules: dict[int, StateSchedule] = {}
@@ -231,9 +236,16 @@ class SegmentTables:
         """The order of launches that carry states from chunk to chunk; built once and kept."""
         if chunk_size not in self._schedules:
             host, chunks = self.host, self.chunks(chunk_size)
-            orders = order_states(host.parent, host.state_row, host.chunks(chunk_size).cu_chunks)
+            first_chunk = host.chunks(chunk_size).cu_chunks
+            borders = host.entry, host.exits, host.num_entries
+            orders = order_states(host.parent, host.state_row, first_chunk, *borders)
             self._schedules[chunk_size] = StateSchedule(
-                self.start, *chunks, self.state_row, *self._moved(orders)
+                self.start,
+                *chunks,
+                self.state_row,
+                *self._moved(orders),
+                host.num_entries,
+                int(orders[5][-1 - host.num_entries]),
             )
         return self._schedules[chunk_size]
 

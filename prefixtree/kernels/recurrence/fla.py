@@ -31,8 +31,6 @@ def refusal(call: Call) -> str | None:
         return f"it computes in float16 and bfloat16, and the inputs are {x.dtype}"
     if x.shape[0] == 0:
         return "there are no tokens"
-    if call.initial is not None or call.num_final is not None:
-        return "it takes no states in and gives none out"
     key = call.B if isinstance(call, SsdCall) else call.key
     value = call.x if isinstance(call, SsdCall) else call.value
     if max(key.shape[2], value.shape[2]) > 256 or min(key.shape[2], value.shape[2]) < 16:
@@ -94,14 +92,16 @@ def forward(call: Call) -> Computed:
         if isinstance(call, SsdCall):
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
-            out, kept = rules.linear_attention_forward(C, B, value, g, schedule, 1.0)
-            return Computed(out, list(kept))
+            out, kept, final = rules.linear_attention_forward(
+                C, B, value, g, schedule, 1.0, call.initial
+            )
+            return Computed(out, list(kept), None if call.num_final is None else final)
         assert isinstance(call, DeltaCall)
         query, key = normed(call)[:2]
         value, g, beta = call.value.contiguous(), call.g.contiguous(), call.beta.contiguous()
         rule = rules.channel_delta_rule_forward if g.ndim == 3 else rules.delta_rule_forward
-        out, kept = rule(query, key, value, g, beta, schedule, call.scale)
-        return Computed(out, list(kept))
+        out, kept, final = rule(query, key, value, g, beta, schedule, call.scale, call.initial)
+        return Computed(out, list(kept), None if call.num_final is None else final)
 
 
 def backward(
@@ -115,22 +115,25 @@ def backward(
         if isinstance(call, SsdCall):
             value, _ = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
-            dC, dB, dvalue, dg = rules.linear_attention_backward(
-                C, B, value, tuple(saved), dout, schedule, 1.0
+            dC, dB, dvalue, dg, dinitial = rules.linear_attention_backward(
+                C, B, value, tuple(saved), dout, schedule, 1.0, call.initial, dfinal
             )
             dt, dvalue = call.dt.float(), dvalue.float()
             dx = dvalue * dt[..., None]
             ddt = (dvalue * call.x).sum(-1) + dg * call.A.float()
-            grads = [dx, ddt, (dg * dt).sum(0), dB, dC]
+            grads = [dx, ddt, (dg * dt).sum(0), dB, dC, dinitial]
         else:
             assert isinstance(call, DeltaCall)
             query, key, *norms = normed(call)
             value, beta = call.value.contiguous(), call.beta.contiguous()
             channels = call.g.ndim == 3
             rule = rules.channel_delta_rule_backward if channels else rules.delta_rule_backward
-            grads = list(rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale))
+            states = call.initial, dfinal
+            grads = list(
+                rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale, *states)
+            )
             through_norms(grads, query, key, *norms)
-    return in_dtypes(call, grads)
+    return in_dtypes(call, grads if call.initial is not None else grads[:-1])
 
 
 def _schedule(call: Call) -> StateSchedule:

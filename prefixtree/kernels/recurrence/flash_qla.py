@@ -84,14 +84,16 @@ def forward(call: Call) -> Computed:
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
         g = call.g.float().contiguous()
+        # states that enter or leave are among them
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
-            return Computed(out, kept)
+            none = None if call.num_final is None else g.new_empty(0, *call.state_shape)
+            return Computed(out, kept, none)
         g, solved = rules.solve(key, g, beta, tables)
         ends, transitions = rules.ends(key, value, g, beta, solved, tables)
-        starts = starts_of(schedule, ends, transitions)
+        starts, final = starts_of(schedule, ends, transitions, call.initial)
         out = rules.outputs(query, key, value, g, beta, solved, starts, tables, call.scale)
-    return Computed(out, [g, solved])
+    return Computed(out, [g, solved], None if call.num_final is None else final)
 
 
 def backward(
@@ -114,16 +116,18 @@ def backward(
         else:
             # made again: kept, they would take a state per segment and head
             ends, transitions = rules.ends(key, value, g, beta, solved, tables)
-            starts = starts_of(schedule, ends, transitions)
+            starts, _ = starts_of(schedule, ends, transitions, call.initial)
             del ends
             dstarts = rules.gradients_of_starts(
                 query, key, g, beta, solved, dout, tables, call.scale
             )
-            dends = gradients_of_ends(tables, schedule, dstarts, transitions)
+            dends, dinitial = gradients_of_ends(tables, schedule, dstarts, transitions, dfinal)
             del dstarts, transitions
             states = rules.states(key, value, g, beta, solved, starts, tables)
             del starts
             grads = rules.gradients(*inputs, states, dends, tables, call.scale)
+            if call.initial is not None:
+                grads.append(dinitial)
         fla.through_norms(grads, query, key, *norms)
     return fla.in_dtypes(call, grads)
 

@@ -114,7 +114,9 @@ def test_a_convolution_reads_the_tokens_above() -> None:
                 tokens = np.sort(np.concatenate([tails.tokens, part.own_tokens]))
                 mine = [leaves[0][torch.from_numpy(tokens)], *leaves[1:]]
                 rows.append(op.run(tails.mask, mine, "chunked")[tails.own_rows])
-                assert (tokens[tails.rows] == tails.tokens).all()
+                joined = np.concatenate([tails.tokens, part.own_tokens])
+                assert (joined[tails.joined] == tokens).all()
+                assert tails.are_first == (joined == tokens).all()
             order = np.argsort(np.concatenate([part.own_tokens for part in parts]))
             found = torch.cat(rows)[torch.from_numpy(order)]
             grads = (torch.autograd.grad(x.sin().sum(), leaves) for x in (found, want))
