@@ -18,6 +18,14 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
+def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, without waiting; what is on the CPU stays where it is."""
+    if not tensor.is_cuda:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
 @lasting
 def move_all(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
     """`move` for several tensors of one dtype in one copy; each starts at a multiple of 64 bytes.

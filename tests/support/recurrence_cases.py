@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ class Operator:
     Attributes:
         leaves: (tokens, generator) -> float64 inputs, those per token first.
         per_token: how many of them are per token.
-        run: (mask, leaves, backend) -> out.
+        run: (mask, leaves, backend) -> out. Of recurrences also (borders, leaves, backend,
+            initial=) -> out, final.
     """
 
     name: str
     leaves: Callable[[int, torch.Generator], Leaves]
     per_token: int
-    run: Callable[[TreeMask, Sequence[torch.Tensor], str], torch.Tensor]
+    run: Callable[..., Any]
 
     def random(self, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Leaves:
         """Leaves that require gradients, rounded to the dtype."""
@@ -69,8 +71,9 @@ def _delta(key_heads: int, per_channel: bool, l2norm: bool, scale: float | None)
             normal(tokens, 4).sigmoid(),
         ]
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
-        return tree_delta_rule(*leaves, mask, scale=scale, qk_l2norm=l2norm, backend=backend)
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
+        options = {"scale": scale, "qk_l2norm": l2norm, "backend": backend}
+        return tree_delta_rule(*leaves, mask, **options, **states)
 
     return Operator(f"delta {key_heads} {per_channel} {l2norm} {scale}", leaves, 5, run)
 
@@ -85,10 +88,10 @@ def _ssd(extras: bool) -> Operator:
         found = [x, dt if extras else dt.abs(), B, C, -(normal(4) / 2).exp()]
         return [*found, normal(4), normal(4)] if extras else found
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
         x, dt, B, C, A, *rest = leaves
         if not rest:
-            return tree_ssd(x, dt, A, B, C, mask, backend=backend)
+            return tree_ssd(x, dt, A, B, C, mask, backend=backend, **states)
         # the least dt is above 0, as Nemotron-H's: it would decay states over padding
         return tree_ssd(
             *(x, dt, A, B, C, mask),
@@ -97,6 +100,7 @@ def _ssd(extras: bool) -> Operator:
             dt_softplus=True,
             dt_limit=(0.3, 2.0),
             backend=backend,
+            **states,
         )
 
     return Operator(f"ssd {extras}", leaves, 4, run)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
 from prefixtree.packing.state_schedule import StateSchedule
 
@@ -83,7 +83,7 @@ def saves(call: Call) -> list[torch.Tensor]:
     return saved + [value.new_empty(value.shape[0], heads, CHUNK) for _ in range(triangles)]
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call) -> Computed:
     """-> out [T, Hv, V] or [T, H, P], and what the backward reads besides the call."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 
@@ -92,17 +92,21 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
         if isinstance(call, SsdCall):
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
-            out, kept = rules.linear_attention_forward(C, B, value, g, schedule, 1.0)
-            return out, list(kept)
+            out, kept, final = rules.linear_attention_forward(
+                C, B, value, g, schedule, 1.0, call.initial
+            )
+            return Computed(out, list(kept), None if call.num_final is None else final)
         assert isinstance(call, DeltaCall)
         query, key = normed(call)[:2]
         value, g, beta = call.value.contiguous(), call.g.contiguous(), call.beta.contiguous()
         rule = rules.channel_delta_rule_forward if g.ndim == 3 else rules.delta_rule_forward
-        out, kept = rule(query, key, value, g, beta, schedule, call.scale)
-        return out, list(kept)
+        out, kept, final = rule(query, key, value, g, beta, schedule, call.scale, call.initial)
+        return Computed(out, list(kept), None if call.num_final is None else final)
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call, in their order and dtypes."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 
@@ -111,22 +115,25 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
         if isinstance(call, SsdCall):
             value, _ = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
-            dC, dB, dvalue, dg = rules.linear_attention_backward(
-                C, B, value, tuple(saved), dout, schedule, 1.0
+            dC, dB, dvalue, dg, dinitial = rules.linear_attention_backward(
+                C, B, value, tuple(saved), dout, schedule, 1.0, call.initial, dfinal
             )
             dt, dvalue = call.dt.float(), dvalue.float()
             dx = dvalue * dt[..., None]
             ddt = (dvalue * call.x).sum(-1) + dg * call.A.float()
-            grads = [dx, ddt, (dg * dt).sum(0), dB, dC]
+            grads = [dx, ddt, (dg * dt).sum(0), dB, dC, dinitial]
         else:
             assert isinstance(call, DeltaCall)
             query, key, *norms = normed(call)
             value, beta = call.value.contiguous(), call.beta.contiguous()
             channels = call.g.ndim == 3
             rule = rules.channel_delta_rule_backward if channels else rules.delta_rule_backward
-            grads = list(rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale))
+            states = call.initial, dfinal
+            grads = list(
+                rule(query, key, value, beta, tuple(saved), dout, schedule, call.scale, *states)
+            )
             through_norms(grads, query, key, *norms)
-    return in_dtypes(call, grads)
+    return in_dtypes(call, grads if call.initial is not None else grads[:-1])
 
 
 def _schedule(call: Call) -> StateSchedule:

@@ -37,19 +37,20 @@ def delta_rule_forward(
     beta: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """The gated delta rule: q, k [T, H, K], v [T, HV, V], g and beta [T, HV] -> out [T, HV, V].
 
     The second result is what `delta_rule_backward` needs besides the inputs: the gates summed along
-    chunks, and the solved triangles.
+    chunks, and the solved triangles. States enter and leave as in `carry_states`.
     """
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)
     w, u, solved = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g, beta=beta, **where)
-    h, v_new = carry_states(schedule, k[0], u[0], w[0], g=g[0])
+    h, v_new, final = carry_states(schedule, k[0], u[0], w[0], g=g[0], initial=initial)
     out = chunk_fwd_o(q=q, k=k, v=v_new[None], h=h[None], g=g, scale=scale, **where)
-    return out[0], (g[0], solved[0])
+    return out[0], (g[0], solved[0]), final
 
 
 def delta_rule_backward(
@@ -61,22 +62,27 @@ def delta_rule_backward(
     dout: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
+    initial: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, g and beta, given dout [T, HV, V] and what the forward kept."""
+    """Gradients of q, k, v, g, beta and initial, given dout [T, HV, V], what the forward kept, and
+    dfinal as in `carry_gradients`."""
     where = _segments(schedule)
     g, solved = kept
     q, k, v, beta, g, solved, dout = (x[None] for x in (q, k, v, beta, g, solved, dout))
     w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=solved, g=g, **where)
-    h, v_new = carry_states(schedule, k[0], u[0], w[0], g=g[0])
+    h, v_new, _ = carry_states(schedule, k[0], u[0], w[0], g=g[0], initial=initial)
     dv = chunk_bwd_dv_local(q=q, k=k, g=g, do=dout, scale=scale, **where)
-    dh = carry_gradients(schedule, q[0], k[0], dout[0], w=w[0], dv=dv[0], g=g[0], scale=scale)
+    dh, dinitial = carry_gradients(
+        schedule, q[0], k[0], dout[0], w=w[0], dv=dv[0], g=g[0], scale=scale, dfinal=dfinal
+    )
     inside = {"h": h[None], "dh": dh[None], "dv": dv, "scale": scale, **where}
     dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, k=k, v=v_new[None], w=w, g=g, do=dout, **inside)
     dk_solved, dv, dbeta, dg_solved = prepare_wy_repr_bwd(
         k=k, v=v, beta=beta, g=g, A=solved, dw=dw, du=dv, **where
     )
     dg = chunk_local_cumsum(dg.add_(dg_solved), chunk_size=CHUNK, reverse=True, **where)
-    return dq[0], dk.add_(dk_solved)[0], dv[0], dg[0], dbeta[0]
+    return dq[0], dk.add_(dk_solved)[0], dv[0], dg[0], dbeta[0], dinitial
 
 
 def channel_delta_rule_forward(
@@ -87,7 +93,8 @@ def channel_delta_rule_forward(
     beta: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """As `delta_rule_forward` with a gate per channel of the key (Kimi): g [T, HV, K]."""
     where = _segments(schedule)
     q, k, v, beta = q[None], k[None], v[None], beta[None]
@@ -95,11 +102,11 @@ def channel_delta_rule_forward(
     w, u, _, kg, scores, solved = chunk_kda_fwd_intra(
         q=q, k=k, v=v, gk=g, beta=beta, scale=scale, chunk_size=CHUNK, **where
     )
-    h, v_new = carry_states(schedule, kg[0], u[0], w[0], gk=g[0])
+    h, v_new, final = carry_states(schedule, kg[0], u[0], w[0], gk=g[0], initial=initial)
     out = chunk_gla_fwd_o_gk(
         q=q, v=v_new[None], g=g, A=scores, h=h[None], scale=scale, chunk_size=CHUNK, **where
     )
-    return out[0], (g[0], solved[0], scores[0])
+    return out[0], (g[0], solved[0], scores[0]), final
 
 
 def channel_delta_rule_backward(
@@ -111,19 +118,23 @@ def channel_delta_rule_backward(
     dout: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
+    initial: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v, g and beta of `channel_delta_rule_forward`."""
+    """Gradients of q, k, v, g, beta and initial of `channel_delta_rule_forward`."""
     where = {**_segments(schedule), "chunk_size": CHUNK}
     g, solved, scores = kept
     q, k, v, beta, g, solved, scores, dout = (
         x[None] for x in (q, k, v, beta, g, solved, scores, dout)
     )
     w, u, qg, kg = recompute_kda(q=q, k=k, v=v, beta=beta, A=solved, gk=g, **_segments(schedule))
-    h, v_new = carry_states(schedule, kg[0], u[0], w[0], gk=g[0])
+    h, v_new, _ = carry_states(schedule, kg[0], u[0], w[0], gk=g[0], initial=initial)
     dscores, dv = chunk_kda_bwd_dAv(
         q=q, k=k, v=v_new[None], do=dout, A=scores, scale=scale, **where
     )
-    dh = carry_gradients(schedule, qg[0], kg[0], dout[0], w=w[0], dv=dv[0], gk=g[0], scale=scale)
+    dh, dinitial = carry_gradients(
+        schedule, qg[0], kg[0], dout[0], w=w[0], dv=dv[0], gk=g[0], scale=scale, dfinal=dfinal
+    )
     dq, dk, dv, dbeta, dg, dsolved = chunk_kda_bwd_wy_dqkg_fused(
         q=q,
         k=k,
@@ -156,7 +167,7 @@ def channel_delta_rule_backward(
     if groups > 1:
         dq, dk = (x.unflatten(2, (-1, groups)).sum(3) for x in (dq, dk))
     dg = chunk_local_cumsum(dg, reverse=True, **where)
-    return dq[0], dk[0], dv[0], dg[0], dbeta[0]
+    return dq[0], dk[0], dv[0], dg[0], dbeta[0], dinitial
 
 
 def linear_attention_forward(
@@ -166,14 +177,15 @@ def linear_attention_forward(
     g: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    initial: torch.Tensor | None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """Gated linear attention with a gate per head, which Mamba-2 is: q = C, k = B, v = x dt,
-    g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] -> out [T, HV, V], and what is kept."""
+    g = A dt. q, k [T, H, K], v [T, HV, V], g [T, HV] -> out [T, HV, V], what is kept, final."""
     where = _segments(schedule)
     g = chunk_local_cumsum(g[None].float(), chunk_size=CHUNK, scale=RCP_LN2, **where)
-    h, _ = carry_states(schedule, k, v, g=g[0])
+    h, _, final = carry_states(schedule, k, v, g=g[0], initial=initial)
     out = chunk_fwd_o(q=q[None], k=k[None], v=v[None], h=h[None], g=g, scale=scale, **where)
-    return out[0], (g[0],)
+    return out[0], (g[0],), final
 
 
 def linear_attention_backward(
@@ -184,18 +196,20 @@ def linear_attention_backward(
     dout: torch.Tensor,
     schedule: StateSchedule,
     scale: float,
+    initial: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v and g of `linear_attention_forward`."""
+    """Gradients of q, k, v, g and initial of `linear_attention_forward`."""
     where = _segments(schedule)
     (g,) = kept
-    h, _ = carry_states(schedule, k, v, g=g)
-    dh = carry_gradients(schedule, q, k, dout, g=g, scale=scale)
+    h, _, _ = carry_states(schedule, k, v, g=g, initial=initial)
+    dh, dinitial = carry_gradients(schedule, q, k, dout, g=g, scale=scale, dfinal=dfinal)
     q, k, v, g, dout = (x[None] for x in (q, k, v, g, dout))
     inside = {"g": g, "do": dout, "dh": dh[None], "scale": scale, **where}
     dq, dk, _, dg = chunk_bwd_dqkwg(q=q, k=k, v=v, h=h[None], **inside)
     dv = chunk_bwd_dv(q=q, k=k, **inside)
     dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **where)
-    return dq[0], dk[0], dv[0], dg[0]
+    return dq[0], dk[0], dv[0], dg[0], dinitial
 
 
 def _segments(schedule: StateSchedule) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from prefixtree.kernels import device_info
 from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
-from prefixtree.kernels.recurrence.protocol import Call, DeltaCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
 from prefixtree.packing.segments import SegmentTables
 from prefixtree.packing.state_schedule import StateSchedule
@@ -72,7 +72,7 @@ def saves(call: Call) -> list[torch.Tensor]:
     ]
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call) -> Computed:
     """-> out [T, HV, V], and what the backward reads besides the call."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
@@ -84,24 +84,28 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
         g = call.g.float().contiguous()
+        # states that enter or leave are among them
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
-            return out, kept
+            none = None if call.num_final is None else g.new_empty(0, *call.state_shape)
+            return Computed(out, kept, none)
         g, solved = rules.solve(key, g, beta, tables)
         ends, transitions = rules.ends(key, value, g, beta, solved, tables)
-        starts = starts_of(schedule, ends, transitions)
+        starts, final = starts_of(schedule, ends, transitions, call.initial)
         out = rules.outputs(query, key, value, g, beta, solved, starts, tables, call.scale)
-    return out, [g, solved]
+    return Computed(out, [g, solved], None if call.num_final is None else final)
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> gradients of query, key, value, g and beta, in their dtypes."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert isinstance(call, DeltaCall)
     tables, schedule = _tables(call)
     if _is_short(tables):
-        return fla.backward(call, dout, saved)
+        return fla.backward(call, dout, saved, dfinal)
     g, solved = saved
     with device_info.current(call.value.device):
         query, key, *norms = fla.normed(call)
@@ -112,16 +116,18 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
         else:
             # made again: kept, they would take a state per segment and head
             ends, transitions = rules.ends(key, value, g, beta, solved, tables)
-            starts = starts_of(schedule, ends, transitions)
+            starts, _ = starts_of(schedule, ends, transitions, call.initial)
             del ends
             dstarts = rules.gradients_of_starts(
                 query, key, g, beta, solved, dout, tables, call.scale
             )
-            dends = gradients_of_ends(tables, schedule, dstarts, transitions)
+            dends, dinitial = gradients_of_ends(tables, schedule, dstarts, transitions, dfinal)
             del dstarts, transitions
             states = rules.states(key, value, g, beta, solved, starts, tables)
             del starts
             grads = rules.gradients(*inputs, states, dends, tables, call.scale)
+            if call.initial is not None:
+                grads.append(dinitial)
         fla.through_norms(grads, query, key, *norms)
     return fla.in_dtypes(call, grads)
 

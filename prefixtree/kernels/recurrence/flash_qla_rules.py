@@ -68,14 +68,14 @@ def ends(
     solved: torch.Tensor,
     tables: SegmentTables,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The end state of segments with children, by their start S: transition @ S + end.
+    """The end state of segments whose end is read, by their start S: transition @ S + end.
 
     `fused_gdr_h` rounds both to the dtype of the key; its kernel is made here to keep them in
     float32.
 
     Returns:
-        ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K]; of segments without children
-        nothing is computed.
+        ends fp32 [N, HV, K, V], transitions fp32 [N, HV, K, K]; of segments whose end nothing
+        reads nothing is computed.
     """
     where = _segments(tables)
     (_, heads, key_dim), (_, value_heads, value_dim) = key.shape, value.shape
@@ -148,15 +148,17 @@ def gradients_of_starts(
     tables: SegmentTables,
     scale: float,
 ) -> torch.Tensor:
-    """The gradient of each segment's start from its own outputs, fp32 [N, HV, K, V]; 0 at roots."""
+    """The gradient of each segment's start from its own outputs, fp32 [N, HV, K, V]; 0 where it
+    starts from zeros."""
+    starts_from = tables.schedule(CHUNK).parent_state
     _, dstarts = fused_gdr_dh_ws(
         *(x[None] for x in (query, key, solved, summed, beta, dout)),
         output_dh0=True,
         output_dh=False,
         scale=scale,
         cu_seqlens=_segments(tables),
-        # roots hand nothing up
-        num_warmup_chunks=_chunks_where(tables, tables.parent >= 0, dout.shape[1]),
+        # who starts from zeros hands nothing up
+        num_warmup_chunks=_chunks_where(tables, starts_from >= 0, dout.shape[1]),
     )
     return dstarts
 

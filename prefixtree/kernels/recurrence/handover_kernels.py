@@ -8,7 +8,8 @@ transitions, and the gradient of a branch point's state is the sum over its chil
 Work is dealt as in `state_kernels`: from a counter, parents before children (backward: after), with
 a flag per branch point, head and block of columns.
 
-Legend: N segments, HV value heads, K and V head dims, B branch points (segments with children).
+Legend: N segments, HV value heads, K and V head dims, B branch points (segments whose final state
+is read), F states that leave.
 """
 
 import triton
@@ -78,13 +79,17 @@ def hand_up(
     parent_state,
     children_start,
     children,
+    dfinal,
+    exit_of,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
 ):
-    """The gradient of the state each segment ends in: the sum over its children, 0 without any.
+    """The gradient of the state each segment ends in: the sum over its children, and dfinal
+    [F, HV, K, V] at row exit_of [N] where that is not -1; 0 without any.
 
     dstarts fp32 [N, HV, K, V]: the gradient of the start from a segment's own outputs; grows in
     place, at branch points, by what comes through the segment's end. transitions fp32
@@ -110,6 +115,10 @@ def hand_up(
             if state >= 0:
                 wait_for(flags + 1 + state * (NV * HV) + lane, 1)
             b_end += tl.load(dstarts + child * (HV * K * V) + tile)
+        if HAS_FINAL:
+            leaves = tl.load(exit_of + segment).to(tl.int64)
+            if leaves >= 0:
+                b_end += tl.load(dfinal + leaves * (HV * K * V) + tile)
     here = dends + segment * (HV * K * V)
     tl.store(here + tile, b_end)
     if own >= 0:

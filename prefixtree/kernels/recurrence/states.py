@@ -1,6 +1,10 @@
 """Launches of the kernels that carry states over a forest.
 
-Legend: T packed tokens, NC chunks, H key heads, HV value heads, K and V head dims.
+A state that enters is written into the scratch of the branch points before the launch, and its flag
+is set; so is the gradient of a state that leaves. The kernels know nothing of either.
+
+Legend: T packed tokens, NC chunks, H key heads, HV value heads, K and V head dims, I states that
+enter, F that leave.
 """
 
 from __future__ import annotations
@@ -39,17 +43,20 @@ def carry_states(
     *,
     g: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,
+    initial: torch.Tensor | None = None,
     config: Config = FORWARD,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The states every chunk starts from. A backward calls it again: nothing of it is kept.
 
     Args:
         schedule: on the device of k.
         k: [T, H, K]; u: [T, HV, V]; w: [T, HV, K], without it nothing is taken off u.
         g: fp32 [T, HV] or gk: fp32 [T, HV, K]: log2 of the decay, summed along each chunk.
+        initial: fp32 [I, HV, K, V], the states that enter; None where none does.
 
     Returns:
-        h [NC, HV, K, V] and v_new [T, HV, V] (u itself without w).
+        h [NC, HV, K, V], v_new [T, HV, V] (u itself without w), and the states that leave, fp32
+        [F, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = u.shape[1:]
@@ -58,6 +65,8 @@ def carry_states(
     v_new = u if w is None else torch.empty_like(u)
     states = k.new_empty(schedule.num_states, value_heads, key_dim, value_dim, dtype=torch.float32)
     lanes = value_heads * triton.cdiv(value_dim, config.columns)
+    flags = _flags(schedule.num_states * lanes, k.device)
+    enter(schedule, states, flags, initial)
     states_forward[(schedule.num_segments * lanes,)](
         k,
         w,
@@ -67,7 +76,7 @@ def carry_states(
         gk,
         h,
         states,
-        _flags(schedule.num_states * lanes, k.device),
+        flags,
         schedule.start,
         schedule.first_chunk,
         schedule.forward_order,
@@ -78,7 +87,7 @@ def carry_states(
         USE_GK=gk is not None,
         USE_W=w is not None,
     )
-    return h, v_new
+    return h, v_new, leaving(schedule, states)
 
 
 def carry_gradients(
@@ -92,21 +101,31 @@ def carry_gradients(
     g: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,
     scale: float,
+    dfinal: torch.Tensor | None = None,
     config: Config = BACKWARD,
-) -> torch.Tensor:
-    """Gradients of the states at every chunk's end: dh [NC, HV, K, V].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the states at every chunk's end, and of those that enter.
 
     Args:
         schedule: on the device of q.
         q, k: [T, H, K]; do: [T, HV, V]; w, g, gk as in `carry_states`.
         dv: [T, HV, V] with w: the gradient of v_new inside each chunk; grows in place by what
             reaches v_new through the states.
+        dfinal: fp32 [F, HV, K, V], the gradients of the states that leave; None for zeros.
+
+    Returns:
+        dh [NC, HV, K, V], and dinitial, fp32 [I, HV, K, V].
     """
     key_dim = k.shape[2]
     value_heads, value_dim = do.shape[1:]
     dh = q.new_empty(schedule.num_chunks, value_heads, key_dim, value_dim)
     lanes = value_heads * triton.cdiv(value_dim, config.columns)
     sums = q.new_empty(schedule.num_slots, value_heads, key_dim, value_dim, dtype=torch.float32)
+    flags = _flags(schedule.num_slots * lanes, q.device)
+    if len(schedule.left):
+        slots = schedule.left_slot.long()
+        sums[slots] = 0 if dfinal is None else dfinal
+        flags[1:].view(-1, lanes)[slots] = 1
     states_backward[(schedule.num_segments * lanes,)](
         q,
         k,
@@ -117,7 +136,7 @@ def carry_gradients(
         gk,
         dh,
         sums,
-        _flags(schedule.num_slots * lanes, q.device),
+        flags,
         schedule.start,
         schedule.first_chunk,
         schedule.backward_order,
@@ -133,7 +152,38 @@ def carry_gradients(
         USE_GK=gk is not None,
         USE_W=w is not None,
     )
-    return dh
+    return dh, _entered(schedule, sums)
+
+
+def enter(
+    schedule: StateSchedule,
+    states: torch.Tensor,
+    flags: torch.Tensor,
+    initial: torch.Tensor | None,
+) -> None:
+    """Writes the states that enter behind those of the branch points, and sets their flags."""
+    if schedule.num_entries:
+        assert initial is not None
+        first = schedule.num_states - schedule.num_entries
+        states[first:] = initial
+        flags[1 + first * ((len(flags) - 1) // schedule.num_states) :] = 1
+
+
+def leaving(schedule: StateSchedule, states: torch.Tensor) -> torch.Tensor:
+    """Those of the branch points' states that leave."""
+    return states.index_select(0, schedule.left)
+
+
+def _entered(schedule: StateSchedule, sums: torch.Tensor) -> torch.Tensor:
+    """The gradients of the states that enter: of each the sum of its slots, one after another."""
+    entries = schedule.num_entries
+    if not entries:
+        return sums[:0]
+    lengths = schedule.slot_start[-1 - entries :].diff().long()
+    total: torch.Tensor = torch.segment_reduce(
+        sums[schedule.entered_slot :], "sum", lengths=lengths, axis=0, unsafe=True, initial=0
+    )
+    return total
 
 
 def _sizes(k: torch.Tensor, value_heads: int, value_dim: int, config: Config) -> dict[str, int]:

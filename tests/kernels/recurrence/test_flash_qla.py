@@ -9,21 +9,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
-from prefixtree import TreeMask
+from prefixtree import TreeMask, pack
 from prefixtree.kernels.recurrence import flash_qla, handover
 from prefixtree.kernels.recurrence.chunk_rules import delta_rule
 from prefixtree.kernels.recurrence.protocol import DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
 from prefixtree.packing.segments import SegmentTables
-from tests.kernels.recurrence.test_states import DEVICE, FORESTS, schedule_of, segments_of
+from prefixtree.planning.part_states import PartStates
+from prefixtree.planning.steps import Steps
+from tests.kernels.recurrence.test_states import BORDERS, DEVICE, FORESTS, schedule_of, segments_of
 from tests.support.recurrence_cases import FORESTS as PACKED
 from tests.support.recurrence_cases import forest_of, relative
 from tests.support.strategies import mask_of
 
 HEADS, DIM = 2, 16
+NAMES = "query", "key", "value", "g", "beta"
 # its tensors are on the CPU, where Triton's kernels run in the interpreter alone
 IN_TORCH = pytest.mark.skipif(DEVICE.type == "cuda", reason="runs where there is no GPU")
 
@@ -38,31 +42,48 @@ def random_handover(segments: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return normal(DIM, 2 * DIM), normal(DIM, DIM) / DIM**0.5, normal(DIM, 2 * DIM)
 
 
-@pytest.mark.parametrize("forest", FORESTS)
-def test_states_from_parent_to_child_and_back(forest: str) -> None:
-    segments = segments_of(forest)
+@pytest.mark.parametrize(
+    "forest, with_states", [*((f, False) for f in FORESTS), *((f, True) for f in BORDERS)]
+)
+def test_states_from_parent_to_child_and_back(forest: str, with_states: bool) -> None:
+    segments = segments_of(forest, with_states)
     schedule, tables = schedule_of(segments), SegmentTables(segments, DEVICE)
     ends, transitions, dstarts = random_handover(segments.num_segments)
-    exact = [x.double().requires_grad_() for x in (ends, transitions)]
+    initial = random_handover(segments.num_entries)[0] + 1
+    dfinal = random_handover(len(segments.exits))[2] - 1
+    exact = [x.double().requires_grad_() for x in (ends, transitions, initial)]
     starts: list[torch.Tensor] = []
     finals = []
     for segment, parent in enumerate(segments.parent):
         start = finals[parent] if parent >= 0 else torch.zeros_like(exact[0][0])
+        if segments.entry[segment] >= 0:
+            start = exact[2][segments.entry[segment]]
         starts.append(start)
         finals.append(exact[1][segment] @ start + exact[0][segment])
-    found = handover.starts_of(schedule, ends.to(DEVICE), transitions.to(DEVICE))
+    exits = torch.from_numpy(segments.exits)
+    given = [x.to(DEVICE) for x in (ends, transitions, initial)]
+    found, final = handover.starts_of(schedule, *given)
     assert relative(found.cpu(), torch.stack(starts)) < 2e-6
+    assert relative(final.cpu(), torch.stack(finals)[exits]) < 2e-6
 
     # the gradient of a final state is that of `ends`, which is only added to it
-    roots = torch.from_numpy(segments.parent < 0)
+    roots = torch.from_numpy((segments.parent < 0) & (segments.entry < 0))
     dstarts[roots] = 0
-    total = (torch.stack(starts) * dstarts).sum()
-    if any(segments.parent >= 0):
-        (want,) = torch.autograd.grad(total, exact[0])
-    else:
-        want = torch.zeros_like(exact[0])
-    dends = handover.gradients_of_ends(tables, schedule, dstarts.to(DEVICE), transitions.to(DEVICE))
-    assert relative(dends.cpu(), want) < 2e-6
+    total = (torch.stack(starts) * dstarts).sum() + (torch.stack(finals)[exits] * dfinal).sum()
+    total = total + 0 * sum(x.sum() for x in exact)
+    want = torch.autograd.grad(total, exact)
+    for given_final in (dfinal, None):
+        if given_final is None and with_states:
+            continue
+        dends, dinitial = handover.gradients_of_ends(
+            tables,
+            schedule,
+            dstarts.to(DEVICE, copy=True),
+            transitions.to(DEVICE),
+            None if given_final is None else given_final.to(DEVICE),
+        )
+        assert relative(dends.cpu(), want[0]) < 2e-6
+        assert relative(dinitial.cpu(), want[2]) < 2e-6
 
 
 class SegmentsInTorch:
@@ -155,7 +176,7 @@ class SegmentsInTorch:
         starts = self._zeros(tables, value, key.shape[2])
         inputs = [query, key, value, g, beta]
         found = self._gradients(inputs, starts, dout, torch.zeros_like(starts), tables)[-1]
-        found[torch.from_numpy(tables.host.parent < 0)] = 0
+        found[tables.schedule(CHUNK).parent_state < 0] = 0
         return found
 
     def states(self, key, value, summed, beta, solved, starts, tables):
@@ -203,6 +224,7 @@ def call_of(mask: TreeMask) -> DeltaCall:
         value=normal(HEADS, DIM),
         g=-0.3 * normal(HEADS).abs(),
         beta=normal(HEADS).sigmoid(),
+        initial=None,
         mask=mask.host,
         scale=0.7,
         qk_l2norm=False,
@@ -214,10 +236,47 @@ def reference_of(call: DeltaCall, dout: torch.Tensor) -> tuple[torch.Tensor, lis
     from prefixtree.kernels.recurrence import reference
 
     exact = call._replace(
-        **{name: getattr(call, name).double() for name in ("query", "key", "value", "g", "beta")}
+        **{n: x.double() for n, x in call._asdict().items() if isinstance(x, torch.Tensor)}
     )
-    out, saved = reference.forward(exact)
+    out, saved, _ = reference.forward(exact)
     return out, reference.backward(exact, dout.double(), saved)
+
+
+@IN_TORCH
+@pytest.mark.parametrize("num_parts", [2, 5])
+def test_parts_are_the_whole_forest(rules: SegmentsInTorch, num_parts: int) -> None:
+    """States that leave one part enter the next, and their gradients come back."""
+    packed = pack(forest_of("caterpillar"))
+    call = call_of(packed.mask)
+    dout = torch.randn_like(call.value)
+    want, want_grads = reference_of(call, dout)
+    owner = np.arange(packed.num_tokens) * num_parts // packed.num_tokens
+    behind: dict[int, torch.Tensor] = {}
+    parts = []
+    for part in Steps(packed, owner, num_parts):
+        states = PartStates(part)
+        entering = [behind[token] for token in states.entered.tolist()]
+        tensors = {n: x[part.own_tokens] for n, x in call._asdict().items() if n in NAMES}
+        mine = call._replace(
+            **tensors,
+            initial=torch.stack(entering) if entering else None,
+            mask=states.borders.host,
+            num_final=len(states.left),
+        )
+        out, saved, final = flash_qla.forward(mine)
+        assert relative(out, want[part.own_tokens]) < 2e-6
+        behind.update(zip(states.left.tolist(), final, strict=True))
+        parts.append((part.own_tokens, states, mine, saved))
+    returned = {token: torch.zeros_like(state) for token, state in behind.items()}
+    for own, states, mine, saved in reversed(parts):
+        given = [returned[token] for token in states.left.tolist()]
+        dfinal = torch.stack(given) if given else None
+        grads = flash_qla.backward(mine, dout[own], saved, dfinal)
+        for x, y in zip(grads, want_grads, strict=False):
+            assert relative(x, y[own]) < 1e-5
+        for row, token in enumerate(states.entered.tolist()):
+            returned[token] += grads[-1][row]
+    assert len(behind) >= num_parts - 1 and "sequences" not in rules.calls
 
 
 @IN_TORCH
@@ -226,7 +285,7 @@ def test_forests_with_and_without_branches(name: str, rules: SegmentsInTorch) ->
     mask = mask_of(forest_of(name))
     call = call_of(mask)
     dout = torch.randn_like(call.value)
-    out, saved = flash_qla.forward(call)
+    out, saved, _ = flash_qla.forward(call)
     assert [(x.shape, x.dtype) for x in saved] == [
         (x.shape, x.dtype) for x in flash_qla.saves(call)
     ]
@@ -245,11 +304,9 @@ def test_states_that_hand_nothing_up_are_missed(
 ) -> None:
     call = call_of(mask_of(forest_of("caterpillar")))
     dout = torch.randn_like(call.value)
-    _, saved = flash_qla.forward(call)
+    _, saved, _ = flash_qla.forward(call)
     full = flash_qla.backward(call, dout, saved)
-    monkeypatch.setattr(
-        flash_qla, "gradients_of_ends", lambda tables, schedule, dstarts, _: dstarts.zero_()
-    )
+    monkeypatch.setattr(flash_qla, "gradients_of_ends", lambda *given: (given[2].zero_(), None))
     cut = flash_qla.backward(call, dout, saved)
     assert all(relative(x, y) > 0.05 for x, y in zip(cut[1:], full[1:], strict=True))
 

@@ -29,12 +29,27 @@ FORESTS = {
 }
 
 
-def segments_of(forest: str) -> Segments:
+# (roots that states enter, their rows, segments whose states leave): two roots share a state, and
+# one that is given enters nowhere; a leaf's state leaves, a branch point's, and a root's
+BORDERS = {
+    "one": ([0], [0], [0]),
+    "star": ([0], [1], [0, 2, 4]),
+    "two_trees": ([0, 3], [1, 1], [1, 3]),
+    "many_children": ([], [], [0, 3]),
+}
+
+
+def segments_of(forest: str, with_states: bool = False) -> Segments:
     lengths, parent = FORESTS[forest]
     start = np.concatenate([[0], np.cumsum(lengths)])
     predictor = np.arange(start[-1], dtype=np.int32) - 1
     predictor[start[:-1]] = [start[p + 1] - 1 if p >= 0 else -1 for p in parent]
-    segments = find_segments(predictor)
+    if with_states:
+        roots, rows, leaving = (np.array(x, np.int64) for x in BORDERS[forest])
+        borders = start[roots], rows, start[leaving + 1] - 1
+        segments = find_segments(predictor, *borders, num_entries=3 if len(rows) else 0)
+    else:
+        segments = find_segments(predictor)
     assert segments.parent.tolist() == parent and segments.start.tolist() == start.tolist()
     return segments
 
@@ -78,8 +93,10 @@ def by_chunks(
     w: torch.Tensor | None,
     g: torch.Tensor | None,
     gk: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """States chunk by chunk, differentiable: h [NC, HV, K, V] and v_new [T, HV, V]."""
+    initial: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """States chunk by chunk, differentiable: h [NC, HV, K, V], v_new [T, HV, V], and those behind
+    segments [N, HV, K, V]."""
     start, parent = segments.start, segments.parent
     groups = u.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, 1)
@@ -88,6 +105,9 @@ def by_chunks(
         state = u.new_zeros(u.shape[1], k.shape[2], u.shape[2])
         if parent[segment] >= 0:
             state = ends[parent[segment]]
+        elif segments.entry[segment] >= 0:
+            assert initial is not None
+            state = initial[segments.entry[segment]]
         for first in range(start[segment], start[segment + 1], launches.CHUNK):
             t = slice(first, min(first + launches.CHUNK, start[segment + 1]))
             h.append(state)
@@ -100,18 +120,24 @@ def by_chunks(
                 state = state * torch.exp2(gk[t][-1])[..., None]
             state = state + torch.einsum("thk,thv->hkv", k[t], v)
         ends.append(state)
-    return torch.stack(h), v_new
+    return torch.stack(h), v_new, torch.stack(ends)
 
 
 RULES = ["plain", "g", "gk", "w", "w_g", "w_gk"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("forest", FORESTS)
-def test_states_and_their_gradients(forest: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    "forest, rule, with_states",
+    [
+        *((forest, rule, False) for forest in FORESTS for rule in RULES),
+        *(("star", rule, True) for rule in RULES),
+        *(("one", "w_g", True), ("two_trees", "w_g", True), ("many_children", "g", True)),
+    ],
+)
+def test_states_and_their_gradients(forest: str, rule: str, with_states: bool) -> None:
     value_heads, key_dim, value_dim = 2, 20, 36
     heads = 2 if "gk" in rule else 1
-    segments = segments_of(forest)
+    segments = segments_of(forest, with_states)
     start, parent, schedule = segments.start, segments.parent, schedule_of(segments)
     tensors, g, gk = make(segments, heads, value_heads, key_dim, value_dim)
     g = g if "g" in rule.split("_") else None
@@ -120,17 +146,28 @@ def test_states_and_their_gradients(forest: str, rule: str) -> None:
     q, k, u, do, dv = (tensors[name] for name in ("q", "k", "u", "do", "dv"))
     gates = {"g": g, "gk": gk}
 
-    h, v_new = launches.carry_states(schedule, k, u, w, **gates)
+    draw = torch.Generator().manual_seed(1)
+    state = value_heads, key_dim, value_dim
+    initial = torch.randn(segments.num_entries, *state, generator=draw).to(DEVICE)
+    dfinal = torch.randn(len(segments.exits), *state, generator=draw).to(DEVICE)
+
+    h, v_new, final = launches.carry_states(schedule, k, u, w, **gates, initial=initial)
     exact = {n: None if x is None else x.double() for n, x in (*gates.items(), ("w", w))}
     u64 = u.double().requires_grad_()
-    expected_h, expected_v = by_chunks(segments, k.double(), u64, **exact)
+    initial64 = initial.double().requires_grad_()
+    expected_h, expected_v, ends = by_chunks(segments, k.double(), u64, **exact, initial=initial64)
+    expected_final = ends[torch.from_numpy(segments.exits).to(DEVICE)]
     assert_near(h, expected_h)
     assert_near(v_new, expected_v)
+    assert final.shape == expected_final.shape
+    assert_near(final, expected_final)
 
     # out = scale q (decay) h, and v_new is used once more inside its chunk, with gradient dv
     scale = 0.7
     grown = dv.clone() if w is not None else None
-    dh = launches.carry_gradients(schedule, q, k, do, w=w, dv=grown, **gates, scale=scale)
+    dh, dinitial = launches.carry_gradients(
+        schedule, q, k, do, w=w, dv=grown, **gates, scale=scale, dfinal=dfinal
+    )
     q64 = q.double().repeat_interleave(value_heads // heads, 1)
     if g is not None:
         q64 = q64 * torch.exp2(g.double())[..., None]
@@ -143,8 +180,12 @@ def test_states_and_their_gradients(forest: str, rule: str) -> None:
         (scale * torch.einsum("thk,hkv->thv", q64[a:b], state) * do[a:b].double()).sum()
         for (a, b), state in zip(number, expected_h, strict=True)
     )
-    loss = loss + (expected_v * dv.double()).sum()
-    (du,) = torch.autograd.grad(loss, u64)
+    loss = loss + (expected_v * dv.double()).sum() + (expected_final * dfinal.double()).sum()
+    du, dstates = torch.autograd.grad(
+        loss, [u64, initial64], allow_unused=True, materialize_grads=True
+    )
+    assert dinitial.shape == dstates.shape
+    assert_near(dinitial, dstates)
     if w is not None:
         assert_near(grown, du)
     # v_new reaches the loss inside its chunk (dv) and through the state behind it (k dh, decayed)
@@ -168,9 +209,9 @@ def test_children_that_hand_nothing_up_are_missed() -> None:
     segments = segments_of("star")
     tensors, g, _ = make(segments, 1, 2, 20, 36)
     q, k, do = (tensors[name] for name in ("q", "k", "do"))
-    full = launches.carry_gradients(schedule_of(segments), q, k, do, g=g, scale=1.0)
+    full, _ = launches.carry_gradients(schedule_of(segments), q, k, do, g=g, scale=1.0)
     alone = replace(segments, parent=np.full_like(segments.parent, -1))
-    cut = launches.carry_gradients(schedule_of(alone), q, k, do, g=g, scale=1.0)
+    cut, _ = launches.carry_gradients(schedule_of(alone), q, k, do, g=g, scale=1.0)
     first = segments.chunks(launches.CHUNK).cu_chunks[1]
     assert (full[:first] - cut[:first]).norm() > 0.1 * full[:first].norm()
     assert torch.equal(full[first:], cut[first:])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
 
-from prefixtree import TreeMask, UnsupportedError
+from prefixtree import UnsupportedError, pack
 from prefixtree.kernels.recurrence import fla, fla_rules, states, tree_delta_rule, tree_ssd
+from tests.kernels.recurrence.test_state_borders import of_parts, runs
 from tests.support.recurrence_cases import (
     Leaves,
     Operator,
@@ -49,8 +51,8 @@ def _delta(key_heads: int, per_channel: bool, l2norm: bool) -> Operator:
             normal(tokens, 2).sigmoid(),
         ]
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
-        return tree_delta_rule(*leaves, mask, qk_l2norm=l2norm, backend=backend)
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
+        return tree_delta_rule(*leaves, mask, qk_l2norm=l2norm, backend=backend, **states)
 
     return Operator(f"delta {key_heads} {per_channel} {l2norm}", leaves, 5, run)
 
@@ -63,10 +65,10 @@ def _ssd() -> Operator:
         x, B, C = normal(tokens, 4, V), normal(tokens, 2, K), normal(tokens, 2, K)
         return [x, normal(tokens, 4), B, C, -(normal(4) / 2).exp(), normal(4), normal(4)]
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
         x, dt, B, C, A, D, bias = leaves
         options = {"dt_bias": bias, "dt_softplus": True, "dt_limit": (0.01, 2.0)}
-        return tree_ssd(x, dt, A, B, C, mask, D=D, **options, backend=backend)
+        return tree_ssd(x, dt, A, B, C, mask, D=D, **options, backend=backend, **states)
 
     return Operator("ssd", leaves, 4, run)
 
@@ -115,16 +117,43 @@ def test_states_that_hand_nothing_back_are_missed(
 
     real = fla_rules.carry_gradients
 
-    def cut(schedule: object, *args: object, **kwargs: object) -> torch.Tensor:
-        chunks = real(schedule, *args, **kwargs)  # type: ignore[arg-type]
+    def cut(schedule: object, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+        chunks, dinitial = real(schedule, *args, **kwargs)  # type: ignore[arg-type]
         last = schedule.first_chunk[1:].long() - 1  # type: ignore[attr-defined]
         chunks[last] = 0
-        return chunks
+        return chunks, dinitial
 
     monkeypatch.setattr(fla_rules, "carry_gradients", cut)
     parts = gradients(op, mask, leaves, cotangent, "fla")
     assert torch.equal(full[0], parts[0])
     assert max(relative(a, b) for a, b in zip(parts[1:], full[1:], strict=True)) > 1e-2
+
+
+@BY_NAME
+def test_parts_are_the_whole_forest(op: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that leave one part enter the next, and their gradients come back."""
+    packed = pack(forest_of("caterpillar")).to(DEVICE)
+    parts = runs(packed, 4 if NATIVE else 2)
+    mine = converted(op, op.random(packed.num_tokens))
+    exact = [x.detach().double().requires_grad_() for x in mine]
+    want = op.run(packed.mask, exact, "chunked")
+    cotangent = torch.randn_like(want)
+    right = torch.autograd.grad(want, exact, cotangent)
+    out = of_parts(op, parts, mine, "fla")
+    assert relative(out, want) < BOUND
+    grads = torch.autograd.grad((out.double() * cotangent).sum(), mine)
+    for i, (a, b) in enumerate(zip(grads, right, strict=True)):
+        assert relative(a, b) < (BOUND if i < op.per_token else BOUND_OF_SUMS), i
+    if op.name != "delta 2 False False" and not NATIVE:
+        return
+    real = fla_rules.carry_gradients
+    monkeypatch.setattr(
+        fla_rules, "carry_gradients", lambda *given, dfinal, **options: real(*given, **options)
+    )
+    cut = of_parts(op, parts, mine, "fla")
+    assert torch.equal(cut, out)
+    grads = torch.autograd.grad((cut.double() * cotangent).sum(), mine)
+    assert max(relative(a, b) for a, b in zip(grads, right, strict=True)) > 5 * BOUND_OF_SUMS
 
 
 @BY_NAME

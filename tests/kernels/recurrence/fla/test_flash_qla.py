@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
 
+from prefixtree import pack
 from prefixtree.kernels.recurrence import explain_recurrence, flash_qla, tree_delta_rule
-from tests.support.recurrence_cases import FORESTS, forest_of, relative
+from tests.kernels.recurrence.test_state_borders import of_parts, runs
+from tests.support.recurrence_cases import FORESTS, Operator, forest_of, relative
 from tests.support.strategies import mask_of
 
 pytestmark = [
@@ -37,6 +40,10 @@ def leaves_of(tokens: int) -> list[torch.Tensor]:
     return [*leaves, -0.05 * normal(VALUE_HEADS).abs(), normal(VALUE_HEADS).sigmoid().bfloat16()]
 
 
+def _run(mask: Any, leaves: list[torch.Tensor], backend: str, **states: Any) -> Any:
+    return tree_delta_rule(*leaves, mask, qk_l2norm=True, backend=backend, **states)
+
+
 def gradients(
     name: str, leaves: list[torch.Tensor], cotangent: torch.Tensor | None, backend: str
 ) -> list[torch.Tensor]:
@@ -55,6 +62,23 @@ def test_float64(name: str) -> None:
     fla = gradients(name, leaves, None, "fla")
     for x, y, z in zip(gradients(name, leaves, None, "flash_qla"), want, fla, strict=True):
         assert relative(x, y) < max(1e-2, 1.5 * relative(z, y))
+
+
+def test_parts_are_the_whole_forest() -> None:
+    """States that leave one part enter the next, and their gradients come back."""
+    op = Operator("delta", lambda tokens, draw: leaves_of(tokens), 5, _run)
+    for name in ("caterpillar", "long and short"):
+        packed = pack(forest_of(name)).to("cuda")
+        mine = [x.requires_grad_() for x in leaves_of(packed.num_tokens)]
+        exact = [x.detach().double().requires_grad_() for x in mine]
+        results = []
+        for leaves, backend in ((mine, "flash_qla"), (mine, "fla"), (exact, "chunked")):
+            out = of_parts(op, runs(packed, 3), leaves, backend)
+            results.append([out, *torch.autograd.grad(out, leaves, mine[2].detach().to(out.dtype))])
+        whole = gradients(name, exact, mine[2].detach(), "chunked")
+        for x, y, z, w in zip(*results, whole, strict=True):
+            assert relative(z, w) < 1e-12
+            assert relative(x, w) < max(1e-2, 1.5 * relative(y, w))
 
 
 def test_the_same_bits_again() -> None:
