@@ -8,11 +8,12 @@ from numba import njit
 
 
 @njit(cache=True)
-def find(predictor):
-    """Cuts a packed forest where it branches.
+def find(predictor, exits):
+    """Cuts a packed forest where it branches, and behind the tokens `exits`.
 
     Args:
         predictor: int32 [T], the token before each on its path, -1 at roots.
+        exits: int32 [F], tokens behind which a segment ends, as if others read its state.
 
     Returns start int32 [N + 1], parent, level and has_children (uint8) [N], in packed order: see
     `Segments`.
@@ -22,6 +23,9 @@ def find(predictor):
     for t in range(num_tokens):
         if predictor[t] >= 0:
             children[predictor[t]] += 1
+    for t in exits:
+        # as where it branches: no segment goes on behind it
+        children[t] += 2
     segment_of = np.empty(num_tokens, np.int32)
     count = 0
     for t in range(num_tokens):

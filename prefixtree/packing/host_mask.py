@@ -5,6 +5,7 @@ Legend: T packed tokens, Tq query rows.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from functools import cached_property
@@ -113,6 +114,15 @@ class HostMask:
     def segments(self) -> Segments:
         """The segments that a recurrence along the tree runs over, on the host."""
         return find_segments(self.predictor)
+
+    def with_states(
+        self, entries: np.ndarray, rows: np.ndarray, exits: np.ndarray, num_entries: int
+    ) -> HostMask:
+        """The same mask with segments at whose borders states enter and leave: `StateBorders`."""
+        other = copy.copy(self)
+        other._segment_tables = {}
+        other.segments = find_segments(self.predictor, entries, rows, exits, num_entries)
+        return other
 
     def segment_tables(self, device: torch.device) -> SegmentTables:
         """The segments on a device, moved once."""

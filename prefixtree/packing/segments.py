@@ -1,7 +1,7 @@
 """Segments of a packed forest: what a recurrence along the tree runs over.
 
 Legend: T packed tokens, N segments, L levels, B segments with children, C tokens of a chunk, W taps
-of a convolution.
+of a convolution, I states that enter, F that leave.
 """
 
 from __future__ import annotations
@@ -66,15 +66,17 @@ class Taps(NamedTuple, Generic[_Array]):
 class Segments:
     """Maximal runs of packed tokens, each the only child of the one before it.
 
-    A sequence that ends inside a run does not end the run. Segments are numbered in packed order,
-    so a parent comes before its children. Arrays are numpy int32 but `has_children`.
+    A sequence that ends inside a run does not end the run; a state that leaves (`StateBorders`)
+    does. Segments are numbered in packed order, so a parent comes before its children. Arrays are
+    numpy int32 but `has_children`.
 
     Attributes:
         start: [N + 1], the first packed token of each; start[N] = T. A `cu_seqlens`.
         parent: [N], the segment above, whose last token is the predecessor of the first; -1 at
             roots.
         level: [N], the number of segments above.
-        has_children: bool [N], whether a segment's final state is read by others.
+        has_children: bool [N], whether a segment's final state is read by others: it has children,
+            or its state leaves.
         order: [N], segments by (level, number). Those of one parent are neighbours in it.
         level_start: [L + 1] into `order`.
         children_start: [N + 1] into `children`.
@@ -82,6 +84,10 @@ class Segments:
         state_row: [N], a row of its own in an array of B final states for each segment with
             children, numbered along `order`; -1 for the others.
         predictor: [T], the token before each on its path, -1 at roots.
+        entry: [N], the row of the given states that a root starts from; -1 at those that start from
+            zeros, and at segments with a parent.
+        exits: [F], the segments whose final states leave, one per row of what is returned.
+        num_entries: the given states, I.
     """
 
     start: np.ndarray
@@ -94,6 +100,9 @@ class Segments:
     children: np.ndarray
     state_row: np.ndarray
     predictor: np.ndarray
+    entry: np.ndarray
+    exits: np.ndarray
+    num_entries: int
     _chunks: dict[int, Chunks[np.ndarray]] = field(default_factory=dict, init=False)
     _taps: dict[int, Taps[np.ndarray]] = field(default_factory=dict, init=False)
 
@@ -138,9 +147,23 @@ class Segments:
         return self.taps(width).ancestors
 
 
-def find_segments(predictor: np.ndarray) -> Segments:
-    """The segments of a packed forest, from `HostMask.predictor` (int32 [T], -1 at roots)."""
-    start, parent, level, has_children = loops.segments.find(predictor)
+_NONE = np.empty(0, np.int32)
+
+
+def find_segments(
+    predictor: np.ndarray,
+    entries: np.ndarray = _NONE,
+    rows: np.ndarray = _NONE,
+    exits: np.ndarray = _NONE,
+    num_entries: int = 0,
+) -> Segments:
+    """The segments of a packed forest.
+
+    Args:
+        predictor: int32 [T], -1 at roots: `HostMask.predictor`.
+        entries, rows, exits, num_entries: int32, as in `StateBorders`.
+    """
+    start, parent, level, has_children = loops.segments.find(predictor, exits)
     num_levels = int(level.max(initial=-1)) + 1
     order, level_start = loops.segments.sorted_by(level, num_levels)
     children, children_start = loops.segments.sorted_by(parent, len(parent))
@@ -148,6 +171,8 @@ def find_segments(predictor: np.ndarray) -> Segments:
     state_row = np.full(len(parent), -1, np.int32)
     inner = order[has_children[order]]
     state_row[inner] = np.arange(len(inner), dtype=np.int32)
+    entry = np.full(len(parent), -1, np.int32)
+    entry[np.searchsorted(start, entries)] = rows
     return Segments(
         start=start,
         parent=parent,
@@ -159,6 +184,9 @@ def find_segments(predictor: np.ndarray) -> Segments:
         children=children,
         state_row=state_row,
         predictor=predictor,
+        entry=entry,
+        exits=(np.searchsorted(start, exits, side="right") - 1).astype(np.int32),
+        num_entries=num_entries,
     )
 
 

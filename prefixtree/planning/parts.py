@@ -91,6 +91,7 @@ class Part:
         own_tokens: int32 [t], the own tokens, ascending.
         own_rows: int32 [t], their rows of the part.
         exchange: what the part sends and receives.
+        host: the host side of the whole forest's mask.
     """
 
     def __init__(
@@ -99,10 +100,10 @@ class Part:
         self.index = index
         self.exchange = exchange
         mask = packed.mask
-        self._host, self._home = mask.host, packed.device
+        self.host, self._home = mask.host, packed.device
         self._options = mask.backend, mask.deterministic
         self.tokens, self._subtree_end = loops.parts.lay_out(
-            self._host.subtree_end, pieces[:, 0], pieces[:, 1]
+            self.host.subtree_end, pieces[:, 0], pieces[:, 1]
         )
         row = np.cumsum(pieces[:, 1]) - pieces[:, 1]
         own = pieces[:, 2] == index
@@ -197,7 +198,7 @@ class Part:
         Raises:
             ForestError: predictors that are not 1-D integers, or no packed tokens.
         """
-        tokens = integers("predictor", predictor, self._host.num_tokens, "packed tokens")
+        tokens = integers("predictor", predictor, self.host.num_tokens, "packed tokens")
         if not self.num_tokens:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         place = np.searchsorted(self.own_tokens, tokens)

@@ -92,6 +92,7 @@ MASK_ROOMS = (
     "visible",
     "host_mask",
     "mask",
+    "state_borders",
 )
 # the work list of decoding: what its kernels know in the place of a mask
 WORK = "prefixtree.kernels.decoding.work"

@@ -24,7 +24,8 @@ class Operator:
     Attributes:
         leaves: (tokens, generator) -> float64 inputs, those per token first.
         per_token: how many of them are per token.
-        run: (mask, leaves, backend) -> out.
+        run: (mask, leaves, backend) -> out. Of recurrences also (borders, leaves, backend,
+            initial=) -> out, final.
         step: (leaves, pool, rows) -> out, of one token per row; the pool holds states or tails.
         state: the shape of a slot of the pool.
     """
@@ -32,7 +33,7 @@ class Operator:
     name: str
     leaves: Callable[[int, torch.Generator], Leaves]
     per_token: int
-    run: Callable[[TreeMask, Sequence[torch.Tensor], str], torch.Tensor]
+    run: Callable[..., Any]
     step: Callable[[Sequence[torch.Tensor], torch.Tensor, RowSlots], torch.Tensor]
     state: tuple[int, ...]
 
@@ -79,8 +80,9 @@ def _delta(key_heads: int, per_channel: bool, l2norm: bool, scale: float | None)
             normal(tokens, 4).sigmoid(),
         ]
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
-        return tree_delta_rule(*leaves, mask, scale=scale, qk_l2norm=l2norm, backend=backend)
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
+        options = {"scale": scale, "qk_l2norm": l2norm, "backend": backend}
+        return tree_delta_rule(*leaves, mask, **options, **states)
 
     def step(leaves: Sequence[torch.Tensor], pool: torch.Tensor, rows: RowSlots) -> torch.Tensor:
         return delta_rule_step(*leaves, pool, rows, scale=scale, qk_l2norm=l2norm)
@@ -105,9 +107,9 @@ def _ssd(extras: bool) -> Operator:
         # the least dt is above 0, as Nemotron-H's: it would decay states over padding
         return {"D": rest[0], "dt_bias": rest[1], "dt_softplus": True, "dt_limit": (0.3, 2.0)}
 
-    def run(mask: TreeMask, leaves: Sequence[torch.Tensor], backend: str) -> torch.Tensor:
+    def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
         x, dt, B, C, A, *rest = leaves
-        return tree_ssd(x, dt, A, B, C, mask, **options(rest), backend=backend)
+        return tree_ssd(x, dt, A, B, C, mask, **options(rest), backend=backend, **states)
 
     def step(leaves: Sequence[torch.Tensor], pool: torch.Tensor, rows: RowSlots) -> torch.Tensor:
         x, dt, B, C, A, *rest = leaves

@@ -7,7 +7,7 @@ heads, G groups, P head dim, N state dim.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import operator
 from prefixtree.kernels.recurrence.backends import check_name
 from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.packing.state_borders import StateBorders
 
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
@@ -64,12 +65,13 @@ def tree_conv(
             f"tree_conv applies None, 'silu' or 'swish', got activation={activation!r}; ask for "
             "None and apply it to the result"
         )
-    out, _ = operator.TREE_CONV.forward(
+    out, _, _ = operator.TREE_CONV.forward(
         x, weight, bias, mask.handle, _ACTIVATIONS[activation], backend
     )
     return out
 
 
+@overload
 def tree_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -78,10 +80,38 @@ def tree_delta_rule(
     beta: torch.Tensor,
     mask: TreeMask,
     *,
+    scale: float | None = ...,
+    qk_l2norm: bool = ...,
+    backend: str | None = ...,
+    initial: None = ...,
+) -> torch.Tensor: ...
+@overload
+def tree_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    mask: StateBorders,
+    *,
+    scale: float | None = ...,
+    qk_l2norm: bool = ...,
+    backend: str | None = ...,
+    initial: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def tree_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    mask: TreeMask | StateBorders,
+    *,
     scale: float | None = None,
     qk_l2norm: bool = False,
     backend: str | None = None,
-) -> torch.Tensor:
+    initial: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule along every path of the forest.
 
     The state of a token is made of its predecessor's, S' = exp(g) S (zeros before a root):
@@ -96,22 +126,27 @@ def tree_delta_rule(
         g: [T, Hv] floating point, log of the decay, at most 0 (gated delta rule); or [T, Hv, K],
             one per channel of the key (Kimi delta attention).
         beta: [T, Hv] floating point.
-        mask: the packed forest's TreeMask, on the device of the others.
+        mask: the packed forest's TreeMask, on the device of the others; or the StateBorders of one,
+            where states enter from elsewhere or leave.
         scale: factor on the query. Default: K ** -0.5.
         qk_l2norm: divide query and key by sqrt(sum of squares + 1e-6) first.
         backend: "flash_qla" (Hopper, with the packages fla-core and flash-qla; one gate per head,
             head dims of 128), "fla" (GPUs, with fla-core), "chunked" (torch's operations, any
             device), "reference" (token by token), or "auto". Default: "auto".
             `explain_recurrence` says what it takes.
+        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter. Without
+            borders, or where none enters: None.
 
     Returns:
-        [T, Hv, V] in value's dtype.
+        [T, Hv, V] in value's dtype. With borders also the states that leave, [F, Hv, K, V] in the
+        dtype of `initial`; gradients pass through both.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, each with what was expected.
         UnsupportedError: a mask for some of the queries, an unknown backend, or one that cannot
             serve the call.
     """
+    mask, borders = _mask_of(mask)
     backend = _check_common(
         "tree_delta_rule", mask, backend, query=query, key=key, value=value, g=g, beta=beta
     )
@@ -135,12 +170,14 @@ def tree_delta_rule(
     )
     _check_shape("beta", beta, (tokens, heads), "[tokens, value heads]")
     scale = dim**-0.5 if scale is None else float(number("scale", scale, or_none=True))
-    out, _ = operator.TREE_DELTA_RULE.forward(
-        query, key, value, g, beta, mask.handle, scale, qk_l2norm, backend
+    handle, num_final = _check_states(mask, borders, initial, (heads, dim, value.shape[2]), value)
+    out, final, _ = operator.TREE_DELTA_RULE.forward(
+        query, key, value, g, beta, initial, handle, scale, qk_l2norm, num_final, backend
     )
-    return out
+    return (out, *final) if final else out
 
 
+@overload
 def tree_ssd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -149,12 +186,44 @@ def tree_ssd(
     C: torch.Tensor,
     mask: TreeMask,
     *,
+    D: torch.Tensor | None = ...,
+    dt_bias: torch.Tensor | None = ...,
+    dt_softplus: bool = ...,
+    dt_limit: tuple[float, float] = ...,
+    backend: str | None = ...,
+    initial: None = ...,
+) -> torch.Tensor: ...
+@overload
+def tree_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    mask: StateBorders,
+    *,
+    D: torch.Tensor | None = ...,
+    dt_bias: torch.Tensor | None = ...,
+    dt_softplus: bool = ...,
+    dt_limit: tuple[float, float] = ...,
+    backend: str | None = ...,
+    initial: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def tree_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    mask: TreeMask | StateBorders,
+    *,
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
     backend: str | None = None,
-) -> torch.Tensor:
+    initial: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Mamba-2's recurrence (SSD) along every path of the forest.
 
     With dt as below, the state of a token is made of its predecessor's S (zeros before a root):
@@ -168,19 +237,21 @@ def tree_ssd(
         A: [H], below 0.
         B: [T, G, N], H a multiple of G: head h reads group h // (H / G).
         C: as B.
-        mask: the packed forest's TreeMask, on the device of the others.
+        mask: as for `tree_delta_rule`.
         D: [H] or [H, P], a factor of x that is added; or None.
         dt_bias: [H], or None.
         dt_softplus: apply softplus to dt.
         dt_limit: (least, greatest) dt.
         backend: as for `tree_delta_rule`, but for "flash_qla".
+        initial: [I, H, N, P], as for `tree_delta_rule`.
 
     Returns:
-        [T, H, P] in x's dtype.
+        [T, H, P] in x's dtype. With borders also the states that leave, [F, H, N, P].
 
     Raises:
         TypeError, ValueError, UnsupportedError: as for `tree_delta_rule`.
     """
+    mask, borders = _mask_of(mask)
     backend = _check_common(
         "tree_ssd", mask, backend, x=x, dt=dt, A=A, B=B, C=C, D=D, dt_bias=dt_bias
     )
@@ -207,8 +278,12 @@ def tree_ssd(
         raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit}")
     wide = torch.promote_types(x.dtype, torch.float32)
     sizes = step_sizes(dt, dt_bias, dt_softplus, (low, high), wide)
-    out, _ = operator.TREE_SSD.forward(x, sizes, A, B, C, mask.handle, backend)
-    return with_skip(out, x, D)
+    handle, num_final = _check_states(mask, borders, initial, (heads, B.shape[2], x.shape[2]), x)
+    out, final, _ = operator.TREE_SSD.forward(
+        x, sizes, A, B, C, initial, handle, num_final, backend
+    )
+    out = with_skip(out, x, D)
+    return (out, *final) if final else out
 
 
 def step_sizes(
@@ -237,6 +312,42 @@ def with_skip(out: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None) -> tor
         return out
     wide = torch.promote_types(x.dtype, torch.float32)
     return (out.to(wide) + x.to(wide) * (D if D.ndim == 2 else D[:, None]).to(wide)).to(x.dtype)
+
+
+def _mask_of(mask: Any) -> tuple[TreeMask, StateBorders | None]:
+    return (mask.mask, mask) if isinstance(mask, StateBorders) else (mask, None)
+
+
+def _check_states(
+    mask: TreeMask,
+    borders: StateBorders | None,
+    initial: torch.Tensor | None,
+    state: tuple[int, int, int],
+    like: torch.Tensor,
+) -> tuple[torch.Tensor, int | None]:
+    """The handle of a call's mask with its borders, and how many states leave; None without."""
+    if borders is None:
+        if initial is not None:
+            raise ValueError(
+                "initial states come with borders, which say where they enter: give the operator "
+                "StateBorders(mask, entries) in the place of the mask"
+            )
+        return mask.handle, None
+    if (initial is None) != (borders.num_entries == 0):
+        got = "None" if initial is None else list(initial.shape)
+        raise ValueError(
+            f"initial must hold the {borders.num_entries} states that enter, and be None where "
+            f"none does; got {got}"
+        )
+    if initial is not None:
+        shape = (borders.num_entries, *state)
+        _check_shape("initial", initial, shape, "[states, heads, key dim, value dim]")
+        wide = torch.promote_types(like.dtype, torch.float32)
+        if (initial.dtype, initial.device) != (wide, like.device):
+            raise ValueError(
+                f"initial must be {wide} on {like.device}, got {initial.dtype} on {initial.device}"
+            )
+    return borders.handle, borders.num_exits
 
 
 def _limits(dt_limit: Any) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from prefixtree.kernels.recurrence import chunk_rules, conv
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.segments import Segments
 from prefixtree.packing.transfers import move
@@ -42,6 +42,7 @@ class _Scan(NamedTuple):
         mask: the mask's host side.
         chunk: tokens of a chunk at most.
         pairs: numbers that a head holds per pair of a chunk's tokens.
+        initial: [I, H, K, V] the states that enter, or None.
     """
 
     rule: chunk_rules.Rule
@@ -50,6 +51,7 @@ class _Scan(NamedTuple):
     mask: HostMask
     chunk: int
     pairs: int
+    initial: torch.Tensor | None
 
     @property
     def chunks_of_piece(self) -> int:
@@ -73,7 +75,8 @@ class _Scan(NamedTuple):
         """The scan of some of the heads."""
         heads, k, v = self.state_shape
         inputs = tuple(_part(x, number, parts) for x in self.inputs)
-        return self._replace(inputs=inputs, state_shape=(heads // parts, k, v))
+        initial = None if self.initial is None else _part(self.initial, number, parts)
+        return self._replace(inputs=inputs, state_shape=(heads // parts, k, v), initial=initial)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,51 +94,62 @@ def saves(call: Call) -> list[torch.Tensor]:
     return []
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """-> out, contiguous, in the dtype of x or value; and nothing that is saved."""
+def forward(call: Call) -> Computed:
+    """-> out, contiguous, in the dtype of x or value, and the states that leave; nothing is
+    saved."""
     if isinstance(call, ConvCall):
-        return conv.forward(call), []
+        return Computed(conv.forward(call), [])
     scan = _scan(call)
     like = call.value if isinstance(call, DeltaCall) else call.x
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    final = None
+    if call.num_final is not None:
+        final = like.new_empty(call.num_final, *scan.state_shape, dtype=scan.dtype)
     parts = scan.head_parts()
     for number in range(parts):
-        _run(scan.part(number, parts), _part(out, number, parts))
-    return out, []
+        of_part = scan.part(number, parts)
+        states = _run(of_part, _part(out, number, parts))
+        if final is not None:
+            _part(final, number, parts).copy_(states[_leaving(of_part)])
+    return Computed(out, [], final)
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call, contiguous."""
     if isinstance(call, ConvCall):
         return conv.backward(call, dout)
     scan = _scan(call)
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in scan.inputs]
+    dinitial = None if call.initial is None else torch.zeros_like(call.initial)
     parts = scan.head_parts()
     for number in range(parts):
         of_part = [_part(x, number, parts) for x in (dout, *gradients)]
-        _run_back(scan.part(number, parts), *of_part)
+        states = [None if x is None else _part(x, number, parts) for x in (dfinal, dinitial)]
+        _run_back(scan.part(number, parts), *of_part, dfinal=states[0], dinitial=states[1])
+    initial = [] if dinitial is None else [dinitial]
     if isinstance(call, DeltaCall):
-        return gradients
+        return gradients + initial
     dx, ddt, dlog_decay, dB, dC = gradients
     wide = scan.dtype
     ddt = ddt.to(wide) + dlog_decay * call.A.to(wide)
     dA = (dlog_decay * call.dt.to(wide)).sum(0)
-    return [dx, ddt.to(call.dt.dtype), dA.to(call.A.dtype), dB, dC]
+    return [dx, ddt.to(call.dt.dtype), dA.to(call.A.dtype), dB, dC, *initial]
 
 
 def _scan(call: DeltaCall | SsdCall) -> _Scan:
     assert call.mask is not None
+    shape, mask, initial = call.state_shape, call.mask, call.initial
     if isinstance(call, DeltaCall):
-        shape = (call.value.shape[1], call.key.shape[2], call.value.shape[2])
         rule = chunk_rules.delta_rule(call.scale, call.qk_l2norm)
         if call.g.ndim == 3:
-            return _Scan(rule, call[:5], shape, call.mask, _CHUNK_PER_CHANNEL, shape[1])
-        return _Scan(rule, call[:5], shape, call.mask, _CHUNK, 1)
-    shape = (call.x.shape[1], call.B.shape[2], call.x.shape[2])
+            return _Scan(rule, call[:5], shape, mask, _CHUNK_PER_CHANNEL, shape[1], initial)
+        return _Scan(rule, call[:5], shape, mask, _CHUNK, 1, initial)
     wide = torch.promote_types(call.x.dtype, torch.float32)
     log_decay = call.dt.to(wide) * call.A.to(wide)
     inputs = (call.x, call.dt, log_decay, call.B, call.C)
-    return _Scan(chunk_rules.ssd, inputs, shape, call.mask, _CHUNK, 1)
+    return _Scan(chunk_rules.ssd, inputs, shape, mask, _CHUNK, 1, initial)
 
 
 def _part(x: torch.Tensor, number: int, parts: int) -> torch.Tensor:
@@ -205,8 +219,26 @@ def _before(scan: _Scan, piece: _Piece, states: torch.Tensor) -> torch.Tensor:
     parents = found.parent[piece.segments]
     if len(parents) == 0 or parents[0] < 0:
         # roots are the whole first level
-        return states.new_zeros((len(parents), *scan.state_shape))
+        before = states.new_zeros((len(parents), *scan.state_shape))
+        if scan.initial is not None:
+            entered, rows = _entered(scan, piece)
+            before[entered] = scan.initial.index_select(0, rows)
+        return before
     return states.index_select(0, _rows(found.state_row[parents], states.device))
+
+
+def _entered(scan: _Scan, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places in a piece of roots that states enter, and the rows of these."""
+    rows = scan.mask.segments.entry[piece.segments]
+    places = np.flatnonzero(rows >= 0)
+    device = scan.inputs[0].device
+    return _rows(places, device), _rows(rows[places], device)
+
+
+def _leaving(scan: _Scan) -> torch.Tensor:
+    """The rows of the states that leave among those behind segments."""
+    found = scan.mask.segments
+    return _rows(found.state_row[found.exits], scan.inputs[0].device)
 
 
 def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -234,11 +266,19 @@ def _run(scan: _Scan, out: torch.Tensor | None) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _run_back(scan: _Scan, dout: torch.Tensor, *grads: torch.Tensor) -> None:
-    """Writes the gradients of the inputs."""
+def _run_back(
+    scan: _Scan,
+    dout: torch.Tensor,
+    *grads: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    dinitial: torch.Tensor | None,
+) -> None:
+    """Writes the gradients of the inputs, and adds those of the states that enter."""
     found = scan.mask.segments
     states = _run(scan, None)
     dstates = torch.zeros_like(states)
+    if dfinal is not None:
+        dstates[_leaving(scan)] = dfinal
     for piece in _pieces(scan, inner=False, backwards=True):
         state = _before(scan, piece, states)
         before = []
@@ -259,7 +299,18 @@ def _run_back(scan: _Scan, dout: torch.Tensor, *grads: torch.Tensor) -> None:
             dstate[rows] = dbefore
             for grad, of_tokens in zip(grads, of_inputs, strict=True):
                 grad[tokens] = of_tokens
+        if dinitial is not None:
+            _add_to_entries(scan, piece, dstate, dinitial)
         _add_to_parents(found, piece.segments, dstate, dstates)
+
+
+def _add_to_entries(
+    scan: _Scan, piece: _Piece, dstate: torch.Tensor, dinitial: torch.Tensor
+) -> None:
+    """Adds [n, H, K, V] into [I, H, K, V]: several roots may start from one state."""
+    rows = scan.mask.segments.entry[piece.segments]
+    for place in np.flatnonzero(rows >= 0)[::-1].tolist():
+        dinitial[rows[place]] += dstate[place]
 
 
 def _add_to_parents(

@@ -16,7 +16,7 @@ from prefixtree.kernels.recurrence.conv_kernels import (
     conv_backward_branches,
     conv_forward,
 )
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall
 from prefixtree.packing.segments import Taps
 
 INTERPRETED = not isinstance(conv_forward, triton.JITFunction)
@@ -64,7 +64,7 @@ def saves(call: Call) -> list[torch.Tensor]:
     return []
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call) -> Computed:
     """-> out [T, D] in x's dtype; and nothing that is saved."""
     assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)
@@ -80,10 +80,12 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
             COLUMNS=FORWARD.columns,
             num_warps=FORWARD.warps,
         )
-    return out, []
+    return Computed(out, [])
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> gradients of x, weight and, if there is one, bias."""
     assert isinstance(call, ConvCall)
     x, weight, bias, taps = _inputs(call)

@@ -67,10 +67,10 @@ def explain_recurrence(
         channels = number.expand(tokens, key_dim)
         call = ConvCall(channels, number.expand(key_dim, taps), None, None, True)
     elif operator == "tree_ssd":
-        call = SsdCall(value, gate, number.expand(1), key, key, None)
+        call = SsdCall(value, gate, number.expand(1), key, key, None, None)
     else:
         gates = key if gate_per_channel else gate
-        call = DeltaCall(key, key, value, gates, gate, None, 1.0, True)
+        call = DeltaCall(key, key, value, gates, gate, None, None, 1.0, True)
     return explanation(operator, call, "auto" if backend is None else backend)
 
 

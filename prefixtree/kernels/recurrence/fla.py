@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
 from prefixtree.packing.state_schedule import StateSchedule
 
@@ -31,6 +31,8 @@ def refusal(call: Call) -> str | None:
         return f"it computes in float16 and bfloat16, and the inputs are {x.dtype}"
     if x.shape[0] == 0:
         return "there are no tokens"
+    if call.initial is not None or call.num_final is not None:
+        return "it takes no states in and gives none out"
     key = call.B if isinstance(call, SsdCall) else call.key
     value = call.x if isinstance(call, SsdCall) else call.value
     if max(key.shape[2], value.shape[2]) > 256 or min(key.shape[2], value.shape[2]) < 16:
@@ -83,7 +85,7 @@ def saves(call: Call) -> list[torch.Tensor]:
     return saved + [value.new_empty(value.shape[0], heads, CHUNK) for _ in range(triangles)]
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call) -> Computed:
     """-> out [T, Hv, V] or [T, H, P], and what the backward reads besides the call."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 
@@ -93,16 +95,18 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
             value, g = _ssd_inputs(call)
             C, B = call.C.contiguous(), call.B.contiguous()
             out, kept = rules.linear_attention_forward(C, B, value, g, schedule, 1.0)
-            return out, list(kept)
+            return Computed(out, list(kept))
         assert isinstance(call, DeltaCall)
         query, key = normed(call)[:2]
         value, g, beta = call.value.contiguous(), call.g.contiguous(), call.beta.contiguous()
         rule = rules.channel_delta_rule_forward if g.ndim == 3 else rules.delta_rule_forward
         out, kept = rule(query, key, value, g, beta, schedule, call.scale)
-        return out, list(kept)
+        return Computed(out, list(kept))
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call, in their order and dtypes."""
     from prefixtree.kernels.recurrence import fla_rules as rules
 

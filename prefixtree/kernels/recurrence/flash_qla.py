@@ -20,7 +20,7 @@ import torch
 from prefixtree.kernels import device_info
 from prefixtree.kernels.recurrence import fla
 from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
-from prefixtree.kernels.recurrence.protocol import Call, DeltaCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
 from prefixtree.packing.segments import SegmentTables
 from prefixtree.packing.state_schedule import StateSchedule
@@ -72,7 +72,7 @@ def saves(call: Call) -> list[torch.Tensor]:
     ]
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def forward(call: Call) -> Computed:
     """-> out [T, HV, V], and what the backward reads besides the call."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
@@ -86,22 +86,24 @@ def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
         g = call.g.float().contiguous()
         if not schedule.num_states:
             out, *kept = rules.sequences_forward(query, key, value, g, beta, tables, call.scale)
-            return out, kept
+            return Computed(out, kept)
         g, solved = rules.solve(key, g, beta, tables)
         ends, transitions = rules.ends(key, value, g, beta, solved, tables)
         starts = starts_of(schedule, ends, transitions)
         out = rules.outputs(query, key, value, g, beta, solved, starts, tables, call.scale)
-    return out, [g, solved]
+    return Computed(out, [g, solved])
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> gradients of query, key, value, g and beta, in their dtypes."""
     from prefixtree.kernels.recurrence import flash_qla_rules as rules
 
     assert isinstance(call, DeltaCall)
     tables, schedule = _tables(call)
     if _is_short(tables):
-        return fla.backward(call, dout, saved)
+        return fla.backward(call, dout, saved, dfinal)
     g, solved = saved
     with device_info.current(call.value.device):
         query, key, *norms = fla.normed(call)

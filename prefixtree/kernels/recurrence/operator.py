@@ -6,7 +6,7 @@ forest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +20,29 @@ from prefixtree.packing.host_mask import host_of
 _library = new_library("_recurrence_library")
 
 
+# out, final if there is one, saved
+_Results = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+
+
 class _Operator(NamedTuple):
     """A forward and its backward.
 
     Attributes:
-        forward: (tensors.., handle, options.., backend) -> out, saved.
-        backward: (dout, saved, tensors.., handle, options.., backend) -> gradients of the tensors
-            that there are.
+        forward: (tensors.., handle, options.., backend) -> out, [final] or [], saved.
+        backward: (dout, saved, dfinal, tensors.., handle, options.., backend) -> gradients of the
+            tensors that there are.
         num_tensors: the tensors at the start of a call.
+        has_states: whether states may enter and leave; num_final is its last option then.
     """
 
     forward: Any
     backward: Any
     num_tensors: int
+    has_states: bool
+
+    def num_finals(self, arguments: Sequence[Any]) -> int:
+        """The tensors between out and the saved ones, 0 or 1."""
+        return int(self.has_states and arguments[-2] is not None)
 
 
 def _register(name: str, call_type: Callable[..., Call], tensors: str, options: str) -> _Operator:
@@ -43,7 +53,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         # tensors, handle, options, backend
         return call_type(*arguments[:num_tensors], mask, *arguments[num_tensors + 1 : -1])
 
-    def forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(*arguments: Any) -> _Results:
         mask = host_of(arguments[num_tensors])
         note_call(mask, "recurrence")
         call = as_call(arguments, mask)
@@ -51,45 +61,61 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         if arguments[-1] == "auto":
             warn_if_slow(call, backend)
         with as_given(arguments[0]):
-            return backend.kernels.forward(call)
+            out, saved, final = backend.kernels.forward(call)
+            return out, [] if final is None else [final], saved
 
     @uncompiled
     def backward(
-        dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
+        dout: torch.Tensor,
+        saved: list[torch.Tensor],
+        dfinal: torch.Tensor | None,
+        *arguments: Any,
     ) -> list[torch.Tensor]:
         call = as_call(arguments, host_of(arguments[num_tensors]))
         with as_given(dout):
-            return choose(arguments[-1], call).kernels.backward(call, dout, saved)
+            return choose(arguments[-1], call).kernels.backward(call, dout, saved, dfinal)
 
-    def fake_forward(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def fake_forward(*arguments: Any) -> _Results:
         call = as_call(arguments, None)
         like = call.value if isinstance(call, DeltaCall) else call.x
-        return like.new_empty(like.shape), choose(arguments[-1], call).kernels.saves(call)
+        saved = choose(arguments[-1], call).kernels.saves(call)
+        final = []
+        if not isinstance(call, ConvCall) and call.num_final is not None:
+            wide = torch.promote_types(like.dtype, torch.float32)
+            final = [like.new_empty(call.num_final, *call.state_shape, dtype=wide)]
+        return like.new_empty(like.shape), final, saved
 
     def fake_backward(
-        dout: torch.Tensor, saved: list[torch.Tensor], *arguments: Any
+        dout: torch.Tensor,
+        saved: list[torch.Tensor],
+        dfinal: torch.Tensor | None,
+        *arguments: Any,
     ) -> list[torch.Tensor]:
         return [x.new_empty(x.shape) for x in arguments[:num_tensors] if x is not None]
 
     arguments = f"{tensors}, Tensor handle, {options}str backend"
     found = _Operator(
-        register(_library, name, f"({arguments}) -> (Tensor, Tensor[])", forward, fake_forward),
+        register(
+            _library, name, f"({arguments}) -> (Tensor, Tensor[], Tensor[])", forward, fake_forward
+        ),
         register(
             _library,
             f"{name}_backward",
-            f"(Tensor dout, Tensor[] saved, {arguments}) -> Tensor[]",
+            f"(Tensor dout, Tensor[] saved, Tensor? dfinal, {arguments}) -> Tensor[]",
             backward,
             fake_backward,
         ),
         num_tensors,
+        "num_final" in options,
     )
 
     @uncompiled
-    def differentiable(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def differentiable(*arguments: Any) -> _Results:
         tensors = arguments[:num_tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            out, *saved = _Recurrence.apply(found, *arguments)
-            return out, saved
+            out, *rest = _Recurrence.apply(found, *arguments)
+            finals = found.num_finals(arguments)
+            return out, rest[:finals], rest[finals:]
         with torch._C._AutoDispatchBelowAutograd():
             return found.forward(*arguments)
 
@@ -101,31 +127,39 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: _Operator, *arguments: Any) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, saved = operator.forward(*arguments)
+            out, final, saved = operator.forward(*arguments)
+        ctx.out = out.shape, out.dtype
         handle_and_tensors = arguments[: operator.num_tensors + 1]
         ctx.save_for_backward(*handle_and_tensors, *saved)
         ctx.operator, ctx.options = operator, arguments[operator.num_tensors + 1 :]
         ctx.mark_non_differentiable(*saved)
         # no zeros in the place of the gradients of what is saved
         ctx.set_materialize_grads(False)
-        return (out, *saved)
+        return (out, *final, *saved)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, *rest: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         count = ctx.operator.num_tensors
+        dfinal = rest[0] if ctx.operator.num_finals(ctx.options) else None
         # read once: checkpointing hands each of them out once
         kept = ctx.saved_tensors
         arguments, saved = kept[: count + 1], list(kept[count + 1 :])
         nothing = (None,) * (2 + len(ctx.options))
-        if dout is None:
+        if dout is None and dfinal is None:
             return (None, *(None for _ in arguments[:count]), *nothing[1:])
+        if dout is None:
+            assert dfinal is not None
+            shape, dtype = ctx.out
+            dout = dfinal.new_zeros(shape, dtype=dtype)
         # with create_graph, what follows must not be taken for a constant
         if torch.is_grad_enabled():
             gradients = _Once.apply(
-                ctx.operator, len(saved), dout, *saved, *arguments, *ctx.options
+                ctx.operator, len(saved), dout, *saved, dfinal, *arguments, *ctx.options
             )
         else:
-            gradients = ctx.operator.backward(dout, saved, *arguments, *ctx.options)
+            gradients = ctx.operator.backward(dout, saved, dfinal, *arguments, *ctx.options)
         left = iter(gradients)
         of_tensors = (None if x is None else next(left) for x in arguments[:count])
         return (None, *of_tensors, *nothing[1:])
@@ -149,7 +183,12 @@ TREE_CONV = _register("tree_conv", ConvCall, "Tensor x, Tensor weight, Tensor? b
 TREE_DELTA_RULE = _register(
     "tree_delta_rule",
     DeltaCall,
-    "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta",
-    "float scale, bool qk_l2norm, ",
+    "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor? initial",
+    "float scale, bool qk_l2norm, int? num_final, ",
 )
-TREE_SSD = _register("tree_ssd", SsdCall, "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C", "")
+TREE_SSD = _register(
+    "tree_ssd",
+    SsdCall,
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? initial",
+    "int? num_final, ",
+)

@@ -1,7 +1,7 @@
 """Passed between the operators and a backend: the three calls. And the protocol `Backend`.
 
 Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
-heads, G groups, P head dim, N state dim.
+heads, G groups, P head dim, N state dim, I states that enter, F states that leave.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ class DeltaCall(NamedTuple):
         value: [T, Hv, V], in the dtype of query and key.
         g: [T, Hv] log of the decay, or [T, Hv, K], one per channel; a dtype of its own.
         beta: [T, Hv]; a dtype of its own.
+        initial: [I, Hv, K, V] float32 (float64 for float64 value), the states that enter:
+            `mask.segments.entry` says where. None where all roots start from zeros.
         mask: as in `ConvCall`.
         scale: factor on the query.
         qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
+        num_final: F, the states that leave: those behind `mask.segments.exits`. None where there is
+            nobody to take them.
     """
 
     query: torch.Tensor
@@ -50,9 +54,16 @@ class DeltaCall(NamedTuple):
     value: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
+    initial: torch.Tensor | None
     mask: HostMask | None
     scale: float
     qk_l2norm: bool
+    num_final: int | None = None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(Hv, K, V)."""
+        return self.value.shape[1], self.key.shape[2], self.value.shape[2]
 
 
 class SsdCall(NamedTuple):
@@ -63,7 +74,9 @@ class SsdCall(NamedTuple):
         dt: [T, H] step sizes, float32 (float64 for float64 x), bias, softplus and limits applied.
         A: [H]; exp(dt A) is the decay.
         B, C: [T, G, N], in the dtype of x; head h reads group h // (H / G).
+        initial: [I, H, N, P], as in `DeltaCall`.
         mask: as in `ConvCall`.
+        num_final: as in `DeltaCall`.
     """
 
     x: torch.Tensor
@@ -71,10 +84,32 @@ class SsdCall(NamedTuple):
     A: torch.Tensor
     B: torch.Tensor
     C: torch.Tensor
+    initial: torch.Tensor | None
     mask: HostMask | None
+    num_final: int | None = None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(H, N, P)."""
+        return self.x.shape[1], self.B.shape[2], self.x.shape[2]
 
 
 Call = ConvCall | DeltaCall | SsdCall
+
+
+class Computed(NamedTuple):
+    """The results of a forward.
+
+    Attributes:
+        out: contiguous, in the dtype of x or value.
+        saved: what the backward wants besides the call. No tensor of the call itself.
+        final: [F, ...] the states that leave, in the dtype of `initial`; None where the call has no
+            num_final.
+    """
+
+    out: torch.Tensor
+    saved: list[torch.Tensor]
+    final: torch.Tensor | None = None
 
 
 class Kernels(Protocol):
@@ -91,14 +126,18 @@ class Kernels(Protocol):
         """New tensors like those that `forward` saves, uninitialised; the mask is None."""
         ...
 
-    def forward(self, call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """-> out, contiguous, in the dtype of x or value; and what the backward wants besides the
-        call. No tensor of the call itself."""
+    def forward(self, call: Call) -> Computed:
+        """-> what the layer goes on with, and what the backward wants."""
         ...
 
     def backward(
-        self, call: Call, dout: torch.Tensor, saved: list[torch.Tensor]
+        self,
+        call: Call,
+        dout: torch.Tensor,
+        saved: list[torch.Tensor],
+        dfinal: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """-> a gradient for each tensor of the call, in their order and dtypes, contiguous; a bias
-        of None has none."""
+        or an initial of None has none. dfinal has the shape and dtype of final; None
+        stands for zeros."""
         ...

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 
 
 def refusal(call: Call) -> str | None:
@@ -24,17 +24,23 @@ def saves(call: Call) -> list[torch.Tensor]:
     return []
 
 
-def forward(call: Call) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """-> out, with autograd's history; and nothing that is saved."""
+def forward(call: Call) -> Computed:
+    """-> out and the states that leave, with autograd's history; nothing is saved."""
     assert call.mask is not None
     before = call.mask.predictor.tolist()
     if isinstance(call, ConvCall):
-        return _conv(call, before), []
-    out = _delta_rule(call, before) if isinstance(call, DeltaCall) else _ssd(call, before)
-    return out, []
+        return Computed(_conv(call, before), [])
+    states = _States(call)
+    if isinstance(call, DeltaCall):
+        out = _delta_rule(call, before, states)
+    else:
+        out = _ssd(call, before, states)
+    return Computed(out, [], states.final())
 
 
-def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[torch.Tensor]:
+def backward(
+    call: Call, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """-> a gradient for each tensor of the call. The forward is computed again."""
     with torch.enable_grad():
         inputs: dict[str, Any] = {
@@ -42,11 +48,54 @@ def backward(call: Call, dout: torch.Tensor, saved: list[torch.Tensor]) -> list[
             for name, x in call._asdict().items()
             if isinstance(x, torch.Tensor)
         }
-        out, _ = forward(call._replace(**inputs))
+        out, _, final = forward(call._replace(**inputs))
+    results = {out: dout} if dfinal is None or final is None else {out: dout, final: dfinal}
+    # without an exit or an entry some depend on nothing
+    results = {x: grad for x, grad in results.items() if x.requires_grad}
     grads = torch.autograd.grad(
-        out, list(inputs.values()), dout, allow_unused=True, materialize_grads=True
+        list(results),
+        list(inputs.values()),
+        list(results.values()),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return [grad.contiguous() for grad in grads]
+
+
+class _States:
+    """The states behind the tokens so far, of a delta rule or of Mamba-2."""
+
+    def __init__(self, call: DeltaCall | SsdCall) -> None:
+        assert call.mask is not None
+        self._found = found = call.mask.segments
+        like = call.value if isinstance(call, DeltaCall) else call.x
+        self._wide = torch.promote_types(like.dtype, torch.float32)
+        self._zeros = like.new_zeros(call.state_shape, dtype=self._wide)
+        self._initial, self._leave = call.initial, call.num_final is not None
+        self._entry = dict(zip(found.start[:-1].tolist(), found.entry.tolist(), strict=True))
+        self._behind: list[torch.Tensor] = []
+
+    def before(self, token: int, above: int) -> torch.Tensor:
+        """[H, K, V]: the state that a token starts from; `above` is the token before it, or -1."""
+        if above >= 0:
+            return self._behind[above]
+        row = self._entry[token]
+        if row < 0:
+            return self._zeros
+        assert self._initial is not None
+        return self._initial[row]
+
+    def append(self, state: torch.Tensor) -> None:
+        """The state behind the next token."""
+        self._behind.append(state)
+
+    def final(self) -> torch.Tensor | None:
+        """The states that leave."""
+        if not self._leave:
+            return None
+        last = (self._found.start[self._found.exits + 1] - 1).tolist()
+        leaving = [self._behind[token] for token in last]
+        return torch.stack(leaving) if leaving else self._zeros.new_empty(0, *self._zeros.shape)
 
 
 def _conv(call: ConvCall, before: list[int]) -> torch.Tensor:
@@ -66,7 +115,7 @@ def _conv(call: ConvCall, before: list[int]) -> torch.Tensor:
     return _stacked(rows, x).to(call.x.dtype)
 
 
-def _delta_rule(call: DeltaCall, before: list[int]) -> torch.Tensor:
+def _delta_rule(call: DeltaCall, before: list[int], states: _States) -> torch.Tensor:
     wide = torch.promote_types(call.value.dtype, torch.float32)
     query, key, value, g, beta = (x.to(wide) for x in call[:5])
     if call.qk_l2norm:
@@ -75,29 +124,28 @@ def _delta_rule(call: DeltaCall, before: list[int]) -> torch.Tensor:
     query, key = ((x.repeat_interleave(group, 1)) for x in (query * call.scale, key))
     if g.ndim == 2:
         g = g[..., None]
-    states: list[torch.Tensor] = []  # [H, K, V]
     rows = []
     for t, above in enumerate(before):
-        state = value.new_zeros(key.shape[1:] + value.shape[2:]) if above < 0 else states[above]
-        state = g[t].exp()[..., None] * state
+        state = g[t].exp()[..., None] * states.before(t, above)
         change = beta[t, :, None] * (value[t] - torch.einsum("hk,hkv->hv", key[t], state))
-        states.append(state + key[t, :, :, None] * change[:, None])
-        rows.append(torch.einsum("hk,hkv->hv", query[t], states[t]))
+        state = state + key[t, :, :, None] * change[:, None]
+        states.append(state)
+        rows.append(torch.einsum("hk,hkv->hv", query[t], state))
     return _stacked(rows, value).to(call.value.dtype)
 
 
-def _ssd(call: SsdCall, before: list[int]) -> torch.Tensor:
+def _ssd(call: SsdCall, before: list[int], states: _States) -> torch.Tensor:
     wide = torch.promote_types(call.x.dtype, torch.float32)
     x, dt, A, B, C = (x.to(wide) for x in call[:5])
     group = x.shape[1] // B.shape[1]
     B, C = (x.repeat_interleave(group, 1) for x in (B, C))
-    states: list[torch.Tensor] = []  # [H, N, P]
     rows = []
     for t, above in enumerate(before):
-        state = x.new_zeros(B.shape[1:] + x.shape[2:]) if above < 0 else states[above]
         decay = (dt[t] * A).exp()[:, None, None]
-        states.append(decay * state + B[t, :, :, None] * (dt[t, :, None] * x[t])[:, None])
-        rows.append(torch.einsum("hn,hnp->hp", C[t], states[t]))
+        change = B[t, :, :, None] * (dt[t, :, None] * x[t])[:, None]
+        state = decay * states.before(t, above) + change
+        states.append(state)
+        rows.append(torch.einsum("hn,hnp->hp", C[t], state))
     return _stacked(rows, x).to(call.x.dtype)
 
 

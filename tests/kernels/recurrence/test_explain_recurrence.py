@@ -31,8 +31,8 @@ def call_of(operator: str, dtype: torch.dtype = torch.bfloat16, dim: int = 128) 
     if operator == "tree_conv":
         return ConvCall(rows(dim), rows(dim)[:, :4], None, None, True)
     if operator == "tree_ssd":
-        return SsdCall(x, gate, gate[0], x, x, None)
-    return DeltaCall(x, x, x, gate, gate, None, 1.0, True)
+        return SsdCall(x, gate, gate[0], x, x, None, None)
+    return DeltaCall(x, x, x, gate, gate, None, None, 1.0, True)
 
 
 @pytest.fixture

@@ -203,6 +203,7 @@ def call_of(mask: TreeMask) -> DeltaCall:
         value=normal(HEADS, DIM),
         g=-0.3 * normal(HEADS).abs(),
         beta=normal(HEADS).sigmoid(),
+        initial=None,
         mask=mask.host,
         scale=0.7,
         qk_l2norm=False,
@@ -216,7 +217,7 @@ def reference_of(call: DeltaCall, dout: torch.Tensor) -> tuple[torch.Tensor, lis
     exact = call._replace(
         **{name: getattr(call, name).double() for name in ("query", "key", "value", "g", "beta")}
     )
-    out, saved = reference.forward(exact)
+    out, saved, _ = reference.forward(exact)
     return out, reference.backward(exact, dout.double(), saved)
 
 
@@ -226,7 +227,7 @@ def test_forests_with_and_without_branches(name: str, rules: SegmentsInTorch) ->
     mask = mask_of(forest_of(name))
     call = call_of(mask)
     dout = torch.randn_like(call.value)
-    out, saved = flash_qla.forward(call)
+    out, saved, _ = flash_qla.forward(call)
     assert [(x.shape, x.dtype) for x in saved] == [
         (x.shape, x.dtype) for x in flash_qla.saves(call)
     ]
@@ -245,7 +246,7 @@ def test_states_that_hand_nothing_up_are_missed(
 ) -> None:
     call = call_of(mask_of(forest_of("caterpillar")))
     dout = torch.randn_like(call.value)
-    _, saved = flash_qla.forward(call)
+    _, saved, _ = flash_qla.forward(call)
     full = flash_qla.backward(call, dout, saved)
     monkeypatch.setattr(
         flash_qla, "gradients_of_ends", lambda tables, schedule, dstarts, _: dstarts.zero_()

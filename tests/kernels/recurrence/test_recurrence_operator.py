@@ -22,7 +22,7 @@ from prefixtree.kernels.recurrence import (
     tree_delta_rule,
     tree_ssd,
 )
-from prefixtree.kernels.recurrence.protocol import DeltaCall
+from prefixtree.kernels.recurrence.protocol import Computed, DeltaCall
 from prefixtree.packing import host_mask
 from tests.support.recurrence_cases import OPERATORS, Operator, forest_of, gradients
 from tests.support.strategies import mask_of, random_forest
@@ -46,10 +46,10 @@ def test_opcheck(backend: str) -> None:
     torch.library.opcheck(found, (*conv.random(tokens), handle, True, backend))
     torch.library.opcheck(found, (*no_bias.random(tokens), None, handle, False, backend))
     for op in (delta, kimi):
-        arguments = (*op.random(tokens), handle, 0.3, True, backend)
+        arguments = (*op.random(tokens), None, handle, 0.3, True, None, backend)
         torch.library.opcheck(operator.TREE_DELTA_RULE.forward, arguments)
     x, dt, B, C, A = ssd.random(tokens)
-    torch.library.opcheck(operator.TREE_SSD.forward, (x, dt, A, B, C, handle, backend))
+    torch.library.opcheck(operator.TREE_SSD.forward, (x, dt, A, B, C, None, handle, None, backend))
 
 
 @BY_NAME
@@ -171,16 +171,16 @@ class Keeping:
         like = call.value if isinstance(call, DeltaCall) else call.x
         return [like.new_empty(like.shape), like.new_empty(like.shape, dtype=torch.float32)]
 
-    def forward(self, call: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        out, _ = chunked.forward(call)
-        return out, [out.clone(), out.float()]
+    def forward(self, call: Any) -> Computed:
+        out, _, final = chunked.forward(call)
+        return Computed(out, [out.clone(), out.float()], final)
 
     def backward(
-        self, call: Any, dout: torch.Tensor, saved: list[torch.Tensor]
+        self, call: Any, dout: torch.Tensor, saved: list[torch.Tensor], dfinal: Any
     ) -> list[torch.Tensor]:
         out, rounded = saved
         assert torch.equal(out, self.forward(call)[0]) and rounded.dtype == torch.float32
-        return chunked.backward(call, dout, saved)
+        return chunked.backward(call, dout, saved, dfinal)
 
 
 @BY_NAME
@@ -206,7 +206,7 @@ def test_what_a_backend_saves_reaches_its_backward(
         for a, b in zip(torch.autograd.grad(run(*leaves), leaves), want, strict=True):
             torch.testing.assert_close(a, b)
     if op.name.startswith("delta"):
-        arguments = (*leaves, mask.handle, 0.3, True, "keeping")
+        arguments = (*leaves, None, mask.handle, 0.3, True, None, "keeping")
         torch.library.opcheck(operator.TREE_DELTA_RULE.forward, arguments)
 
 

@@ -1,0 +1,101 @@
+"""`PartStates`: where states of recurrent layers enter and leave a part of a packed forest.
+
+A part's segments are those of the whole forest, cut where parts meet. So a state that enters stands
+behind the token above a run, and a state that leaves behind an own token that others continue.
+Parts are steps, or keep their order: no token in an earlier part than a token above it.
+
+Legend: T packed tokens, t own tokens of a part, I states that enter, F that leave, W taps.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree import loops
+from prefixtree.packing.mask import TreeMask, make_mask
+from prefixtree.packing.state_borders import StateBorders
+from prefixtree.packing.transfers import move
+from prefixtree.planning.parts import Part
+
+
+class Tails(NamedTuple):
+    """The tokens that a convolution with W taps reads beside the own ones.
+
+    Attributes:
+        tokens: int32 [b], their packed tokens, ascending: the W - 1 above each place where a state
+            enters.
+        mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
+            ancestors of an own token are the true ones.
+        rows: int64 [b], the rows of `tokens`, on the mask's device.
+        own_rows: int64 [t], the rows of the own tokens.
+    """
+
+    tokens: np.ndarray
+    mask: TreeMask
+    rows: torch.Tensor
+    own_rows: torch.Tensor
+
+
+class PartStates:
+    """Where states enter and leave the own tokens of a part.
+
+    Args:
+        part: the part.
+
+    Attributes:
+        entered: int32 [I], the packed tokens of other parts whose states enter, ascending.
+        left: int32 [F], the own packed tokens that other parts continue, ascending.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        own = part.own_tokens
+        predictor = part.host.predictor
+        is_own = np.zeros(len(predictor) + 1, bool)
+        is_own[own] = True
+        # the last place stands for no predictor
+        above = predictor[own]
+        self._entries = np.flatnonzero((above >= 0) & ~is_own[above])
+        self.entered, self._rows = np.unique(above[self._entries], return_inverse=True)
+        others = predictor[~is_own[:-1]]
+        self.left = np.unique(others[is_own[others]])
+        self._tails: dict[int, Tails] = {}
+
+    @cached_property
+    def borders(self) -> StateBorders:
+        """Of the own tokens' mask: row i of the states that enter is that behind `entered[i]`, and
+        those that leave are in the order of `left`."""
+        exits = np.searchsorted(self.part.own_tokens, self.left)
+        mask = self._mask(self.part.own_tokens)
+        return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
+
+    def tails(self, width: int) -> Tails:
+        """What a convolution with `width` taps reads; made once and kept."""
+        if width not in self._tails:
+            predictor, at = self.part.host.predictor, self.entered
+            found = [at[:0]]
+            for _ in range(width - 1):
+                found.append(at)
+                at = predictor[at]
+                at = np.unique(at[at >= 0])
+            tokens = np.unique(np.concatenate(found))
+            own = self.part.own_tokens
+            rows = np.sort(np.concatenate([tokens, own]))
+            mask = self._mask(rows)
+            places = [torch.from_numpy(np.searchsorted(rows, x)) for x in (tokens, own)]
+            self._tails[width] = Tails(tokens, mask, *(move(x, mask.device) for x in places))
+        return self._tails[width]
+
+    def _mask(self, tokens: np.ndarray) -> TreeMask:
+        """The mask of some packed tokens, ascending: of each the nearest of them above it."""
+        lengths = np.ones(len(tokens), np.int64)
+        ends = loops.parts.lay_out(self.part.host.subtree_end, tokens.astype(np.int64), lengths)[1]
+        whole = self.part.mask
+        return make_mask(ends, None, whole.backend, whole.deterministic, whole.device)
+
+    def __repr__(self) -> str:
+        return f"PartStates({self.part!r}, {len(self.entered)} enter, {len(self.left)} leave)"
