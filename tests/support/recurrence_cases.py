@@ -11,7 +11,8 @@ import torch
 
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.kernels.recurrence.decode import RowSlots, conv_step, delta_rule_step, ssd_step
+from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
+from prefixtree.kernels.recurrence.protocol import RowSlots
 from tests.support.strategies import Sequences, mask_of, packed_path
 
 Leaves = list[torch.Tensor]

@@ -14,76 +14,13 @@ slots.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from prefixtree.kernels.packages import installed
 from prefixtree.kernels.recurrence.api import step_sizes, with_skip
-
-
-class RowSlots(NamedTuple):
-    """Which slots the rows of a step read and write.
-
-    Attributes:
-        source, target: int64 [B].
-        live: bool [B].
-    """
-
-    source: torch.Tensor
-    target: torch.Tensor
-    live: torch.Tensor
-
-
-class StateStep(NamedTuple):
-    """The inputs of one step of a rule, all of which fit together.
-
-    With S the state in front of the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or
-    beta value, the state behind it is S' + key u, and out = scale query (S' + key u).
-
-    Attributes:
-        query, key: [B, Hk, K]; head h reads key head h // (H / Hk).
-        value: [B, H, V].
-        g: [B, H], or [B, H, K], log of the decay.
-        beta: [B, H].
-        states: [S, H, K, V], float32 (float64 for float64 values), contiguous; written.
-        rows: as `RowSlots`.
-        scale: factor on the query.
-        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
-        delta: whether the rule takes off what the key finds.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-    states: torch.Tensor
-    rows: RowSlots
-    scale: float
-    qk_l2norm: bool
-    delta: bool
-
-
-class ConvStep(NamedTuple):
-    """The inputs of one step of a convolution.
-
-    Attributes:
-        x: [B, D].
-        weight: [D, W]; the last tap is the token's own.
-        bias: [D], or None.
-        tails: [S, W - 1, D] in x's dtype, contiguous, the token before last; written.
-        rows: as `RowSlots`.
-        silu: whether silu is applied to the sum.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    tails: torch.Tensor
-    rows: RowSlots
-    silu: bool
+from prefixtree.kernels.recurrence.protocol import ConvStep, RowSlots, StateStep
 
 
 def conv_step(
@@ -196,5 +133,5 @@ def _write(pool: torch.Tensor, rows: RowSlots, new: torch.Tensor) -> None:
     pool.index_copy_(0, rows.target, torch.where(live, new, pool[rows.target]))
 
 
-def _of_live(out: torch.Tensor, rows: RowSlots) -> Any:
+def _of_live(out: torch.Tensor, rows: RowSlots) -> torch.Tensor:
     return out.masked_fill(~rows.live.view(-1, *[1] * (out.ndim - 1)), 0)

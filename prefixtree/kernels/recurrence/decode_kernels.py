@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.recurrence.decode import ConvStep, StateStep
+from prefixtree.kernels.recurrence.protocol import ConvStep, StateStep
 
 # numbers of a state that a program holds, in 4 warps, and channels of a convolution's program
 STATE_NUMBERS, COLUMNS = 4096, 256

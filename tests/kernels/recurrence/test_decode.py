@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prefixtree.kernels.recurrence import decode
-from prefixtree.kernels.recurrence.decode import RowSlots
+from prefixtree.kernels.recurrence.protocol import RowSlots
 from tests.support.recurrence_cases import OPERATORS, Operator, chain, relative
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
