@@ -38,6 +38,7 @@ from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, c
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
 from prefixtree.kernels.lm_head import kernels as lm_head
+from prefixtree.kernels.recurrence import decode_kernels
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
@@ -222,6 +223,32 @@ def _helpers(capability: int, dtype: str) -> None:
         for kernel in (merge_kernel, write_kernel):
             known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
             _decode(kernel, known, config, capability, dtype)
+        for delta, dims in ((True, (128, 128)), (False, (256, 64))):
+            _recurrent(on, delta, dims, capability, dtype)
+
+
+def _recurrent(
+    is_on: bool, delta: bool, dims: tuple[int, int], capability: int, dtype: str
+) -> None:
+    """The kernels of kernels/recurrence/decode_kernels.py, which must not spill."""
+    sizes = decode_kernels.rule_sizes(*dims)
+    flags = {"PER_CHANNEL": is_on, "DELTA": delta, "L2NORM": is_on}
+    rule = {"H": 32, "GROUP": 2 if is_on else 1, **flags, **sizes}
+    conv = {"W": 4, "SILU": is_on, "COLUMNS": decode_kernels.COLUMNS, "num_warps": 2}
+    kernels = (decode_kernels.rule_step_kernel, rule), (decode_kernels.conv_step_kernel, conv)
+    for kernel, fixed in kernels:
+        warps = fixed.pop("num_warps")
+        types = dict.fromkeys(("SOURCE", "TARGET"), "*i64") | {"LIVE": "*u8", "scale": "fp32"}
+        types |= {"STATES": "*fp32", "D": "i32"} | dict.fromkeys(fixed, "constexpr")
+        signature = {
+            name: types.get(name, f"*{dtype}" if name.isupper() else "i32")
+            for name in kernel.arg_names
+        }
+        aligned = [x for x, kind in signature.items() if kind != "constexpr" and x != "scale"]
+        built = _built(kernel, signature, fixed, aligned, capability, {"num_warps": warps})
+        code = read(built, warps, capability)
+        if code.stack > 16 or code.programs < 4:
+            raise SystemExit(f"{kernel.__name__} {dims} {flags}: {code}")
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:

@@ -40,6 +40,7 @@ def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
 
 
 def note_call(mask: HostMask, of: Literal["attention", "recurrence"]) -> None:
-    """Called by an operator where it computes, once per forward call."""
-    if _watch.mask is mask:
+    """Called by an operator where it computes, once per forward call. A mask with borders of
+    states counts as the mask itself."""
+    if _watch.mask is (mask.without_states or mask):
         _watch.calls[of] += 1

@@ -3,7 +3,8 @@
 A recurrent layer of transformers calls functions of its module and hands them its keywords, the
 tree mask among them. `prepare` gives the layers of a model the same forward, with these functions
 replaced by those along the tree: the family's own code runs, and no class or module of transformers
-is touched. Without a tree mask the family's own functions are called.
+is touched. In a sampler (`forest_cache`), they also keep states, and go on from those that rows
+have. Without either, the family's own functions are called.
 
 Legend: T packed tokens, D channels of a convolution, W taps, H heads (Hk of keys), K and V sizes of
 a key and a value, G groups, N size of a state, P size of a head.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -109,6 +110,35 @@ def check_prepared(module: nn.Module) -> None:
 # ---- functions along the tree --------------------------------------------------------------------
 
 
+class KeepsStates(Protocol):
+    """What rows of a growing forest keep of recurrent layers (`sampling.state_pools`). With a tree
+    mask a forward is the prefill, without one it is of the rows' new tokens."""
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """As `tree_conv`, x [T, D]."""
+        ...
+
+    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `tree_delta_rule`."""
+        ...
+
+    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """As `tree_ssd`."""
+        ...
+
+
+class KeepsForest(Protocol):
+    """A growing forest (`sampling.forest_cache`)."""
+
+    states: KeepsStates
+
+
 def _conv(
     original: Any,
     x: torch.Tensor,
@@ -116,13 +146,19 @@ def _conv(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     tree_mask: TreeMask | None = None,
+    forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
     """causal_conv1d_fn: x [1, D, T], weight [D, W] -> [1, D, T]."""
-    if tree_mask is None:
+    if tree_mask is None and forest_cache is None:
         return original(x, weight, bias, activation=activation, **kwargs)
     _check_call(tree_mask, x.transpose(1, 2), kwargs)
-    out = tree_conv(x[0].t().to(weight.dtype), weight, bias, tree_mask, activation)
+    rows = x[0].t().to(weight.dtype)
+    if forest_cache is not None:
+        out = forest_cache.states.conv(rows, weight, bias, activation)
+    else:
+        assert tree_mask is not None
+        out = tree_conv(rows, weight, bias, tree_mask, activation)
     return out.to(x.dtype).t()[None]
 
 
@@ -134,15 +170,21 @@ def _delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     tree_mask: TreeMask | None = None,
+    forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
     """Gated delta rule, its decay a number per head (g [1, T, H]) or per channel ([1, T, H, K])."""
-    if tree_mask is None:
+    if tree_mask is None and forest_cache is None:
         return original(query, key, value, g=g, beta=beta, **kwargs)
     _check_call(tree_mask, query, kwargs)
     l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
     q, k, v, decay, strength = (part[0] for part in (query, key, value, g, beta))
-    return tree_delta_rule(q, k, v, decay, strength, tree_mask, qk_l2norm=l2norm)[None], None
+    if forest_cache is not None:
+        out = forest_cache.states.delta_rule(q, k, v, decay, strength, qk_l2norm=l2norm)
+    else:
+        assert tree_mask is not None
+        out = tree_delta_rule(q, k, v, decay, strength, tree_mask, qk_l2norm=l2norm)
+    return out[None], None
 
 
 def _ssd(
@@ -153,29 +195,43 @@ def _ssd(
     B: torch.Tensor,
     C: torch.Tensor,
     tree_mask: TreeMask | None = None,
+    forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
     """mamba2_chunk_scan: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
-    if tree_mask is None:
+    if tree_mask is None and forest_cache is None:
         return original(x, dt, A, B, C, **kwargs)
     _check_call(tree_mask, x, kwargs)
     if kwargs.get("z") is not None:
         raise UnsupportedError("a gate inside mamba2_chunk_scan (z) is not verified")
     names = ("D", "dt_bias", "dt_softplus", "dt_limit")
     options = {name: kwargs[name] for name in names if name in kwargs}
-    return tree_ssd(x[0], dt[0], A, B[0], C[0], tree_mask, **options)[None]
+    tensors = x[0], dt[0], A, B[0], C[0]
+    if forest_cache is not None:
+        return forest_cache.states.ssd(*tensors, **options)[None]
+    assert tree_mask is not None
+    return tree_ssd(*tensors, tree_mask, **options)[None]
 
 
-def _not_fused(original: Any, *args: Any, tree_mask: TreeMask | None = None, **kwargs: Any) -> Any:
+def _not_fused(
+    original: Any,
+    *args: Any,
+    tree_mask: TreeMask | None = None,
+    forest_cache: KeepsForest | None = None,
+    **kwargs: Any,
+) -> Any:
     """One kernel for convolution, scan and norm, which knows no tree: None lets the layer go on."""
-    return original(*args, **kwargs) if tree_mask is None else None
+    return original(*args, **kwargs) if tree_mask is None and forest_cache is None else None
 
 
-def _check_call(tree_mask: TreeMask, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
-    """x [B, n, ..]; what the attention layers refuse, before a state mixes it."""
-    check_mask(tree_mask, "tree_mask")
+def _check_call(tree_mask: TreeMask | None, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
+    tokens of a growing forest's rows."""
     if x.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
+    if tree_mask is None:
+        return
+    check_mask(tree_mask, "tree_mask")
     if tree_mask.query_tokens is not None:
         raise UnsupportedError(
             "a mask of some queries (TreeMask.for_queries) says nothing of the states between "

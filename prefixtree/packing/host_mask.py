@@ -44,6 +44,8 @@ class HostMask:
         else:
             self.predictor, self.position = whole.predictor, whole.position
         self._whole = whole
+        # the mask that this one is, where it is one with borders of states
+        self.without_states: HostMask | None = None
         self.is_subset = query_runs is not None
         if query_runs is None:
             query_runs = np.array([[0, 0, len(self.subtree_end)]], np.int64)
@@ -120,6 +122,7 @@ class HostMask:
     ) -> HostMask:
         """The same mask with segments at whose borders states enter and leave: `StateBorders`."""
         other = copy.copy(self)
+        other.without_states = self
         other._segment_tables = {}
         other.segments = find_segments(self.predictor, entries, rows, exits, num_entries)
         return other

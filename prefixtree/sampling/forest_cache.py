@@ -1,4 +1,4 @@
-"""`ForestCache`: the keys and values of a growing forest, and attention over them.
+"""`ForestCache`: the keys and values of a growing forest, attention over them, and rows' states.
 
 It reaches the attention function as one more keyword, `forest_cache`. A prefill is a forward over
 the packed forest (`tree_mask`), whose keys and values are kept here. In later forwards the new
@@ -18,6 +18,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import DecodeWork
+from prefixtree.sampling.state_pools import StatePools
 
 # by sliding window
 Works = dict[int | None, DecodeWork]
@@ -32,10 +33,15 @@ class ForestCache:
 
     Args:
         capacity: C, the keys of every pool.
+
+    Attributes:
+        capacity: as given.
+        states: what rows keep of recurrent layers.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.states = StatePools()
         self._pools: list[tuple[torch.Tensor, torch.Tensor]] = []
         # None: of a prefill
         self._works: Works | None = None
@@ -70,7 +76,8 @@ class ForestCache:
     @property
     def addresses(self) -> list[int]:
         """Of the pools. Other ones are made where a prefill brings other shapes or dtypes."""
-        return [pool.data_ptr() for pools in self._pools for pool in pools]
+        keys = [pool.data_ptr() for pools in self._pools for pool in pools]
+        return keys + self.states.addresses
 
     def end(self) -> None:
         """Ends a forward; the next one brings one token more per row.
@@ -78,6 +85,7 @@ class ForestCache:
         Raises:
             UnsupportedError: layers of this forward attended elsewhere.
         """
+        self.states.end()
         calls, self._calls = self._calls, 0
         if self._works is None:
             del self._pools[calls:]

@@ -26,6 +26,7 @@ from prefixtree.models.checks import (
     find_causal_lm,
 )
 from prefixtree.models.families import family_of, forward_inputs, placeholder_in
+from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -40,6 +41,10 @@ class CachedForward:
 
     Args:
         model: as `sequence_logprobs` takes it. capacity: keys of the cache.
+
+    Attributes:
+        cache: what forwards keep.
+        has_states: whether the model has recurrent layers.
     """
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
@@ -49,6 +54,7 @@ class CachedForward:
         self._causal_lm = find_causal_lm(model)
         config = self._causal_lm.config
         self._position_rows = family_of(config).position_rows
+        self.has_states = bool(family_of(config.get_text_config()).rules)
         self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}
         if getattr(config.get_text_config(), "output_router_logits", False):
             # a load-balancing loss is of no use here
@@ -67,15 +73,20 @@ class CachedForward:
         """As `state_of` says it, of the model and the pools."""
         return state_of(self._causal_lm, self.cache.addresses)
 
-    def prefill(self, packed: PackedForest, last: np.ndarray) -> torch.Tensor:
-        """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S].
+    def prefill(self, packed: PackedForest, last: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """Reads a packed forest; the logits [S, V] of its tokens `last`, int64 [S], and their
+        states in `slots`, int64 [S].
 
         Raises:
+            MemoryError: no room for the states.
             UnsupportedError, ValueError: as `sequence_logprobs`.
         """
         check_model(self._model, self._causal_lm, packed)
+        prepare_states(self._causal_lm)
         self._stamp, self._numbers = ModelStamp(self._causal_lm), self._some_numbers()
         self.cache.begin_prefill()
+        if self.has_states:
+            self.cache.states.begin_prefill(packed.mask, last, slots)
         inputs = forward_inputs(packed, self._causal_lm.config)
         with every_layer_attends(self._causal_lm, packed.mask):
             of_last = torch.from_numpy(last).to(self.device)
@@ -89,10 +100,15 @@ class CachedForward:
         return self._call(**self._inputs(ids, positions))
 
     def read(
-        self, runs: np.ndarray, tails: np.ndarray, tokens: Sequence[Sequence[int]]
+        self,
+        runs: np.ndarray,
+        tails: np.ndarray,
+        slots: tuple[np.ndarray, np.ndarray],
+        tokens: Sequence[Sequence[int]],
     ) -> torch.Tensor:
         """Reads several tokens per row; the logits [rows, V] of the last of each."""
         self.cache.resume(self.cache.works(runs, tails))
+        self.cache.states.read(np.array([len(row) for row in tokens]), *slots)
         ids = torch.tensor([token for row in tokens for token in row], device=self.device)
         # of the first key of a row's own run, and the keys written behind it
         position_ids = torch.from_numpy(tails[:, 3] + tails[:, 2]).to(self.device)
@@ -125,8 +141,8 @@ class CachedForward:
         Raises:
             TypeError: not a PrefixForest.
             ForestError: a forest without token ids.
-            UnsupportedError: recorded routes; a model whose layers carry a state, whose parameters
-                are sharded or on several devices, or that runs another attention.
+            UnsupportedError: recorded routes; a model whose parameters are sharded or on several
+                devices, or that runs another attention.
         """
         if not isinstance(forest, PrefixForest):
             raise TypeError(
@@ -141,12 +157,6 @@ class CachedForward:
                 "without routes="
             )
         self.check_tokens(forest.tokens)
-        config = self._causal_lm.config.get_text_config()
-        if family_of(config).rules:
-            raise UnsupportedError(
-                f"{config.model_type} has recurrent layers, whose states are not kept per node of "
-                "a growing forest: sample with model.generate"
-            )
         attention_modules(self._causal_lm)
         parts = *self._model.named_modules(), *self._causal_lm.named_parameters()
         kinds = FSDPModule, FullyShardedDataParallel, DTensor
@@ -181,7 +191,7 @@ class CachedForward:
         check_vocabulary(self._causal_lm, tokens)
 
     def own(self, rows: Any) -> None:
-        """From now on the cache holds the keys of these rows."""
+        """From now on the cache holds the keys and states of these rows."""
         # weak, so that a sampler's memory is free as soon as nobody has it or its rows
         self._owner = None if rows is None else weakref.ref(rows)
 
@@ -194,7 +204,8 @@ class CachedForward:
         if self._owner is None or self._owner() is not rows:
             raise RuntimeError(
                 "the keys of these rows are gone: the sampler started anew, or was interrupted "
-                "while it moved keys or branched rows; rows.samples() still has what was sampled"
+                "while it moved keys or branched rows, or while recurrent layers read tokens; "
+                "rows.samples() still has what was sampled"
             )
 
     def check_model(self) -> None:

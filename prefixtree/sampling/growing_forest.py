@@ -1,4 +1,4 @@
-"""`GrowingForest`: which keys of a pool belong to which node, while rows grow below a forest.
+"""`GrowingForest`: which keys of a pool belong to which node, and which slot to which row.
 
 Keys and values of a forest that grows stand in a pool. A node holds one run of it. A row is the end
 of a path: branching makes several rows of one, and a row that gets room grows a node of its own.
@@ -6,11 +6,17 @@ Rows stand depth first, so the rows below any node are neighbours, and whatever 
 keeps that order. A node below which no row is left gives its run back. New runs stand behind all
 others; where the pool ends, nodes move together.
 
+A row's slot holds what recurrent layers keep of its path. Rows that branch share one. A row that
+gets room gets a slot to write: its own where it is the only one that reads it, else a free one. It
+has it once keys were written.
+
 Legend: B rows of a forward (one per token), N runs.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +78,12 @@ class GrowingForest:
         self._rows = [nodes[forest.sequence_node[s]] for s in self.sources]
         for node in self._rows:
             node.users += 1
+        # of each row the slot that it reads, and the one that it is to write; how many rows read or
+        # are to write a slot, and those below the highest that nobody does
+        numbers: dict[_Node, int] = {}
+        self._slots = [numbers.setdefault(node, len(numbers) + 1) for node in self._rows]
+        self._targets = list(self._slots)
+        self._readers, self._free = Counter(self._slots), list[int]()
         # keys that nodes hold, and the first one behind all of them; between stand freed ones
         self._held = self._used = forest.num_tokens
 
@@ -84,6 +96,17 @@ class GrowingForest:
     def num_free(self) -> int:
         """Keys of the pool that no node holds."""
         return self.capacity - self._held
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there must be: 0, which no row has, to the highest that some row has."""
+        return max(self._readers, default=0) + 1
+
+    def slots(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The slots that rows read, and those that they write; int64 [rows] each."""
+        pairs = [(self._slots[row], self._targets[row]) for row in rows]
+        source, target = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+        return source, target
 
     def length(self, row: int) -> int:
         """Keys written on the path of a row."""
@@ -98,6 +121,13 @@ class GrowingForest:
         for node, count in zip(before, counts, strict=True):
             node.users += count - 1
             self._let_go(node)
+        for slot, count in zip(self._slots, counts, strict=True):
+            self._readers[slot] += count - 1
+            self._free_if_unread(slot)
+        self._slots = [
+            s for s, count in zip(self._slots, counts, strict=True) for _ in range(count)
+        ]
+        self._targets = list(self._slots)
 
     def reserve(self, rows: Sequence[int], rooms: Sequence[int]) -> np.ndarray | None:
         """Gives rows room to grow, all of them or none.
@@ -127,6 +157,8 @@ class GrowingForest:
             position = above.position + above.length
             self._rows[row] = _Node(above, self._used, 0, room, position, users=1)
             self._used += room
+            if self._readers[self._slots[row]] > 1:
+                self._targets[row] = self._free_slot()
         self._held += needed
         return moved
 
@@ -136,6 +168,9 @@ class GrowingForest:
             node = self._rows[row]
             node.length += count
             assert node.length <= node.room, "more keys than room"
+            if count:
+                read, self._slots[row] = self._slots[row], self._targets[row]
+                self._leave(read, self._slots[row])
 
     def trim(self, rows: Sequence[int]) -> None:
         """Takes back the room that rows got and did not fill."""
@@ -145,6 +180,8 @@ class GrowingForest:
             node.room = node.length
             if node.length == 0 and node.parent is not None:
                 self._rows[row] = node.parent
+            target, self._targets[row] = self._targets[row], self._slots[row]
+            self._leave(target, self._slots[row])
 
     def runs_and_tails(
         self, rows: Sequence[int], counts: Sequence[int] | None = None
@@ -178,6 +215,25 @@ class GrowingForest:
             np.array(runs, np.int64).reshape(-1, 5),
             np.array(tails, np.int64).reshape(-1, 4),
         )
+
+    # ---- slots -------------------------------------------------------------------------------
+
+    def _free_slot(self) -> int:
+        """The lowest one, which from now on is one's own."""
+        slot = heapq.heappop(self._free) if self._free else len(self._readers) + 1
+        self._readers[slot] = 1
+        return slot
+
+    def _leave(self, slot: int, other: int) -> None:
+        """One row less has a slot, where it has another one."""
+        if slot != other:
+            self._readers[slot] -= 1
+            self._free_if_unread(slot)
+
+    def _free_if_unread(self, slot: int) -> None:
+        if self._readers[slot] == 0:
+            del self._readers[slot]
+            heapq.heappush(self._free, slot)
 
     # ---- the pool ----------------------------------------------------------------------------
 

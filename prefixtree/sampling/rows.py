@@ -87,7 +87,8 @@ class Rows:
         Raises:
             ValueError: a number below 0, or another number of counts than of rows.
             IndexError: a row that does not exist.
-            MemoryError: no room for tokens that the model has not read yet; nothing was changed.
+            MemoryError: no room for tokens that the model has not read yet, or for states behind
+                them; nothing was changed.
             RuntimeError, UnsupportedError: as `generate`, where the model reads such tokens.
         """
         self._forward.check_owner(self)
@@ -161,7 +162,8 @@ class Rows:
         """Samples up to `max_new_tokens` tokens for each row that goes on.
 
         A row ends at its first stop token, which it keeps. If the call is interrupted
-        (KeyboardInterrupt, an error of the model), the rows keep what was sampled.
+        (KeyboardInterrupt, an error of the model), the rows keep what was sampled. They go on from
+        there, except where the model has recurrent layers: their states may then have seen more.
 
         Args:
             max_new_tokens: the most tokens per row, >= 1.
@@ -172,8 +174,8 @@ class Rows:
         Raises:
             IndexError: a row that does not exist.
             ValueError: max_new_tokens below 1.
-            MemoryError: more rows than `max_rows`, or no room for so many tokens; nothing was
-                sampled.
+            MemoryError: more rows than `max_rows`, or no room for so many tokens, or no memory for
+                the rows' states; nothing was sampled.
             RuntimeError: the model's weights or active adapters changed since the start, so the
                 kept keys are of other weights; or the sampler started anew; or logits are NaN.
             TypeError: stop is no list of integers.
@@ -259,6 +261,7 @@ class Rows:
         if moved is not None:
             self._forward.cache.move(moved)
         self._forward.own(self)
+        self._forward.cache.states.hold(self._growing.num_slots)
         while reading:
             self._read_some(reading)
             reading = [at for at in reading if self._rows[at].pending]
@@ -272,11 +275,16 @@ class Rows:
                 tokens.append(self._rows[at].pending[:left])
                 left -= len(tokens[-1])
         counts = [len(part) for part in tokens]
-        logits = self._forward.read(*self._growing.runs_and_tails(which, counts), tokens)
+        if self._forward.has_states:
+            # an interruption would leave some of them behind tokens that others have not read
+            self._forward.own(None)
+        seen, slots = self._growing.runs_and_tails(which, counts), self._growing.slots(which)
+        logits = self._forward.read(*seen, slots, tokens)
         self._growing.extend(which, counts)
         for at, count, last in zip(which, counts, logits, strict=True):
             rest = self._rows[at].pending[count:]
             self._rows[at] = replace(self._rows[at], pending=rest, logits=None if rest else last)
+        self._forward.own(self)
 
     def _decode(self, rows: list[int], room: int, draws: Draws, stop: frozenset[int]) -> None:
         """Samples for rows that have logits and room."""
@@ -288,11 +296,14 @@ class Rows:
         step = self._steps.step(len(rows), *how)
         keys = row_keys(draws.seed, [self._rows[at].path for at in rows])
         step.start(keys, torch.tensor(last))
+        if self._forward.has_states:
+            # until rows have what their states have seen
+            self._forward.own(None)
         try:
             step.draw(torch.stack(logits))
             del logits
             if room > 1:
-                step.begin(*self._growing.runs_and_tails(rows))
+                step.begin(*self._growing.runs_and_tails(rows), self._growing.slots(rows))
             for drawn in range(1, room):
                 if drawn % look_every == 0:
                     live = step.live.nonzero()[:, 0].tolist()
@@ -303,10 +314,12 @@ class Rows:
                         step.hand_over(live, following)
                         self._collect(step, rows, stop)
                         rows, step = [rows[number] for number in live], following
-                        step.begin(*self._growing.runs_and_tails(rows))
+                        step.begin(*self._growing.runs_and_tails(rows), self._growing.slots(rows))
                 step.run()
         finally:
             self._collect(step, rows, stop)
+            if not (step.torn and self._forward.has_states):
+                self._forward.own(self)
 
     def _collect(self, step: DecodeStep, rows: list[int], stop: frozenset[int]) -> None:
         """Hands what a step drew to its rows, each up to its first stop token."""

@@ -30,7 +30,8 @@ class TreeSampler:
 
     The keys and values of all layers take `max_keys` x layers x (D + Dv) x key heads numbers. They
     are kept for the next `start`. Layers that share keys keep them once per layer, and latent
-    attention (MLA) keeps those of all heads.
+    attention (MLA) keeps those of all heads. Layers that carry a state keep one per row, in
+    float32, and one more of rows that branched until they go on.
 
     Args:
         model: a causal language model of transformers with attn_implementation="prefixtree",
@@ -69,10 +70,10 @@ class TreeSampler:
         Raises:
             TypeError: anything but a PrefixForest.
             ForestError: a forest without token ids.
-            MemoryError: more distinct tokens than max_keys; nothing was computed.
-            UnsupportedError: a model that does not run exactly on packed forests, has recurrent
-                layers or sharded parameters, runs another attention, or draws dropout; recorded
-                routes; images.
+            MemoryError: more distinct tokens than max_keys, and nothing was computed; or no memory
+                for the rows' states.
+            UnsupportedError: a model that does not run exactly on packed forests, has sharded
+                parameters, runs another attention, or draws dropout; recorded routes; images.
             ValueError: token ids beyond the model's vocabulary.
         """
         self._forward.check_forest(forest)
@@ -83,7 +84,8 @@ class TreeSampler:
         self._forward.own(None)
         ends = forest.sequence_node[growing.sources]
         last = (forest.node_start + forest.node_length - 1)[ends].astype("int64")
-        logits = self._forward.prefill(packed.to(self._forward.device), last)
+        slots, _ = growing.slots(range(growing.num_rows))
+        logits = self._forward.prefill(packed.to(self._forward.device), last, slots)
         rows = [
             Row((source,), (Piece.said(histories[source].numpy()),), logits=logits[place])
             for place, source in enumerate(growing.sources)

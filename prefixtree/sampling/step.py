@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from prefixtree.kernels.recurrence.protocol import RowSlots
 from prefixtree.packing.transfers import move
 from prefixtree.sampling.draws import Draws
 from prefixtree.sampling.forest_cache import Works
@@ -51,6 +52,7 @@ class DecodeStep:
         size: as given.
         ids: int64 [size], the last tokens drawn. positions: theirs.
         live: bool [size], whether no stop token was drawn.
+        torn: whether a step was interrupted, so that states of some layers may have moved.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class DecodeStep:
         self._stop = torch.tensor(stop, dtype=torch.int64, device=forward.device)
         self.ids, self.positions, self._keys = (self._stop.new_zeros(size) for _ in range(3))
         self.live = torch.zeros_like(self.ids, dtype=torch.bool)
+        zeros = torch.zeros_like(self.ids)
+        self._slots = RowSlots(zeros, zeros.clone(), self.live)
         self._tokens = self.ids.new_zeros(_KEPT, size)
         # log-probabilities, and logs of the kept probability
         self._scores = self.ids.new_zeros(_KEPT, 2, size, dtype=torch.float32)
@@ -75,9 +79,9 @@ class DecodeStep:
 
     def _begin(self, rows: int) -> None:
         """A batch of so many rows; nothing is drawn yet."""
-        self._rows, self._count = rows, 0
+        self._rows, self._count, self.torn = rows, 0, False
         self._taken: list[Drawn] = []
-        for tensor in (self.ids, self.positions, self.live, self._column):
+        for tensor in (self.ids, self.positions, *self._slots, self._column):
             tensor.zero_()
         self.live[:rows] = True
 
@@ -102,8 +106,13 @@ class DecodeStep:
         """The size of the step that so many rows would take."""
         return self._graphs.size_of(rows)
 
-    def begin(self, runs: np.ndarray, tails: np.ndarray) -> None:
-        """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`)."""
+    def begin(
+        self, runs: np.ndarray, tails: np.ndarray, slots: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        """The next `run` is of these tokens, one per row (`GrowingForest.runs_and_tails`), which
+        read and write these slots (`GrowingForest.slots`)."""
+        for into, of_rows in zip(self._slots, slots, strict=False):
+            into[: len(of_rows)] = move(torch.from_numpy(of_rows), into.device)
         # what was captured reads the lists as they were, so it goes where others are made
         runner, self._runner = self._runner, None
         fit = [work.refill(runs, tails) for work in (self._works or {}).values()]
@@ -123,8 +132,11 @@ class DecodeStep:
         if self._count == _KEPT:
             self._unload()
         self._forward.cache.resume(self._works)
+        self._forward.cache.states.resume(self._slots)
+        self.torn = True
         self._runner(self._advance)
         self._count += 1
+        self.torn = False
 
     # what a graph captures: nothing here reads a tensor on the host
     def _advance(self) -> None:

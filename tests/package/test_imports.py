@@ -165,7 +165,9 @@ RECURRENCE_PARTS = {
         *("flash_qla", "flash_qla_rules", "handover", "handover_kernels"),
     ),
 }
-RECURRENCE_WAY = ("", "api", "operator", "explanation", "backends", "a backend", "protocol")
+RECURRENCE_WAY = (
+    *("", "decode", "api", "operator", "explanation", "backends", "a backend", "protocol"),
+)
 
 
 def recurrence_room_of(module: str) -> str | None:

@@ -44,8 +44,13 @@ def histories(seed: int) -> list[list[int]]:
     return [found[i] for i in rng.permutation(len(found))]
 
 
-def generated(model: Any, prompts: list[list[int]], number: int, stop: list[int]) -> list[Any]:
-    """The tokens of transformers' greedy `generate` on one padded batch, up to a stop token."""
+def generated(
+    model: Any, prompts: list[list[int]], number: int, stop: list[int], padded: bool = True
+) -> list[Any]:
+    """The tokens of transformers' greedy `generate` on one padded batch (or on each prompt alone),
+    up to a stop token."""
+    if not padded:
+        return [tokens for p in prompts for tokens in generated(model, [p], number, stop)]
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])

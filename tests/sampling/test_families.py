@@ -14,11 +14,11 @@ from prefixtree.sampling import Draws, TreeSampler, forest_cache
 from tests.sampling.cases import GREEDY, generated
 from tests.support.family_configs import FAMILIES, PARTS, VARIANTS
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import TRANSFORMERS, build, cases, mostly_full, ragged_sequences
+from tests.support.models import TRANSFORMERS, build, mostly_full, ragged_sequences
 
 # beyond the windows (5 and 6); one the beginning of another, one a tree of its own
 _PROMPTS = [ragged_sequences()[i].tolist() for i in (0, 1, 3, 5)]
-_SAMPLED = [name for name in [*FAMILIES, *VARIANTS] if name.partition("/")[0] not in HYBRIDS]
+_SAMPLED = [*FAMILIES, *VARIANTS]
 
 
 def _check(model_type: str) -> float:
@@ -35,7 +35,9 @@ def _check(model_type: str) -> float:
     # before 5.17, layers that share keys do so in `generate` alone: without a cache, and so in
     # training, they compute their own
     if "shared keys" not in model_type or version.parse("5.17") <= TRANSFORMERS:
-        assert greedy == generated(model, _PROMPTS, 4, [])
+        # padding reaches the convolutions of some hybrids in transformers
+        padded = model_type.partition("/")[0] not in HYBRIDS
+        assert greedy == generated(model, _PROMPTS, 4, [], padded)
     # the sampled ones, once more alone; each kind of row once
     worst = 0.0
     for i in (0, 1, 4):
@@ -51,18 +53,12 @@ def _check(model_type: str) -> float:
 
 @pytest.mark.parametrize("model_type", mostly_full(_SAMPLED))
 def test_equals_generate_and_eager(model_type):
-    assert _check(model_type) < 1e-5
-
-
-@pytest.mark.parametrize("model_type", cases(HYBRIDS))
-def test_states_are_refused(model_type):
-    model = build(model_type).eval()
-    with pytest.raises(pt.UnsupportedError, match="recurrent layers, whose states are not kept"):
-        TreeSampler(model, 100).start(pt.PrefixForest.from_sequences([[3, 4]]))
+    # the norms behind recurrent layers blow up rounding
+    assert _check(model_type) < (3e-5 if model_type.partition("/")[0] in HYBRIDS else 1e-5)
 
 
 def test_every_supported_type_is_here():
-    known = {*_SAMPLED, *HYBRIDS, *PARTS}
+    known = {*_SAMPLED, *PARTS}
     assert set(supported_model_types()) <= known
     for name in HYBRIDS:
         assert family_of(type("Config", (), {"model_type": name})()).rules

@@ -53,10 +53,12 @@ def grown(sampler: TreeSampler, seed: int, draws: Draws, stop: Any = (5, 11, 17)
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma2", pytest.param("qwen3_moe", marks=pytest.mark.full)]
+    "family",
+    ["qwen3", "gemma2", "qwen3_5", "bamba", pytest.param("qwen3_moe", marks=pytest.mark.full)],
 )
 def test_replays_give_the_same_samples(family, recorded):
-    """Windows, softcaps, experts; two forests, two ways to draw; more tokens than a step keeps."""
+    """Windows, softcaps, states, experts; two forests, two ways to draw; more tokens than a step
+    keeps."""
     model = build(family).eval()
     if family == "qwen3_moe":
         model.config._experts_implementation = "batched_mm"

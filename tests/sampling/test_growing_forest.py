@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -32,6 +33,8 @@ class Model:
         self.pool = np.full(self.capacity, -1)
         self.pool[: forest.num_tokens] = np.arange(forest.num_tokens)
         self.rows = [packed_path(forest, s).tolist() for s in self.growing.sources]
+        # the tokens that the state of a slot has seen
+        self.states = dict(zip(self.growing._slots, map(list, self.rows), strict=True))
         self.written = forest.num_tokens
 
     def branch(self, counts: list[int]) -> None:
@@ -49,6 +52,8 @@ class Model:
         """One forward: rows[i] brings counts[i] tokens, and what each of them sees is checked."""
         runs, tails = self.growing.runs_and_tails(rows, counts)
         first = np.cumsum([0, *counts])
+        source, target = (slots.tolist() for slots in self.growing.slots(rows))
+        assert all(self.states[s] == self.rows[row] for s, row in zip(source, rows, strict=True))
         for number, row in enumerate(rows):
             for at in range(first[number], first[number + 1]):
                 start, room, before, _ = tails[at]
@@ -63,6 +68,11 @@ class Model:
                 before = counts[number] - 1 - (at - first[number])
                 expected = self.rows[row][: len(self.rows[row]) - before]
                 assert seen == dict(enumerate(expected))
+        # at once: no row reads what another one writes, nor do two write one
+        for number, slot in enumerate(target):
+            others = source[:number] + source[number + 1 :]
+            assert slot not in others and target.count(slot) == 1 and slot < self.growing.num_slots
+        self.states |= {s: list(self.rows[row]) for s, row in zip(target, rows, strict=True)}
         self.growing.extend(rows, counts)
 
     def seen(self, runs: np.ndarray, tails: np.ndarray, at: int) -> dict[int, int]:
@@ -91,6 +101,15 @@ class Model:
             children = {id(p[i + 1]) for p in paths for i in range(len(p) - 1) if p[i] is node}
             assert node.users == len(children) + growing._rows.count(node)
         assert [growing.length(i) for i in range(growing.num_rows)] == list(map(len, self.rows))
+        # every row's state has seen its tokens; slots that nobody has are free
+        assert [self.states[slot] for slot in growing._slots] == self.rows
+        written = growing._targets
+        unlike = [t for s, t in zip(growing._slots, written, strict=True) if s != t]
+        assert growing._readers == Counter([*growing._slots, *unlike]) and 0 not in written
+        had = {*growing._readers, *growing._free}
+        assert had == set(range(1, len(had) + 1)) and len(had) == sum(
+            map(len, (growing._readers, growing._free))
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -147,6 +166,35 @@ def test_what_does_not_fit_says_both_sizes():
     with pytest.raises(MemoryError, match=r"2 rows need room for 16 keys, and 15 .* 20 are free"):
         growing.reserve([0, 1], [8, 8])
     assert growing.num_free == 15
+
+
+def test_slots_of_rows_that_branch():
+    """Branching takes none; each row takes one as it goes on, and the one they shared is free."""
+    model = Model([[1, 2], [1, 2], [3]], capacity=60)
+    growing = model.growing
+    assert growing._slots == [1, 1, 2] and growing.num_slots == 3
+    model.branch([0, 3, 1])
+    assert growing._slots == [1, 1, 1, 2] and growing.num_slots == 3
+    model.reserve([0, 1, 2, 3], [2, 2, 2, 2])
+    assert [s.tolist() for s in growing.slots([0, 1, 2, 3])] == [[1, 1, 1, 2], [3, 4, 5, 2]]
+    model.write([0, 1, 3], [1, 1, 1])
+    growing.trim([0, 1, 2, 3])
+    # row 2 did not go on
+    assert growing._slots == [3, 4, 1, 2] and growing._targets == [3, 4, 1, 2]
+    model.check()
+    model.branch([1, 2, 0, 1])
+    assert growing.num_slots == 5
+    model.reserve([1], [1])
+    assert growing._targets == [3, 1, 4, 2]
+
+
+def test_a_slot_that_branched_rows_share_turns_red():
+    model = Model([[1, 2]], capacity=60)
+    model.branch([2])
+    model.reserve([0, 1], [1, 1])
+    model.growing._targets[0] = model.growing._slots[0]
+    with pytest.raises(AssertionError):
+        model.write([0, 1], [1, 1])
 
 
 @pytest.mark.parametrize("mistake", ["order", "lost run", "stale room"])

@@ -11,6 +11,8 @@ import torch
 
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
+from prefixtree.kernels.recurrence.protocol import RowSlots
 from tests.support.strategies import Sequences, mask_of, packed_path
 
 Leaves = list[torch.Tensor]
@@ -25,12 +27,16 @@ class Operator:
         per_token: how many of them are per token.
         run: (mask, leaves, backend) -> out. Of recurrences also (borders, leaves, backend,
             initial=) -> out, final.
+        step: (leaves, pool, rows) -> out, of one token per row; the pool holds states or tails.
+        state: the shape of a slot of the pool.
     """
 
     name: str
     leaves: Callable[[int, torch.Generator], Leaves]
     per_token: int
     run: Callable[..., Any]
+    step: Callable[[Sequence[torch.Tensor], torch.Tensor, RowSlots], torch.Tensor]
+    state: tuple[int, ...]
 
     def random(self, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Leaves:
         """Leaves that require gradients, rounded to the dtype."""
@@ -51,7 +57,11 @@ def _conv(width: int, bias: bool, activation: str | None) -> Operator:
         x, weight, *rest = leaves
         return tree_conv(x, weight, rest[0] if rest else None, mask, activation, backend=backend)
 
-    return Operator(f"conv {width} {bias} {activation}", leaves, 1, run)
+    def step(leaves: Sequence[torch.Tensor], pool: torch.Tensor, rows: RowSlots) -> torch.Tensor:
+        x, weight, *rest = leaves
+        return conv_step(x, weight, rest[0] if rest else None, pool, rows, activation is not None)
+
+    return Operator(f"conv {width} {bias} {activation}", leaves, 1, run, step, (width - 1, 5))
 
 
 def _delta(key_heads: int, per_channel: bool, l2norm: bool, scale: float | None) -> Operator:
@@ -75,7 +85,11 @@ def _delta(key_heads: int, per_channel: bool, l2norm: bool, scale: float | None)
         options = {"scale": scale, "qk_l2norm": l2norm, "backend": backend}
         return tree_delta_rule(*leaves, mask, **options, **states)
 
-    return Operator(f"delta {key_heads} {per_channel} {l2norm} {scale}", leaves, 5, run)
+    def step(leaves: Sequence[torch.Tensor], pool: torch.Tensor, rows: RowSlots) -> torch.Tensor:
+        return delta_rule_step(*leaves, pool, rows, scale=scale, qk_l2norm=l2norm)
+
+    name = f"delta {key_heads} {per_channel} {l2norm} {scale}"
+    return Operator(name, leaves, 5, run, step, (4, 6, 5))
 
 
 def _ssd(extras: bool) -> Operator:
@@ -88,22 +102,21 @@ def _ssd(extras: bool) -> Operator:
         found = [x, dt if extras else dt.abs(), B, C, -(normal(4) / 2).exp()]
         return [*found, normal(4), normal(4)] if extras else found
 
+    def options(rest: Sequence[torch.Tensor]) -> dict[str, Any]:
+        if not rest:
+            return {}
+        # the least dt is above 0, as Nemotron-H's: it would decay states over padding
+        return {"D": rest[0], "dt_bias": rest[1], "dt_softplus": True, "dt_limit": (0.3, 2.0)}
+
     def run(mask: Any, leaves: Sequence[torch.Tensor], backend: str, **states: Any) -> Any:
         x, dt, B, C, A, *rest = leaves
-        if not rest:
-            return tree_ssd(x, dt, A, B, C, mask, backend=backend, **states)
-        # the least dt is above 0, as Nemotron-H's: it would decay states over padding
-        return tree_ssd(
-            *(x, dt, A, B, C, mask),
-            D=rest[0],
-            dt_bias=rest[1],
-            dt_softplus=True,
-            dt_limit=(0.3, 2.0),
-            backend=backend,
-            **states,
-        )
+        return tree_ssd(x, dt, A, B, C, mask, **options(rest), backend=backend, **states)
 
-    return Operator(f"ssd {extras}", leaves, 4, run)
+    def step(leaves: Sequence[torch.Tensor], pool: torch.Tensor, rows: RowSlots) -> torch.Tensor:
+        x, dt, B, C, A, *rest = leaves
+        return ssd_step(x, dt, A, B, C, pool, rows, **options(rest))
+
+    return Operator(f"ssd {extras}", leaves, 4, run, step, (4, 6, 5))
 
 
 OPERATORS = [

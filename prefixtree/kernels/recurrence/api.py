@@ -277,20 +277,41 @@ def tree_ssd(
     if not low <= high:
         raise ValueError(f"dt_limit must be (least, greatest), got {dt_limit}")
     wide = torch.promote_types(x.dtype, torch.float32)
-    step = dt.to(wide)
+    sizes = step_sizes(dt, dt_bias, dt_softplus, (low, high), wide)
+    handle, num_final = _check_states(mask, borders, initial, (heads, B.shape[2], x.shape[2]), x)
+    out, final, _ = operator.TREE_SSD.forward(
+        x, sizes, A, B, C, initial, handle, num_final, backend
+    )
+    out = with_skip(out, x, D)
+    return (out, *final) if final else out
+
+
+def step_sizes(
+    dt: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    wide: torch.dtype,
+) -> torch.Tensor:
+    """Mamba-2's step sizes in `wide`: bias, softplus and limits applied to dt [.., H]."""
+    low, high = dt_limit
+    sizes = dt.to(wide)
     if dt_bias is not None:
-        step = step + dt_bias.to(wide)
+        sizes = sizes + dt_bias.to(wide)
     if dt_softplus:
-        step = F.softplus(step)
+        sizes = F.softplus(sizes)
     # softplus is above 0 already
     if low > (0 if dt_softplus else -math.inf) or high < math.inf:
-        step = step.clamp(low, high)
-    handle, num_final = _check_states(mask, borders, initial, (heads, B.shape[2], x.shape[2]), x)
-    out, final, _ = operator.TREE_SSD.forward(x, step, A, B, C, initial, handle, num_final, backend)
-    if D is not None:
-        out = out.to(wide) + x.to(wide) * (D if D.ndim == 2 else D[:, None]).to(wide)
-        out = out.to(x.dtype)
-    return (out, *final) if final else out
+        sizes = sizes.clamp(low, high)
+    return sizes
+
+
+def with_skip(out: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None) -> torch.Tensor:
+    """Adds D x to out, both [.., H, P]; D [H] or [H, P], or None."""
+    if D is None:
+        return out
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (out.to(wide) + x.to(wide) * (D if D.ndim == 2 else D[:, None]).to(wide)).to(x.dtype)
 
 
 def _mask_of(mask: Any) -> tuple[TreeMask, StateBorders | None]:

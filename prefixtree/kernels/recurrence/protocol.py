@@ -1,7 +1,9 @@
-"""Passed between the operators and a backend: the three calls. And the protocol `Backend`.
+"""Passed between the operators and a backend: the three calls, and steps of rows. And the protocol
+`Backend`.
 
 Legend: T packed tokens, D channels, W taps, Hk key heads, Hv value heads, K and V head dims, H
-heads, G groups, P head dim, N state dim, I states that enter, F states that leave.
+heads, G groups, P head dim, N state dim, I states that enter, F states that leave; R rows of a
+decode step, S slots of a pool.
 """
 
 from __future__ import annotations
@@ -95,6 +97,69 @@ class SsdCall(NamedTuple):
 
 
 Call = ConvCall | DeltaCall | SsdCall
+
+
+class RowSlots(NamedTuple):
+    """Which slots of a pool the rows of a decode step read and write.
+
+    Attributes:
+        source, target: int64 [R].
+        live: bool [R].
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    live: torch.Tensor
+
+
+class StateStep(NamedTuple):
+    """The inputs of one step of a rule, all of which fit together.
+
+    With S the state in front of the token, S' = exp(g) S and u = beta (value - key S') (`delta`) or
+    beta value, the state behind it is S' + key u, and out = scale query (S' + key u).
+
+    Attributes:
+        query, key: [R, Hk, K]; head h reads key head h // (H / Hk).
+        value: [R, H, V].
+        g: [R, H], or [R, H, K], log of the decay.
+        beta: [R, H].
+        states: [S, H, K, V], float32 (float64 for float64 values), contiguous; written.
+        rows: as `RowSlots`.
+        scale: factor on the query.
+        qk_l2norm: query and key are divided by sqrt(sum of squares + 1e-6) first.
+        delta: whether the rule takes off what the key finds.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    states: torch.Tensor
+    rows: RowSlots
+    scale: float
+    qk_l2norm: bool
+    delta: bool
+
+
+class ConvStep(NamedTuple):
+    """The inputs of one step of a convolution.
+
+    Attributes:
+        x: [R, D].
+        weight: [D, W]; the last tap is the token's own.
+        bias: [D], or None.
+        tails: [S, W - 1, D] in x's dtype, contiguous, the token before last; written.
+        rows: as `RowSlots`.
+        silu: whether silu is applied to the sum.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tails: torch.Tensor
+    rows: RowSlots
+    silu: bool
 
 
 class Computed(NamedTuple):
