@@ -20,7 +20,7 @@ Modality = Literal["image", "video"]
 
 #: model types whose processors give a grid per picture, and whether they write the frames of a
 #: video apart, with their times as text between them
-_GRIDS = {
+GRIDS = {
     "qwen2_5_vl": False,
     "qwen3_5": True,
     "qwen3_5_moe": True,
@@ -208,7 +208,7 @@ class PictureRule:
             )
         patches = grids.prod(1).tolist()
         parts = _parts(pixels, patches, pixel_name, grid_name, modality)
-        apart = modality == "video" and _GRIDS[self.model_type]
+        apart = modality == "video" and GRIDS[self.model_type]
         runs = grids[:, 0].tolist() if apart else [1] * len(grids)
         return parts, [(n, p // n // merge**2) for n, p in zip(runs, patches, strict=True)]
 
@@ -257,10 +257,10 @@ def check_served(model_type: str, text_config: Any) -> None:
             f"pictures of model type {model_type!r}{setting} are not served: "
             f"{_UNSERVED.get(model_type, _BOTH_WAYS)}"
         )
-    if model_type not in (*_GRIDS, *_POSITIONS):
+    if model_type not in (*GRIDS, *_POSITIONS):
         raise UnsupportedError(
             f"pictures are not verified in model type {model_type!r}, only in "
-            f"{', '.join(sorted((*_GRIDS, *_POSITIONS)))}; give the configuration of the whole "
+            f"{', '.join(sorted((*GRIDS, *_POSITIONS)))}; give the configuration of the whole "
             "model (model.config), not that of its text part"
         )
 

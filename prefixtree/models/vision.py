@@ -60,8 +60,8 @@ class PlacedPictures:
         if family_of(config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
         self._causal_lm = causal_lm
-        attribute, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
-        self._tower, self._vision = getattr(causal_lm.model, attribute), config.vision_config
+        _, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
+        self._tower, self._vision = tower_of(causal_lm), config.vision_config
         self._encodings = [
             encoding
             for modality in ("image", "video")
@@ -102,6 +102,13 @@ class PlacedPictures:
             yield
         if left:
             raise UnsupportedError(f"{_UNEXPECTED} {len(left)} times less")
+
+
+def tower_of(causal_lm: Any) -> nn.Module:
+    """The vision tower of a transformers model that takes pictures."""
+    attribute, _ = _TOWERS.get(causal_lm.config.model_type, _TOWER)
+    tower: nn.Module = getattr(causal_lm.model, attribute)
+    return tower
 
 
 _UNEXPECTED = (
@@ -192,16 +199,25 @@ def _position_ids(
     known: dict[int, torch.Tensor] = {}
     for path in paths:
         if id(path) not in known:
-            known[id(path)] = _alone(base, pictures, path)
+            known[id(path)] = positions_alone(base, pictures, path.tokens, path.numbers)
     three = packed.pack_values([known[id(path)] for path in paths])
     return torch.cat([packed.position_ids[None], three.t()])[:, None]
 
 
-def _alone(base: Any, pictures: Pictures, path: PathPictures) -> torch.Tensor:
-    """int64 [n, 3], the positions of one sequence alone."""
-    if not path.numbers:
-        return torch.arange(len(path.tokens))[:, None].expand(-1, 3)
-    inputs = alone_inputs(pictures, path.tokens, path.numbers)
+def positions_alone(
+    base: Any, pictures: Pictures, tokens: np.ndarray, numbers: list[int]
+) -> torch.Tensor:
+    """The positions that a model's 3-D RoPE reads for one sequence alone, on the CPU.
+
+    Args:
+        base: the model without its lm_head. tokens, numbers: as for `alone_inputs`.
+
+    Returns:
+        int64 [n, 3].
+    """
+    if not numbers:
+        return torch.arange(len(tokens))[:, None].expand(-1, 3)
+    inputs = alone_inputs(pictures, tokens, numbers)
     for name in ("pixel_values", "pixel_values_videos"):
         inputs.pop(name, None)
     positions, _ = base.get_rope_index(**inputs)

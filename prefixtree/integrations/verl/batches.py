@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
+from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batches import MicroBatch, micro_batch_of, plan_micro_batches
 
 
@@ -29,6 +30,15 @@ def sequences_of(data: TensorDict) -> list[np.ndarray]:
     return np.split(values, input_ids.offsets()[1:-1].cpu().numpy())
 
 
+def shown_of(data: TensorDict) -> list[dict[str, Any]]:
+    """The entries of multi_modal_inputs that are not None, per sequence; empty for text alone."""
+    rows = data.get("multi_modal_inputs", None)
+    if rows is None:
+        return [{}] * len(data)
+    given = [row.data if isinstance(row, NonTensorData) else row for row in rows]
+    return [{k: v for k, v in (row or {}).items() if v is not None} for row in given]
+
+
 def count_tokens(data: TensorDict, group: Any) -> float:
     """The denominator of verl's losses: the scored tokens of the mini-batch, over all ranks."""
     count = data["loss_mask"].sum().to(get_device_id())
@@ -36,20 +46,26 @@ def count_tokens(data: TensorDict, group: Any) -> float:
     return count.item()
 
 
-def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> list[MicroBatch]:
+def split(
+    data: TensorDict,
+    group: Any,
+    ranks: int = 1,
+    multiple: int = 1,
+    pictures: Pictures | None = None,
+) -> list[MicroBatch]:
     """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
     sequences. Either way sequences that share are brought together: every sequence is in one
-    micro-batch, but not in the order given.
+    micro-batch, but not in the order given. With pictures, forests are of `pictures.sequences`.
 
     Raises:
         ValueError: a sequence longer than that on any rank, or fewer sequences on
             one than another needs micro-batches (all ranks raise); a number of sequences that the
             fixed size does not divide, or that makes another number of micro-batches.
     """
-    sequences = sequences_of(data)
+    sequences = sequences_of(data) if pictures is None else pictures.sequences
     forest = PrefixForest.from_sequences(sequences)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
         size = data["micro_batch_size_per_gpu"]
@@ -67,7 +83,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
         order = leaf_order(forest)
         return [micro_batch_of(forest, order[i : i + size]) for i in range(0, len(order), size)]
     max_tokens = data["max_token_len_per_gpu"] * ranks
-    (longest,) = _largest([max(len(s) for s in sequences)], group)
+    (longest,) = largest([max(len(s) for s in sequences)], group)
     if longest > max_tokens:
         budget = f"max_token_len_per_gpu={max_tokens // ranks}"
         if ranks > 1:
@@ -78,7 +94,7 @@ def split(data: TensorDict, group: Any, ranks: int = 1, multiple: int = 1) -> li
         )
     batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
     # the greatest of -n is minus the fewest
-    steps, minus_fewest = _largest([len(batches), -len(sequences)], group)
+    steps, minus_fewest = largest([len(batches), -len(sequences)], group)
     steps = -(-steps // multiple) * multiple
     if steps > -minus_fewest:
         raise ValueError(
@@ -159,7 +175,7 @@ def to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(torch.cat(per_sequence), like.offsets())
 
 
-def _largest(numbers: list[int], group: Any) -> list[int]:
+def largest(numbers: list[int], group: Any) -> list[int]:
     """The greatest of each number over the ranks of a group."""
     tensor = torch.tensor(numbers, dtype=torch.int64, device=get_device_id())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)

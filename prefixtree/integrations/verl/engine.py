@@ -40,10 +40,18 @@ from prefixtree.integrations.verl.batches import (
 )
 from prefixtree.integrations.verl.metered import NAME, MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
+from prefixtree.integrations.verl.pictures import (
+    check_positions,
+    check_unpatched,
+    fill_gradients_of_tower,
+    pictures_of,
+    without_patches,
+)
 from prefixtree.integrations.verl.refusals import (
     COMPILE,
     RECOMPUTE,
     check_compile,
+    check_pictures,
     check_recompute,
     check_settings,
     check_step,
@@ -53,6 +61,7 @@ from prefixtree.models.checks import every_layer_attends, transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batches import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.in_groups import token_part_of_rank
@@ -68,6 +77,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     Attributes:
         recompute: as in `sequence_logprobs`.
         compiles: whether layers are compiled.
+        sees: whether the checkpoint has a vision tower.
         model_output: what the model gives per token.
     """
 
@@ -78,8 +88,9 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     ) -> None:
         hf_config = model_config.hf_config
         self._read_attention(hf_config)
+        self.sees = getattr(hf_config, "vision_config", None) is not None
         if self.packs:
-            check_settings(model_config, engine_config)
+            check_settings(model_config, engine_config, self.model_output)
         is_served = self.packs and self.model_output == "log_probs"
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
         ranks = engine_config.ulysses_sequence_parallel_size
@@ -87,6 +98,13 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         compiles = vars(hf_config).pop(COMPILE, None)
         self.compiles = check_compile(compiles, is_served, engine_config.strategy)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self) -> Any:
+        """As verl builds it; a checkpoint with a vision tower without verl's patches."""
+        if not (self.packs and self.sees):
+            return super()._build_module()
+        with without_patches():
+            return super()._build_module()
 
     def _build_model_optimizer(self) -> None:
         """As verl builds it; then the layers are compiled in place, if that is set."""
@@ -100,12 +118,13 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """All micro-batches of a batch, gradients accumulated; results in the order of the batch.
 
         Raises:
-            UnsupportedError, ValueError: see `check_step` and `split`.
+            UnsupportedError, ValueError: see `check_step`, `pictures_of` and `split`.
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_step(data, loss_function, forward_only)
+        check_step(data, loss_function, forward_only, self.sees)
         group = self.get_data_parallel_group()
+        pictures = self._pictures_of(data, group) if self.sees else None
         tu.assign_non_tensor(
             data,
             sp_size=self.ulysses_sequence_parallel_size,
@@ -115,7 +134,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
-        batches = split(data, group, self.ulysses_sequence_parallel_size)
+        batches = split(data, group, self.ulysses_sequence_parallel_size, pictures=pictures)
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         outputs = []
         for step, batch in enumerate(batches):
@@ -126,13 +145,24 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                 else self._gradient_sync_context(is_last_micro_batch=last),
                 torch.profiler.record_function(f"micro_batch{step}"),
             ):
-                loss, output = self._step(data, batch, loss_function, forward_only)
+                loss, output = self._step(data, batch, loss_function, forward_only, pictures)
                 if not forward_only:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                 if not keep_outputs:
                     output.pop("model_output")
             outputs.append(output)
+        if self.sees and not forward_only:
+            fill_gradients_of_tower(self.module)
         return in_order(outputs, batches)
+
+    def _pictures_of(self, data: TensorDict, group: Any) -> Pictures | None:
+        """The pictures of a batch, checked; None where no rank has any."""
+        check_unpatched(self.module)
+        pictures = pictures_of(data, self.model_config.hf_config, group)
+        if pictures is not None:
+            check_pictures(self.engine_config, self.recompute, self.compiles)
+        check_positions(data, pictures, self.module)
+        return pictures
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
@@ -142,13 +172,14 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         batch: MicroBatch,
         loss_function: Callable[..., Any] | None,
         forward_only: bool,
+        pictures: Pictures | None,
     ) -> Any:
         """Runs the model over one micro-batch of a batch and verl's loss over what comes out."""
         packed = pack(batch.forest, self.pad_to_length_bucket if self.pad_to_length else None)
         micro_batch = rows_of(data, batch).to(get_device_id())
         device = get_device_name()
         with self._autocast():
-            model_output = self._model_output(micro_batch, packed.to(device))
+            model_output = self._model_output(micro_batch, packed.to(device), pictures)
             if loss_function is None:
                 assert forward_only, "a training step needs a loss function"
                 loss, metrics = torch.tensor(1.0, device=device), {}
@@ -170,7 +201,9 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
-    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+    def _model_output(
+        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+    ) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -180,7 +213,9 @@ class PackedActorEngine(_FsdpEngine):
 
     model_output = "log_probs"
 
-    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+    def _model_output(
+        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+    ) -> dict[str, Any]:
         """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response."""
         with_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)
         scores = sequence_logprobs(
@@ -193,6 +228,7 @@ class PackedActorEngine(_FsdpEngine):
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
             group=self.ulysses_parallel_group,
+            pictures=pictures,
         )
         input_ids = micro_batch["input_ids"]
         outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
@@ -238,7 +274,9 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
 
-    def _model_output(self, micro_batch: TensorDict, packed: PackedForest) -> dict[str, Any]:
+    def _model_output(
+        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+    ) -> dict[str, Any]:
         """values, jagged [B, n]."""
         prepare(self.module)
         check_adapters(self.module)

@@ -11,9 +11,10 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
-from verl.utils.model import extract_multi_modal_inputs
 
+from prefixtree._picture_inputs import GRIDS
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.models.families import LIGER_LAYERS, check_config, family_of
 from prefixtree.recompute.layers import MODES
 
@@ -31,16 +32,18 @@ _CUT_MODES = {
 _CUT = "depends on how verl cuts a mini-batch into micro-batches, which packing changes"
 
 
-def check_settings(model_config: Any, engine_config: Any) -> None:
+def check_settings(model_config: Any, engine_config: Any, model_output: str) -> None:
     """Refuses configurations, as an engine is made.
 
     Args:
         model_config: verl's HFModelConfig. engine_config: its FSDPEngineConfig.
+        model_output: what the model gives per token, "log_probs" or "values".
 
     Raises:
         UnsupportedError: with the setting to change.
     """
     hf_config = model_config.hf_config
+    sees = getattr(hf_config, "vision_config", None) is not None
     sequence_parallel = engine_config.ulysses_sequence_parallel_size
     for refused, why in (
         (
@@ -73,14 +76,23 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
             "qat.enable=True is not verified on packed forests; set it to False",
         ),
         (
-            getattr(hf_config, "vision_config", None) is not None,
-            f"{hf_config.model_type} takes images: verl gives such models attention functions of "
-            "its own, which ignore the tree; use a text-only model",
+            sees and hf_config.model_type not in GRIDS,
+            f"{hf_config.model_type} takes images, and of such models only "
+            f"{', '.join(GRIDS)} are verified with verl; use one of them, or a text-only model",
+        ),
+        (
+            sees and model_output == "values",
+            f"a critic is a token classifier, and transformers has none of {hf_config.model_type}, "
+            "which takes images; give the critic a text-only model, or use an advantage estimator "
+            "without a critic",
         ),
     ):
         if refused:
             raise UnsupportedError(f"{_PREFIX}{why}")
-    check_config(hf_config, training=not engine_config.forward_only)
+    training = not engine_config.forward_only
+    check_config(hf_config, training)
+    if sees:
+        check_config(hf_config.get_text_config(), training)
 
 
 def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
@@ -200,11 +212,40 @@ def _not_served(setting: str, more: str = "") -> UnsupportedError:
     )
 
 
-def check_batch(data: TensorDict) -> None:
+def check_pictures(engine_config: Any, recompute: Any, compiles: bool) -> None:
+    """Refuses settings of an engine whose batches have pictures.
+
+    Args:
+        engine_config: verl's FSDPEngineConfig. recompute, compiles: of override_config.
+
+    Raises:
+        UnsupportedError: with the setting to change.
+    """
+    ranks, strategy = engine_config.ulysses_sequence_parallel_size, engine_config.strategy
+    for refused, why in (
+        (
+            ranks > 1,
+            f"ulysses_sequence_parallel_size={ranks}: ranks that compute a forest together do not "
+            "divide pictures yet; set it to 1",
+        ),
+        (strategy != "fsdp2", f"strategy={strategy} is not verified; set strategy=fsdp2"),
+        (
+            recompute == "auto",
+            f"override_config.{RECOMPUTE}='auto' does not know the memory of a vision tower; set "
+            f"one of {', '.join(map(repr, MODES))}",
+        ),
+        (compiles, f"override_config.{COMPILE}=True is not verified; take it out"),
+    ):
+        if refused:
+            raise UnsupportedError(f"{_PREFIX}the batch has pictures (multi_modal_inputs). {why}")
+
+
+def check_batch(data: TensorDict, sees: bool = False) -> None:
     """Refuses batches, before they are split.
 
     Args:
-        data: verl's batch; input_ids and position_ids jagged [B, n].
+        data: verl's batch; input_ids and position_ids jagged [B, n], or position_ids [B, 4, n].
+        sees: whether the model takes pictures. Then the engine checks the other rows of positions.
 
     Raises:
         UnsupportedError: with the setting to change.
@@ -243,20 +284,21 @@ def check_batch(data: TensorDict) -> None:
             "PrefixForest.from_sequences(..., routes=) and sequence_logprobs in a loop of your own",
         ),
         (
-            bool(extract_multi_modal_inputs(data.get("multi_modal_inputs", []))),
-            "the batch holds images (multi_modal_inputs), whose placeholders would be shared "
-            "whatever they show; to train with images on packed forests, call "
-            "Pictures.from_batch and sequence_logprobs(pictures=) in a loop of your own",
+            not sees and any(shown_of(data)),
+            "the batch has pictures (multi_modal_inputs), and the engine's model takes none: "
+            "train on text alone, or with a vision checkpoint and the FSDP engines",
         ),
     ):
         if refused:
             raise UnsupportedError(f"{_PREFIX}{why}")
-    _check_positions_are_indices(data["input_ids"], data["position_ids"])
+    _check_positions_are_indices(data["input_ids"], data["position_ids"], sees)
 
 
-def check_step(data: TensorDict, loss_function: Any, forward_only: bool) -> None:
+def check_step(
+    data: TensorDict, loss_function: Any, forward_only: bool, sees: bool = False
+) -> None:
     """`check_batch`, and for a step with a backward `check_loss`."""
-    check_batch(data)
+    check_batch(data, sees)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
         check_loss(loss_function, dynamic)
@@ -305,14 +347,16 @@ def check_loss(loss_function: Any, dynamic: bool) -> None:
         )
 
 
-def _check_positions_are_indices(input_ids: Any, position_ids: Any) -> None:
+def _check_positions_are_indices(input_ids: Any, position_ids: Any, sees: bool) -> None:
     """In a forest a token's position is its index in its sequence, so it must be so here.
 
-    Both jagged [B, n]."""
+    Both jagged [B, n]; where the model takes pictures, the first of four rows may say it."""
     offsets = input_ids.offsets()
     starts = torch.repeat_interleave(offsets[:-1], offsets.diff())
     indices = torch.arange(len(starts), device=offsets.device) - starts
     positions = position_ids.values()
+    if sees and len(positions) == 4 and positions.ndim == 2:
+        positions = positions[0]
     if positions.shape != indices.shape or not torch.equal(positions, indices.to(positions)):
         raise UnsupportedError(
             f"{_PREFIX}position_ids must count 0, 1, 2, ... along every "

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.verl.cpu_platform import register_engines
+from tests.integrations.verl.picture_runs import VISION
 from tests.integrations.verl.runs import save_model
 from tests.support.full import add_option, skip_without_it, tell_ranks
 
@@ -49,6 +50,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind in ("qwen3", "qwen3_moe", "qwen3_tied"):
         save_model(kind, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model with a vision tower of each type."""
+    folder = tmp_path_factory.mktemp("vision")
+    for model_type in VISION:
+        save_model(model_type, folder)
     return folder
 
 

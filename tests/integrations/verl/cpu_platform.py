@@ -159,13 +159,15 @@ def _unpinned(policy: Any, pin_memory: bool) -> Any:
 
 
 def register_engines() -> None:
-    """verl's own engines for vendor "stock", prefixtree's for "prefixtree"; once a process."""
+    """verl's own engines for vendor "stock", prefixtree's for "prefixtree", verl's without its
+    patches of classes for "alone"; once a process."""
     from functools import partial
 
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp import transformer_impl
 
     from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
+    from prefixtree.integrations.verl.pictures import without_patches
     from tests.integrations.verl.stock_critic import StockCritic
 
     if ("cpu", "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:
@@ -174,7 +176,16 @@ def register_engines() -> None:
     # verl pins what a reference offloads; without an accelerator there is nothing to pin for
     transformer_impl.CPUOffloadPolicy = partial(_unpinned, transformer_impl.CPUOffloadPolicy)
     transformer_impl.FSDP = CpuFSDP
+
+    class Alone(transformer_impl.FSDPEngineWithLMHead):  # type: ignore[misc]
+        """transformers' models as they are, in verl's engine."""
+
+        def _build_module(self) -> Any:
+            with without_patches():
+                return super()._build_module()
+
     for vendor, actor, critic in (
+        ("alone", Alone, StockCritic),
         ("stock", transformer_impl.FSDPEngineWithLMHead, StockCritic),
         ("prefixtree", PackedActorEngine, PackedCriticEngine),
     ):

@@ -92,13 +92,19 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.runs import CASES, HYBRID_CASES, SEQUENCE_PARALLEL_CASES, run
+    from tests.integrations.verl.runs import (
+        CASES,
+        HYBRID_CASES,
+        SEQUENCE_PARALLEL_CASES,
+        VISION_CASES,
+        run,
+    )
 
     register_engines()
-    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES
+    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
-        for vendor in ("stock", "prefixtree"):
+        for vendor in (cases[name].beside, "prefixtree"):
             try:
                 with counted_exchanges() as calls:
                     results[name, vendor] = run(vendor, folder, cases[name], rank, world)

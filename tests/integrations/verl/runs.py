@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,13 @@ from verl.workers.utils.padding import (
 )
 
 from tests.integrations.verl.cpu_platform import VARLEN
+from tests.integrations.verl.picture_runs import (
+    VISION,
+    patches_taken_back,
+    save_vision_model,
+    shown,
+    vision_config,
+)
 from tests.support.family_configs import TINY
 from tests.support.hybrid_configs import HYBRIDS
 
@@ -66,11 +73,15 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 
 def save_model(kind: str, folder: Path) -> Path:
-    """A tiny model with random weights ("qwen3", "qwen3_moe", or of a family with recurrent layers;
-    "_tied" behind it: with tied embeddings) and a tokenizer."""
+    """A tiny model with random weights ("qwen3", "qwen3_moe", of a family with recurrent layers or
+    with a tower; "_tied" behind it: with tied embeddings) and a tokenizer."""
     config: Any
+    path = folder / kind
     family = kind.removesuffix("_tied")
     tied = family != kind
+    if kind in VISION:
+        save_vision_model(vision_config(kind, VOCABULARY), path)
+        return _save_tokenizer(path)
     if (hybrid := HYBRIDS.get(family.removesuffix("_text"))) is not None:
         sizes = {**TINY, **hybrid.get("text_config", hybrid), "vocab_size": VOCABULARY}
         lists = {name: list(value) for name, value in sizes.items() if isinstance(value, tuple)}
@@ -81,8 +92,11 @@ def save_model(kind: str, folder: Path) -> Path:
     else:
         config = Qwen3Config(**_SIZES, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=tied)
     torch.manual_seed(0)
-    path = folder / kind
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return _save_tokenizer(path)
+
+
+def _save_tokenizer(path: Path) -> Path:
     words = {f"w{i}": i for i in range(2, VOCABULARY)} | {"<pad>": 0, "<eos>": 1}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")),
@@ -143,6 +157,11 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     per_sample = {k: v for k, v in extra.items() if isinstance(v, (torch.Tensor, list))}
     rest = {k: v for k, v in extra.items() if k not in per_sample}
     tensors |= per_sample
+    if "position_ids" in rows:
+        tensors["position_ids"] = jagged(rows["position_ids"])
+        # as verl does where it gets a batch
+        tensors["position_ids"]._ragged_idx = 2
+        tensors["multi_modal_inputs"] = rows["multi_modal_inputs"]
     return tu.get_tensordict(tensors, rest)
 
 
@@ -161,6 +180,9 @@ class Settings:
         even: ranks get rollouts alike; otherwise the last one's share nothing.
         same_steps: both engines make the same micro-batches, so that every metric must agree;
             otherwise those are left out that verl averages over micro-batches.
+        pictures: whose rollouts hold pictures, "all" ranks' or the "first" one's, or None.
+        beside: the engine to compare with: verl's ("stock") or each sequence "alone".
+        epochs: of two updates each.
         tolerance: of parameters and metrics.
         score_tolerance: of log-probabilities, entropies and values.
     """
@@ -173,8 +195,12 @@ class Settings:
     temperatures: bool = False
     even: bool = True
     same_steps: bool = False
+    pictures: str | None = None
+    beside: str = "stock"
     optimizer: str = "SGD"
     lr: float = 0.1
+    weight_decay: float = 0.0
+    epochs: int = 2
     tolerance: float = 1e-5
     score_tolerance: float = 1e-5
     loss_agg_mode: str = "token-mean"
@@ -266,6 +292,41 @@ HYBRID_CASES: dict[str, Settings] = {
         engine={"strategy": "fsdp"},
         score_tolerance=5e-5,
     ),
+    # with a vision tower, where verl's own engine fails (ImportError in its patch)
+    **{
+        f"grpo, {model}, {'pictures' if pictures else 'text'}": Settings(
+            model=model,
+            beside="alone",
+            pictures=pictures,
+            tokens=120,
+            lr=0.3,
+            # gradients of norm 40: what rounding leaves grows tenfold per update
+            epochs=1,
+            score_tolerance=1e-4,
+            tolerance=1e-4,
+        )
+        for model in ("qwen3_5", "qwen3_5_moe")
+        for pictures in (None, "all")
+    },
+}
+# checkpoints with a vision tower, text alone and with pictures
+VISION_CASES: dict[str, Settings] = {
+    # verl's own engine fails here (BaseModelOutputWithPooling has no mean)
+    "qwen2_5_vl, text": Settings(model="qwen2_5_vl", beside="alone"),
+    "qwen2_5_vl, pictures": Settings(model="qwen2_5_vl", pictures="all", tokens=120),
+    "qwen3_vl, text, decay": Settings(model="qwen3_vl", weight_decay=0.1),
+    "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all", tokens=120),
+    "qwen3_vl_moe, text": Settings(model="qwen3_vl_moe"),
+    "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all", tokens=120),
+    "qwen3_vl, lora": Settings(
+        model="qwen3_vl",
+        pictures="all",
+        tokens=120,
+        model_options={"lora_rank": 4, "lora_alpha": 8},
+        lr=1.0,
+    ),
+    "qwen3_vl, one rank sees": Settings(model="qwen3_vl", pictures="first", tokens=120, lr=0.3),
+    "qwen3_vl, fixed size": Settings(model="qwen3_vl", pictures="all", tokens=None, size=2),
 }
 
 
@@ -284,8 +345,9 @@ def worker_config(
 ) -> TrainingWorkerConfig:
     """verl's configuration of one worker, for an engine of "stock" or "prefixtree"."""
     packs = vendor == "prefixtree"
+    theirs = "eager" if vendor == "alone" else "sdpa"
     ranks = settings.engine.get("ulysses_sequence_parallel_size", 1)
-    stock = "sdpa" if ranks == 1 else VARLEN
+    stock = theirs if ranks == 1 else VARLEN
     model_config = HFModelConfig(
         path=str(path),
         **{
@@ -313,7 +375,7 @@ def worker_config(
     optimizer = FSDPOptimizerConfig(
         optimizer=settings.optimizer,
         lr=settings.lr,
-        weight_decay=0.0,
+        weight_decay=settings.weight_decay,
         clip_grad=1.0,
         total_training_steps=8,
     )
@@ -386,12 +448,24 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
         {"infer": {name: [response values per row]}, "metrics": {name: [one an update]},
         "parameters": {role: {name: tensor}}, "start": the same before the updates}
     """
+    if vendor == "stock" and settings.model in VISION:
+        with patches_taken_back():
+            return _run(vendor, folder, settings, rank, world)
+    if vendor == "alone":
+        settings = replace(settings, tokens=None, size=1)
+    return _run(vendor, folder, settings, rank, world)
+
+
+def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -> Any:
     path = folder / settings.model
     together = settings.engine.get("ulysses_sequence_parallel_size", 1)
     # as verl's dispatch has it
     rank, world = rank // together, world // together
     shared = settings.even or rank < world - 1
     rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
+    if settings.model in VISION:
+        sees = settings.pictures == "all" or (settings.pictures == "first" and rank == 0)
+        rows = shown(rows, path, sees)
     count = len(rows["uid"])
     temperature: Any = 0.7
     if settings.temperatures:
@@ -421,14 +495,14 @@ def run(vendor: str, folder: Path, settings: Settings, rank: int = 0, world: int
     start = {role: parameters(worker) for role, worker in roles.items()}
     metrics: dict[str, list[Any]] = {}
     for role, worker in roles.items():
-        # two mini-batches, two epochs
+        # two mini-batches
         data = batch.clone()
         tu.assign_non_tensor(
             data,
             calculate_entropy=True,
             global_batch_size=count * world // 2,
             mini_batch_size=count * world // 2,
-            epochs=2,
+            epochs=settings.epochs,
             seed=3,
             dataloader_kwargs={"shuffle": False},
         )

@@ -6,20 +6,26 @@ import importlib.metadata
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import MtpConfig, QATEngineConfig
 from verl.workers.engine.fsdp import transformer_impl
 
-from prefixtree.errors import UnsupportedError
+from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.verl import refusals
+from prefixtree.integrations.verl.batches import shown_of
+from prefixtree.integrations.verl.pictures import pictures_of
 from prefixtree.integrations.verl.version import check_version
+from tests.integrations.verl.picture_runs import patches_taken_back, shown
 from tests.integrations.verl.runs import CASES, Settings, batch_of, jagged, make_worker, rollouts
 
 SETTINGS = CASES["grpo"]
+VISION = Settings(model="qwen3_vl", tokens=120)
 COMMON = {"temperature": 1.0, "global_token_num": None, "compute_loss": False}
 
 
@@ -38,28 +44,28 @@ def test_settings(part: str, option: dict[str, Any], message: str, models: Path)
         make_worker("prefixtree", models / "qwen3", settings)
 
 
-def test_models_that_take_images_and_unknown_families(models: Path) -> None:
+def test_other_vision_checkpoints_and_unknown_families(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     model_config, engine_config = worker.model_config, worker.engine_config
-    refusals.check_settings(model_config, engine_config)
+    refusals.check_settings(model_config, engine_config, "log_probs")
     hf_config = model_config.hf_config
     hf_config.vision_config = object()
-    with pytest.raises(UnsupportedError, match="qwen3 takes images"):
-        refusals.check_settings(model_config, engine_config)
+    with pytest.raises(UnsupportedError, match=r"qwen3 takes images, .* only qwen2_5_vl, qwen3_5"):
+        refusals.check_settings(model_config, engine_config, "log_probs")
     del hf_config.vision_config
     hf_config.model_type = "stablelm"
     with pytest.raises(UnsupportedError, match="'stablelm' is not served"):
-        refusals.check_settings(model_config, engine_config)
+        refusals.check_settings(model_config, engine_config, "log_probs")
 
 
 def test_ligers_layers_where_they_are_verified(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     model_config, engine_config = worker.model_config, worker.engine_config
     object.__setattr__(model_config, "use_liger", True)  # frozen
-    refusals.check_settings(model_config, engine_config)
+    refusals.check_settings(model_config, engine_config, "log_probs")
     model_config.hf_config.model_type = "olmoe"
     with pytest.raises(UnsupportedError, match=r"use_liger=True is not verified .* of olmoe"):
-        refusals.check_settings(model_config, engine_config)
+        refusals.check_settings(model_config, engine_config, "log_probs")
 
 
 def test_ranks_that_compute_a_forest_together(models: Path) -> None:
@@ -67,11 +73,11 @@ def test_ranks_that_compute_a_forest_together(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     model_config, engine_config = worker.model_config, worker.engine_config
     object.__setattr__(engine_config, "ulysses_sequence_parallel_size", 2)  # frozen
-    refusals.check_settings(model_config, engine_config)
+    refusals.check_settings(model_config, engine_config, "log_probs")
     model_config.hf_config.model_type = "qwen3_next"
     message = "ulysses_sequence_parallel_size=2: qwen3_next has recurrent layers"
     with pytest.raises(UnsupportedError, match=message):
-        refusals.check_settings(model_config, engine_config)
+        refusals.check_settings(model_config, engine_config, "log_probs")
     refusals.check_recompute("all", True, 2)
     refusals.check_recompute("auto", True, 1)
     with pytest.raises(UnsupportedError, match="'auto' plans by the free memory of each rank"):
@@ -103,15 +109,132 @@ def test_batches(extra: dict[str, Any], message: str, models: Path) -> None:
         worker.infer_batch(batch_of(rollouts(1, groups=1, size=2), **COMMON, **extra))
 
 
-def test_images(models: Path) -> None:
+def test_pictures_for_a_model_of_text(models: Path) -> None:
     worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
     images = [{"pixel_values": torch.zeros(1, 3)}, {"pixel_values": torch.zeros(1, 3)}]
     data = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=images, **COMMON)
-    with pytest.raises(UnsupportedError, match="holds images"):
+    with pytest.raises(UnsupportedError, match="the engine's model takes none"):
         worker.infer_batch(data)
     # what text-only batches carry where others have images
-    text = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=[{}, {}], **COMMON)
+    text = batch_of(rollouts(1, groups=1, size=2), multi_modal_inputs=[{}, None], **COMMON)
     assert len(worker.infer_batch(text)["log_probs"].unbind()) == 2
+
+
+# ---- checkpoints with a vision tower -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(sees: Path) -> Any:
+    """A worker of a model with a tower; nothing is trained."""
+    return make_worker("prefixtree", sees / "qwen3_vl", VISION)
+
+
+def shown_batch(sees: Path, with_pictures: bool = True) -> Any:
+    rows = shown(rollouts(1, groups=4, size=4), sees / "qwen3_vl", with_pictures)
+    return batch_of(rows, **COMMON)
+
+
+def test_a_critic_that_sees(sees: Path) -> None:
+    with pytest.raises(UnsupportedError, match="transformers has none of qwen3_vl"):
+        make_worker("prefixtree", sees / "qwen3_vl", VISION, "value_model")
+
+
+@pytest.mark.parametrize("with_pictures", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # of the model's own rows one alone
+        (lambda p: p + torch.tensor([[0], [0], [1], [0]]), "position_ids of sequence 0 are not"),
+        (lambda p: p + 1, "position_ids must count 0, 1, 2"),
+        (lambda p: p[1:], "position_ids must count 0, 1, 2"),
+    ],
+)
+def test_positions_that_are_not_the_types_own(
+    change: Any, message: str, with_pictures: bool, sees: Path, seeing: Any
+) -> None:
+    data = shown_batch(sees, with_pictures)
+    data["position_ids"] = jagged([change(row) for row in data["position_ids"].unbind()])
+    data["position_ids"]._ragged_idx = 2
+    with pytest.raises(UnsupportedError, match=message):
+        seeing.infer_batch(data)
+
+
+def test_positions_of_text_where_there_are_pictures(sees: Path, seeing: Any) -> None:
+    """One row of positions is right for text alone."""
+    for with_pictures in (False, True):
+        data = shown_batch(sees, with_pictures)
+        data["position_ids"] = jagged([row[0] for row in data["position_ids"].unbind()])
+        if with_pictures:
+            with pytest.raises(UnsupportedError, match="sequence 0 are not those that qwen3_vl"):
+                seeing.infer_batch(data)
+        else:
+            assert len(seeing.infer_batch(data)["log_probs"].unbind()) == 16
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"image_bound": torch.zeros(1, 2)}, UnsupportedError, "multi_modal_inputs has image_bou"),
+        ({"input_features": torch.zeros(1, 2)}, UnsupportedError, "has input_features: only"),
+        ({"pixel_values": torch.zeros(3, 96)}, ValueError, "has 3 patches in pixel_values and 32"),
+        ({"image_grid_thw": None}, ValueError, "pixel_values without image_grid_thw"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 8]] * 2)}, ValueError, "32 patches .* and 64 by"),
+        ({"pixel_values": None, "image_grid_thw": None}, ForestError, "0 images were"),
+    ],
+)
+def test_arguments_of_other_processors(
+    extra: dict[str, Any], error: Any, message: str, sees: Path, seeing: Any
+) -> None:
+    data = shown_batch(sees)
+    rows = shown_of(data)
+    rows[0] = rows[0] | extra
+    data["multi_modal_inputs"] = tu.get_tensordict({"x": rows})["x"]
+    if error is ForestError:
+        data["multi_modal_inputs"] = tu.get_tensordict({"x": [{} for _ in rows]})["x"]
+    with pytest.raises(error, match=message):
+        seeing.infer_batch(data)
+
+
+def test_what_follows_from_tokens_and_grids_is_left_out(sees: Path, seeing: Any) -> None:
+    """And a tensor that several rows hold is hashed once."""
+    data = shown_batch(sees)
+    rows = shown_of(data)
+    expected = seeing.infer_batch(data.clone())["log_probs"].values()
+    copies = [row | {"images_seqlens": torch.tensor([32])} if row else row for row in rows]
+    for row in copies[1:4]:
+        row["pixel_values"] = copies[0]["pixel_values"]
+    data["multi_modal_inputs"] = tu.get_tensordict({"x": copies})["x"]
+    assert torch.equal(seeing.infer_batch(data)["log_probs"].values(), expected)
+    pictures = pictures_of(data, seeing.model_config.hf_config, None)
+    assert len(pictures) == 3
+    assert pictures.num_given == 14
+
+
+def test_settings_with_pictures(seeing: Any) -> None:
+    engine_config = seeing.engine_config
+    refusals.check_pictures(engine_config, "all", False)
+    for changes, recompute, compiles, message in (
+        ({"ulysses_sequence_parallel_size": 2}, None, False, "ulysses_sequence_parallel_size=2"),
+        ({"strategy": "fsdp"}, None, False, "set strategy=fsdp2"),
+        ({}, "auto", False, "prefixtree_recompute='auto' does not know"),
+        ({}, None, True, "prefixtree_compile=True is not verified"),
+    ):
+        settings = SimpleNamespace(
+            ulysses_sequence_parallel_size=1, strategy=engine_config.strategy
+        )
+        vars(settings).update(changes)
+        with pytest.raises(UnsupportedError, match=message):
+            refusals.check_pictures(settings, recompute, compiles)
+
+
+def test_classes_that_verl_patched(sees: Path, seeing: Any) -> None:
+    """As it makes an engine of its own, before the packed one or after it."""
+    data = shown_batch(sees, False)
+    with patches_taken_back():
+        make_worker("stock", sees / "qwen3_vl", VISION)
+        with pytest.raises(UnsupportedError, match=r"Qwen3VL\w+\.\w+ is verl's .*Run no other"):
+            seeing.infer_batch(data)
+    seeing.infer_batch(data)
 
 
 def test_recorded_routes(models: Path) -> None:

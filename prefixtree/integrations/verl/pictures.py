@@ -1,0 +1,149 @@
+"""Vision checkpoints under verl: the pictures of its batches, and the model without verl's patches.
+
+verl patches the classes of these models for its own attention, so that a tree would be ignored.
+Packed engines are made without the patches. Legend: B sequences, n tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from verl.workers.engine.fsdp import transformer_impl
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.verl.batches import largest, sequences_of, shown_of
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import transformer_of
+from prefixtree.models.vision import positions_alone, tower_of
+from prefixtree.pictures import Pictures
+
+# pixels and grids, per modality
+_READ = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+# what follows from tokens and grids. verl's agent loop computes positions without the seconds
+_LEFT_OUT = ("images_seqlens", "mm_token_type_ids", "second_per_grid_ts")
+
+
+def pictures_of(data: TensorDict, config: Any, group: Any) -> Pictures | None:
+    """The pictures of a batch; None where no rank of the group has any.
+
+    Args:
+        data: verl's batch. config: of the model. group: the data-parallel ranks, which all call.
+
+    Raises:
+        UnsupportedError: arguments of other processors than Qwen's.
+        ForestError, ValueError: see `Pictures.from_batch`.
+    """
+    rows = shown_of(data)
+    taken = {*_LEFT_OUT, *(name for names in _READ for name in names)}
+    if unknown := sorted({name for row in rows for name in row} - taken):
+        raise UnsupportedError(
+            f"multi_modal_inputs has {', '.join(unknown)}: only images and videos with a grid "
+            "(image_grid_thw, video_grid_thw, of Qwen's processors) are verified"
+        )
+    arguments: dict[str, Any] = {}
+    for pixels, grids in _READ:
+        held = [row for row in rows if pixels in row]
+        # copies of a row hold one tensor, whose pictures are then hashed once
+        known = {id(row[pixels]): _apart(row, pixels, grids) for row in held}
+        arguments[pixels] = [picture for row in held for picture in known[id(row[pixels])]] or None
+        arguments[grids] = torch.cat([row[grids] for row in held]) if held else None
+    pictures = Pictures.from_batch(sequences_of(data), config=config, **arguments)
+    (shown,) = largest([len(pictures)], group)
+    return pictures if shown else None
+
+
+def _apart(row: dict[str, Any], pixels: str, grids: str) -> tuple[torch.Tensor, ...]:
+    """[patches, values] of each picture of a sequence."""
+    if grids not in row:
+        raise ValueError(f"multi_modal_inputs has {pixels} without {grids}, which says their sizes")
+    counts = row[grids].prod(-1).tolist()
+    if sum(counts) != len(row[pixels]):
+        raise ValueError(
+            f"multi_modal_inputs of a sequence has {len(row[pixels])} patches in {pixels} and "
+            f"{sum(counts)} by {grids} ({row[grids].tolist()})"
+        )
+    return row[pixels].split(counts)
+
+
+def check_positions(data: TensorDict, pictures: Pictures | None, module: nn.Module) -> None:
+    """Refuses a batch whose positions are not those that the model computes for each sequence.
+
+    Args:
+        data: its position_ids are jagged, [B, n] or [B, 4, n]: positions in the text, then those of
+            3-D RoPE.
+        pictures: of the batch, None for text alone. module: the model, wrapped or not.
+
+    Raises:
+        UnsupportedError: with the first sequence whose positions differ.
+    """
+    transformer = transformer_of(module)
+    values = data["position_ids"].values().cpu()
+    if values.ndim == 1:
+        # the model takes these for all rows
+        values = values.expand(4, -1)
+    sequences = sequences_of(data)
+    numbers = [[]] * len(sequences) if pictures is None else pictures.of_sequences
+    if pictures is not None:
+        sequences = pictures.sequences
+    start = 0
+    for i, (tokens, held) in enumerate(zip(sequences, numbers, strict=True)):
+        count = torch.arange(len(tokens))
+        own = count[:, None].expand(-1, 3)
+        if pictures is not None:
+            own = positions_alone(transformer.model, pictures, tokens, held)
+        given = values[:, start : start + len(tokens)]
+        start += len(tokens)
+        if not torch.equal(given, torch.cat([count[None], own.t()]).to(given)):
+            raise UnsupportedError(
+                f"position_ids of sequence {i} are not those that "
+                f"{transformer.config.model_type} computes for it: leave mm_processor_kwargs as "
+                "the rollout had them, and positions as verl's agent loop computes them"
+            )
+
+
+def fill_gradients_of_tower(module: nn.Module) -> None:
+    """Gives the tower gradients of zeros where it has none, in place.
+
+    On text alone verl's own engine runs the tower over a blank picture, so that an optimizer with
+    weight decay shrinks its weights. Here the tower does not run, and its parameters shrink too.
+    """
+    for parameter in tower_of(transformer_of(module)).parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+# ---- verl's patches ------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_patches() -> Iterator[None]:
+    """While open, verl's engines make models without patching their classes.
+
+    The patches serve flash attention, fused heads and Ulysses inside verl's attention functions.
+    """
+    with changing(transformer_impl) as changes:
+        changes.set(transformer_impl, apply_monkey_patch=lambda model, **options: None)
+        yield
+
+
+def check_unpatched(module: nn.Module) -> None:
+    """Refuses a model whose classes verl has patched for one of its own engines.
+
+    Raises:
+        UnsupportedError: with the class and what is patched.
+    """
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    for kind in (k for k in kinds if k.__module__.startswith("transformers.")):
+        for name, value in vars(kind).items():
+            origin = getattr(value, "__module__", None) or ""
+            if callable(value) and origin.startswith("verl."):
+                raise UnsupportedError(
+                    f"{kind.__name__}.{name} is verl's ({origin}), which ignores the tree: it "
+                    "patches classes as it makes an engine of its own for such a model. Run no "
+                    "other engine of this model type in this process, or pack that one too"
+                )
