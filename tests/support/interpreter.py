@@ -97,7 +97,8 @@ def _remember_types(interpreter: Any) -> None:
 
     def np_dtype(dtype: Any) -> Any:
         scalar = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
-        return dtype_of(scalar) if isinstance(scalar, core.pointer_type) else dtype_of_scalar(scalar)
+        known = dtype_of if isinstance(scalar, core.pointer_type) else dtype_of_scalar
+        return known(scalar)
 
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
     interpreter._get_np_dtype = np_dtype
