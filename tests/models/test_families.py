@@ -31,6 +31,7 @@ from tests.support.family_configs import (
 )
 from tests.support.family_table import ABOUT, NEWEST, TABLE, TOTAL, refused
 from tests.support.models import (
+    EVERY_TIME,
     TRANSFORMERS,
     Objective,
     Run,
@@ -114,8 +115,21 @@ def _turns_keys(model: Any, name: str) -> bool:
     return model.config.model_type != "opt"
 
 
-@pytest.mark.parametrize("checkpointing", _CHECKPOINTING)
-@pytest.mark.parametrize("model_type", _PROVEN)
+def _ways() -> list[Any]:
+    """(model_type, checkpointing): every family as it is, and under one of the two kinds of
+    checkpointing in turn, which know nothing of families; under both where layers differ."""
+    found = []
+    for number, case in enumerate(_PROVEN):
+        for kind, use_reentrant in _CHECKPOINTING.items():
+            (name,) = case.values
+            quick = use_reentrant in (None, bool(number % 2)) or name in EVERY_TIME
+            quick |= "shared keys" in name
+            marks = [*case.marks, *([] if quick else [pytest.mark.full])]
+            found.append(pytest.param(name, kind, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("model_type", "checkpointing"), _ways())
 def test_equals_eager_one_by_one(model_type, checkpointing, record_property):
     """Both runs in training mode; checkpointing is seen to recompute every layer, since a
     checkpointing that is silently off would prove nothing."""
@@ -400,16 +414,14 @@ def test_a_gradient_of_one_copy_only_turns_it_red():
 
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))
-@pytest.mark.parametrize("given", ["packed order", "nothing"])
-def test_other_positions_raise(model_type, given):
+def test_other_positions_raise(model_type):
     """The models' own default counts packed tokens: RoPE would be wrong without a trace."""
+    model = pt.prepare(build(model_type))
     inputs = _packed().model_inputs()
-    if given == "packed order":
-        inputs["position_ids"] = torch.arange(_packed().num_tokens)[None]
-    else:
-        del inputs["position_ids"]
-    with pytest.raises(
-        (ValueError, pt.UnsupportedError),
-        match=r"are not the tokens' positions|position_ids to its attention",
-    ):
-        pt.prepare(build(model_type))(**inputs)
+    del inputs["position_ids"]
+    for given in ({"position_ids": torch.arange(_packed().num_tokens)[None]}, {}):
+        with pytest.raises(
+            (ValueError, pt.UnsupportedError),
+            match=r"are not the tokens' positions|position_ids to its attention",
+        ):
+            model(**inputs, **given)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support import picture_ranks
 from tests.support.distributed_ranks import CASES, QUICK, RUNS, STEPS, Case, balanced
-from tests.support.full import asked_for, mostly
+from tests.support.full import mostly
 from tests.support.models import Run, run_replicated, tolerance
 from tests.support.picture_cases import Run as PictureRun
 from tests.support.picture_cases import errors as picture_errors
@@ -145,9 +145,9 @@ def test_bfloat16_parameters(results, case, step):
         assert 0 < distance <= allowed
 
 
-def test_the_ranks_agree(results):
+@pytest.mark.parametrize(("case", "step"), mostly(RUNS, QUICK))
+def test_the_ranks_agree(results, case, step):
     """To the bit: what was reduced is one tensor."""
-    for case, step in asked_for(RUNS, QUICK):
-        first, second = _of(results, case, step)
-        for name, gradient in first["gradients"].items():
-            assert torch.equal(gradient, second["gradients"][name]), (case, step, name)
+    first, second = _of(results, case, step)
+    for name, gradient in first["gradients"].items():
+        assert torch.equal(gradient, second["gradients"][name]), name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.full import asked_for
+from tests.support.full import mostly
 from tests.support.spawn import run_ranks
 from tests.support.step_ranks import CASES, QUICK
 
@@ -31,29 +31,31 @@ def of(results: Results, case: str) -> list[Any]:
     return found
 
 
-def test_gradients_are_those_of_one_forward(results: Results) -> None:
-    for name in asked_for(CASES, QUICK):
-        case, found = CASES[name], of(results, name)
-        for each in found:
-            if case.half:
-                # both are as far from float32, by the rounding of weights and activations
-                allowed = 1.5 * each["in one forward"]
-                assert 1e-3 < each["gradients"] <= allowed, (name, each)
-                continue
-            assert each["logprobs"] <= 1e-5, (name, each)
-            assert each["gradients"] <= 1e-5, (name, each)
-        # to the bit
-        assert found[0]["sum"] == found[1]["sum"]
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+def test_gradients_are_those_of_one_forward(results: Results, name: str) -> None:
+    case, found = CASES[name], of(results, name)
+    for each in found:
+        if case.half:
+            # both are as far from float32, by the rounding of weights and activations
+            allowed = 1.5 * each["in one forward"]
+            assert 1e-3 < each["gradients"] <= allowed, (name, each)
+            continue
+        assert each["logprobs"] <= 1e-5, (name, each)
+        assert each["gradients"] <= 1e-5, (name, each)
+    # to the bit
+    assert found[0]["sum"] == found[1]["sum"]
 
 
-def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(results: Results) -> None:
-    for name in asked_for(CASES, QUICK):
-        case = CASES[name]
-        first, second = (each["forwards"] for each in of(results, name))
-        assert first == second and len(first) == 2 * case.micro_batches, name
-        if case.micro_batches == 1:
-            # no fewer than 91 tokens at 20 need, in both passes; the last graph is kept
-            assert first[0] >= 2 * 5 - 1
+@pytest.mark.parametrize("name", mostly(CASES, QUICK))
+def test_every_rank_runs_the_model_as_often_as_the_one_with_most_steps(
+    results: Results, name: str
+) -> None:
+    case = CASES[name]
+    first, second = (each["forwards"] for each in of(results, name))
+    assert first == second and len(first) == 2 * case.micro_batches, name
+    if case.micro_batches == 1:
+        # no fewer than 91 tokens at 20 need, in both passes; the last graph is kept
+        assert first[0] >= 2 * 5 - 1
 
 
 def test_a_rank_that_cannot_tells_the_others(results: Results) -> None:

@@ -17,7 +17,9 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def tell_ranks(config: pytest.Config) -> None:
-    os.environ[_ASKED] = str(int(config.getoption("--full")))
+    full = config.getoption("--full")
+    alone = full and config.getoption("markexpr") == "full"
+    os.environ[_ASKED] = "the rest" if alone else "all" if full else "quick"
 
 
 def skip_without_it(item: pytest.Item) -> None:
@@ -46,6 +48,12 @@ def mostly(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     return [param for _, param in found]
 
 
+def quick_ones_run() -> bool:
+    """False where the tests marked `full` run alone (`--full -m full`)."""
+    return os.environ.get(_ASKED) != "the rest"
+
+
 def asked_for(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """The values of which the tests will run: what a fixture makes for all of them at once."""
-    return [value for value in values if value in quick or os.environ.get(_ASKED) == "1"]
+    others_run = os.environ.get(_ASKED) in ("all", "the rest")
+    return [value for value in values if (quick_ones_run() if value in quick else others_run)]

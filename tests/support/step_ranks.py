@@ -32,7 +32,7 @@ from transformers.distributed import DistributedConfig
 from prefixtree import PrefixForest, pack
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.full import asked_for
+from tests.support.full import asked_for, quick_ones_run
 from tests.support.models import (
     Objective,
     build,
@@ -315,8 +315,9 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     runs: dict[str, Callable[[], Any]] = {
         name: lambda case=CASES[name]: _run(case, rank, folder) for name in asked_for(CASES, QUICK)
     }
-    runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
-    runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
+    if quick_ones_run():
+        runs["one rank cannot"] = lambda: _one_rank_cannot(rank)
+        runs["without gradients"] = lambda: _scores_without_gradients(rank, folder)
     results: dict[str, Any] = {}
     for name, run in runs.items():
         try:

@@ -13,6 +13,7 @@ import pytest
 from tests.integrations.trl.launch import launch
 from tests.integrations.trl.rank import CASES, compare, in_bfloat16, resume, samples
 from tests.integrations.trl.runs import save_model
+from tests.support.full import asked_for, mostly
 
 
 def run_cases(folder: Path, ranks: int, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -61,34 +62,47 @@ def check_samples(name: str, result: dict[str, Any]) -> None:
 
 
 TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
+# both wrappers, ranks unlike each other, an adapter, a checkpoint, and the trainers of samples
+EVERY_TIME = (
+    *("ddp", "generation", "unequal ranks", "FSDP's checkpointing", "lora"),
+    *("resume, full", "dpo and sft, sharded"),
+)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The results of two ranks, per case."""
     pytest.importorskip("peft")
-    results = run_cases(tmp_path, 2, TWO)
-    for name, result in results.items():
-        ask = CASES[name][0]
-        if ask is samples:
-            check_samples(name, result)
-            continue
-        check_run(name, result, 2)
-        if ask is compare:
-            check_equality(result)
-        elif ask is resume:
-            assert result["steps"] == 4
-            # to the bit, and far from where the run began
-            assert result["parameters"] == result["saved"] == 0 < 1e-3 < result["moved"]
-            assert result["names"] == []
-            assert result["loaded"] == ["Qwen3ForCausalLM", "sdpa"]
-        else:
-            assert ask is in_bfloat16
-            assert result["policy"] == ["torch.bfloat16", "None"]
-            # squared distances; of 16 seeds the ratios were between 0.69 and 1.42
-            assert 0.4 * result["theirs"] < result["ours"] < 2.5 * result["theirs"]
+    return run_cases(tmp_path_factory.mktemp("two"), 2, asked_for(TWO, EVERY_TIME))
+
+
+@pytest.mark.parametrize("name", mostly(TWO, EVERY_TIME))
+def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
+    ask, result = CASES[name][0], two_ranks[name]
+    if ask is samples:
+        check_samples(name, result)
+        return
+    check_run(name, result, 2)
+    if ask is compare:
+        check_equality(result)
+    elif ask is resume:
+        assert result["steps"] == 4
+        # to the bit, and far from where the run began
+        assert result["parameters"] == result["saved"] == 0 < 1e-3 < result["moved"]
+        assert result["names"] == []
+        assert result["loaded"] == ["Qwen3ForCausalLM", "sdpa"]
+    else:
+        assert ask is in_bfloat16
+        assert result["policy"] == ["torch.bfloat16", "None"]
+        # squared distances; of 16 seeds the ratios were between 0.69 and 1.42
+        assert 0.4 * result["theirs"] < result["ours"] < 2.5 * result["theirs"]
+
+
+def test_two_ranks_are_what_they_were_meant_to_be(two_ranks: dict[str, dict[str, Any]]) -> None:
     # the same run, sharded or not
-    assert results["generation"]["kl"] == pytest.approx(results["ddp"]["kl"], rel=1e-5)
-    assert results["generation"]["evaluated"] == 2
-    one, other = results["unequal ranks"]["shapes"]
+    assert two_ranks["generation"]["kl"] == pytest.approx(two_ranks["ddp"]["kl"], rel=1e-5)
+    assert two_ranks["generation"]["evaluated"] == 2
+    one, other = two_ranks["unequal ranks"]["shapes"]
     assert one[0] != other[0]
 
 

@@ -36,13 +36,17 @@ from tests.integrations.trl.runs import (
     worst_parameter,
 )
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
+from tests.support.full import mostly
 from tests.support.liger import interpret, keep_transformers
 from tests.support.operator_calls import count_attentions
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 
 
-@pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adamw", "sgd"])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("optimizer", [{}, pytest.param(SGD, marks=FULL)], ids=["adamw", "sgd"])
 def test_a_run_is_trls_own(folder: Path, optimizer: dict[str, Any]) -> None:
     """One micro-batch a generation, so that no shuffle shows: every metric is TRL's."""
     arguments = {
@@ -64,7 +68,7 @@ def test_a_run_is_trls_own(folder: Path, optimizer: dict[str, Any]) -> None:
     assert_equal_runs(ours, theirs)
 
 
-@pytest.mark.parametrize("optimizer", [{}, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [pytest.param({}, marks=FULL), SGD], ids=["adamw", "sgd"])
 def test_accumulated_micro_batches(folder: Path, optimizer: dict[str, Any]) -> None:
     """Several micro-batches a step, which TRL fills in another order: what is a mean of their
     means (entropy, kl, clip ratios) depends on it, losses and parameters do not."""
@@ -85,9 +89,10 @@ def test_accumulated_micro_batches(folder: Path, optimizer: dict[str, Any]) -> N
     "arguments",
     [
         {"loss_type": "grpo", "scale_rewards": "batch"},
-        {"loss_type": "bnpo", "temperature": 0.7, "learning_rate": 0.1},
+        # of the loss alone, which is TRL's
+        pytest.param({"loss_type": "bnpo", "temperature": 0.7, "learning_rate": 0.1}, marks=FULL),
         {"loss_type": "dr_grpo", "num_iterations": 3, "max_steps": 4},
-        {"loss_type": "cispo", "epsilon_high": 5.0},
+        pytest.param({"loss_type": "cispo", "epsilon_high": 5.0}, marks=FULL),
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0},
         {"entropy_coef": 0.05, "top_entropy_quantile": 0.5},
         # generation every 4 micro-batches of 2 steps: old log-probabilities are computed
@@ -135,7 +140,7 @@ def test_multi_turn_rollouts_and_their_mask(folder: Path) -> None:
 
 # both sides have the same micro-batches
 @pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
-@pytest.mark.parametrize("coefficient", [0.0, 3.0])
+@pytest.mark.parametrize("coefficient", [pytest.param(0.0, marks=FULL), 3.0])
 def test_a_mixture_of_experts(
     coefficient: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +167,7 @@ def test_a_mixture_of_experts(
         assert abs(first[0] - first[1]) > 1e-4
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", mostly(["qwen2_5_vl", "qwen3_vl", "qwen3_5"], ["qwen3_5"]))
 def test_text_on_a_vision_checkpoint(family: str, tmp_path: Path) -> None:
     """With the tokenizer as processing_class; the image encoder takes no part."""
     folder = save_tokenizer(tmp_path, CHATML)
@@ -183,7 +188,9 @@ def test_text_on_a_vision_checkpoint(family: str, tmp_path: Path) -> None:
     assert_equal_runs(ours, theirs)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", mostly(["qwen3_5_text", "nemotron_h", "granitemoehybrid"], ["granitemoehybrid"])
+)
 def test_recurrent_layers(family: str, tmp_path: Path) -> None:
     """A hybrid model generates before anything is scored; Granite shows its attention no positions
     until it is prepared."""
@@ -218,7 +225,8 @@ def test_adapters_with_their_reference(folder: Path, method: str, settings: dict
 
 
 @pytest.mark.parametrize(
-    ("recompute", "lora"), [("nothing", False), ("auto", False), ("auto", True)]
+    ("recompute", "lora"),
+    [("nothing", False), pytest.param("auto", False, marks=FULL), ("auto", True)],
 )
 def test_layers_recompute_what_is_asked_for(
     folder: Path, recompute: Any, lora: bool, monkeypatch: pytest.MonkeyPatch
@@ -287,6 +295,7 @@ class OursScaled(ScalesLosses, PrefixTreeGRPOTrainer): ...
 class TheirsScaled(ScalesLosses, SameOrder): ...
 
 
+@FULL
 def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fp16=True`: as near to a float32 run as TRL's own; steps that overflow are skipped."""
     arguments = {**SGD, "num_iterations": 1, "options": {"rollout_func": rollouts}}
@@ -309,7 +318,7 @@ def test_half_precision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved(theirs, folder) > 10 * worst_parameter(ours, theirs)[0]
 
 
-@pytest.mark.full
+@FULL
 # dynamo looks at it while it traces
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_layers(folder: Path) -> None:
@@ -333,7 +342,7 @@ def test_compiled_layers(folder: Path) -> None:
     assert_equal_runs(ours, theirs)
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
 def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_liger_kernel=True` as TRL applies it, without its fused loss."""
