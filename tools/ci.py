@@ -102,7 +102,12 @@ def targets() -> list[Target]:
                 pins=(*(pin_of.upper() for pin_of in pinned), "TORCH"),
             )
             for name, environment, more, pinned in (
-                ("trl", trl, ("examples/configs/*",), ("trl", "deepspeed")),
+                (
+                    "trl",
+                    trl,
+                    ("examples/configs/*", "benchmarks/lib/trl*.py"),
+                    ("trl", "deepspeed"),
+                ),
                 ("verl", verl, ("benchmarks/lib/verl*.py", "benchmarks/cases/verl*.py"), ("verl",)),
             )
         ),

@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--warm", type=int, default=1, help="steps before those that are timed")
     add("--layers", type=int, help="default: 28")
     add("--lr", type=float, default=3e-4, help="of AdamW")
-    add("--check-lr", type=float, help="of the SGD of the check (default: 0.1; tiny 0.3)")
+    add("--check-lr", type=float, default=0.1, help="of the SGD of the check")
     add("--compile-backend", default="inductor", help="of compiled layers")
     options = parse(what, arguments)
     if options.read is not None:
@@ -275,8 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.prompts, options.samples, options.rows = 4, 4, 8
         options.prompt = max(4, round(options.prompt * options.scale))
         options.new = max(8, round(options.new * options.scale))
-    if options.check_lr is None:
-        options.check_lr = 0.3 if options.is_tiny else 0.1
     total = options.prompts * options.samples
     if total % options.rows or options.rows % options.samples:
         what.error(

@@ -1,0 +1,163 @@
+"""The benchmark `run` on a CPU and tiny: green, red, and what it gives the trainers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cases import run
+from benchmarks.lib import trl_check
+from benchmarks.lib.trl_steps import (
+    REPLY,
+    TURN,
+    Side,
+    Work,
+    generate_rollouts,
+    make_trainer,
+    model_of,
+    tokenizer_of,
+)
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
+from tests.support.benchmark_runs import result
+
+TINY = ["--device", "cpu", "--scale", "0.02", "--dtype", "float32", "--repeats", "2"]
+SIDES = ["trl", "prefixtree", "prefixtree+tree+auto"]
+OPTIONS = Namespace(device="cpu", is_tiny=True, layers=None, lr=1e-3, compile_options={})
+
+
+@pytest.mark.full
+def test_whole_steps(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "run.json"
+    assert run.main([*TINY, "--sides", *SIDES, "--out", str(out)]) == 0
+    data = result(out)
+    errors = data["check"]["errors"]
+    assert data["check"]["red"] == [] and max(errors["prefixtree, float32"].values()) < 1e-4
+    assert 1e-4 < errors["trl, bf16"]["parameters"] < 0.1
+    rows = {row["side"]: row for row in data["rows"]}
+    assert list(rows) == SIDES
+    for row in rows.values():
+        assert row["red"] == [] and len(row["steps"]) == len(row["rewards"]) == 3
+        for step in row["steps"]:
+            parts = [step[name] for name in run.PARTS]
+            assert min(parts) >= 0 and sum(parts) == pytest.approx(step["seconds"])
+            assert step["generate"] > 0 and step["update"] > 0
+        assert row["seconds"] in [step["seconds"] for step in row["steps"][1:]]
+        assert row["first_seconds"] == row["steps"][0]["seconds"]
+        assert row["speedup"] == pytest.approx(rows["trl"]["seconds"] / row["seconds"])
+        assert all(0.2 < reward < 0.8 for reward in row["rewards"])
+    # the class alone changes no token and no weight: both learn the same
+    assert rows["prefixtree"]["rewards"] == pytest.approx(rows["trl"]["rewards"], abs=1e-6)
+    assert rows["prefixtree"]["losses"] == pytest.approx(rows["trl"]["losses"], abs=1e-5)
+    assert "replication_ratio" not in rows["trl"] and rows["prefixtree"]["replication_ratio"] > 1.5
+    best = dict(rows["prefixtree+tree+auto"], side=run.BEST)
+    _, table = run.headline(dict(data, rows=[*data["rows"], best]))
+    assert len(table.lines) == 1
+    assert run.main(["--read", str(out)]) == 0
+    assert capsys.readouterr().out.count("3 green, 0 out of memory, 0 red") == 2
+
+
+@pytest.mark.full
+def test_a_gradient_that_is_too_large_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a hundredth, with the right log-probabilities; there is no time then."""
+    right = PrefixTreeGRPOTrainer._get_per_token_logps_and_entropies
+
+    def wrong(self: Any, *given: Any, **options: Any) -> Any:
+        logps, *rest = right(self, *given, **options)
+        return logps + 0.01 * (logps - logps.detach()), *rest
+
+    monkeypatch.setattr(PrefixTreeGRPOTrainer, "_get_per_token_logps_and_entropies", wrong)
+    out = tmp_path / "run.json"
+    assert run.main([*TINY, "--sides", "trl", "prefixtree", "--out", str(out)]) == 1
+    trl, ours = result(out)["rows"]
+    assert any(red.startswith("float32 grad_norm") for red in ours["red"])
+    assert "seconds" in trl and "seconds" not in ours
+
+
+def test_what_is_red() -> None:
+    names = (*trl_check.METRICS, "parameters")
+    found = {
+        "prefixtree, float32": dict.fromkeys(names, 1e-4),
+        "trl, bf16": dict.fromkeys(names, 0.01),
+        "prefixtree, bf16": dict.fromkeys(names, 0.019),
+    }
+    assert trl_check.judged(found) == []
+    for which, name, value in (
+        ("prefixtree, float32", "loss", 2e-3),
+        ("prefixtree, float32", "parameters", float("nan")),
+        ("prefixtree, bf16", "parameters", 0.021),
+        ("prefixtree, bf16", "grad_norm", 0.08),
+    ):
+        wrong = found | {which: found[which] | {name: value}}
+        assert len(trl_check.judged(wrong)) == 1, (which, name)
+
+
+@pytest.mark.full
+def test_the_environment_of_both_is_one(tmp_path: Path) -> None:
+    """Greedy rollouts with replies, by TRL's generation of every turn and by the tree."""
+    work = Work(2, 2, 20, 120, 4, 1, 2, 512)
+    found: dict[str, Any] = {}
+    for name, function in (("trl", generate_rollouts), ("prefixtree", tree_rollouts)):
+        side = Side.of(name)
+        model = model_of(side, OPTIONS, "float32", work.ends())
+        trainer = make_trainer(side, work, OPTIONS, model, 1, tmp_path, None, temperature=1e-5)
+        # greedy tokens of random weights repeat themselves: more of them end a turn
+        trainer.eos_token_ids = list(range(0, 512, 3))
+        trainer.generation_config.eos_token_id = trainer.eos_token_ids
+        reply = partial(answer, work)
+        texts = [row["prompt"] for row in work.data(1) for _ in range(2)]
+        found[name] = function(texts, trainer, reply=reply)
+    ours, theirs = found["prefixtree"], found["trl"]
+    assert ours["completion_ids"] == theirs["completion_ids"]
+    assert ours["env_mask"] == theirs["env_mask"]
+    assert any(0 in mask for mask in ours["env_mask"])
+
+
+def answer(work: Work, row: int, completion: list[int]) -> list[int] | None:
+    """The environment's, whose turns are counted by its own replies."""
+    before = sum(token % TURN == TURN - 1 for token in completion) // REPLY
+    reply = work.reply()
+    assert reply is not None
+    return reply(row, [0] * (before + 1)) if before < work.replies else None
+
+
+def test_replies() -> None:
+    work = Work(2, 2, 20, 100, 4, 1, 2, 512)
+    reply = work.reply()
+    assert reply is not None
+    ends = work.ends()
+    assert ends is not None and ends[:2] == [0, TURN]
+    first, second = reply(0, [1, 2, 64]), reply(1, [1, 64, 3, 128])
+    assert first is not None and second is not None and first != second
+    assert len(first) == REPLY and not set(first + second) & set(ends)
+    # after the last reply, and where the room ended and not a turn
+    assert reply(0, [64, 64, 64]) is None and reply(0, [1, 2]) is None
+    assert Work(2, 2, 20, 100, 4, 1, 0, 512).reply() is None
+
+
+def test_a_prompt_has_as_many_tokens_as_it_should() -> None:
+    work = Work(3, 2, 17, 8, 4, 1, 0, 512)
+    rows = list(work.data(2)["prompt"])
+    ids = tokenizer_of(512)(text=rows)["input_ids"]
+    assert len(ids) == 6 and {len(row) for row in ids} == {17}
+    assert len({tuple(row) for row in ids}) == 6
+    assert torch.tensor(ids).max() < 511
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--sides", "trl+tree"], "no side 'trl[+]tree': trl with static"),
+        (["--rows", "24"], "multiple of --samples 16"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--device", "cpu", *arguments])
+    assert message.replace("[+]", "+") in capsys.readouterr().err
