@@ -23,7 +23,7 @@ from prefixtree.kernels.lm_head.logit_statistics import check_statistics
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
-from prefixtree.models.router_loss import router_keywords, router_loss
+from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -196,41 +196,92 @@ def sequence_logprobs(
         local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
-    prepare_states(causal_lm)
-    rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    keywords = router_keywords(causal_lm.config, loss)
-    held_bytes = 0 if loss is None else loss.held_bytes()
-    # what the model returned: the loss and its logits stand beside the scores
-    output: Any = None
-
-    def forward(mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
-        nonlocal output
-        with (
-            recomputed_forward(model, causal_lm, packed, len(edges.target), recompute, held_bytes),
-            every_layer_attends(causal_lm, mask),
-            replaying(causal_lm, packed),
-            encoded(),
-            scoring_lm_head(
-                causal_lm, edges, rule, return_entropy, chunk_size, statistics, loss
-            ) as handed,
-        ):
-            if loss is not None:
-                loss.check()
-            output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
-        # what a wrapper changed in place is its fault, not the model's
-        scores = handed.returned(output)
-        handed.check_treatment(causal_lm, rule)
-        return scores
-
+    forward = ModelForward(
+        model, causal_lm, packed, recompute, return_entropy, chunk_size, return_statistics
+    )
+    forward.loss, forward.encoded = loss, encoded
     if max_tokens is None:
         scores = local.gathered(forward(local.mask, local.inputs, local.edges))
     else:
         arguments = model, causal_lm, packed, found, local
         options_of_steps = max_tokens, borrow_cost, recompute
         scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
-    found_scores = scores_of(scores, local.to_sequences, local.lengths, return_entropy, statistics)
+    found_scores = scores_of(
+        scores, local.to_sequences, local.lengths, return_entropy, forward.statistics
+    )
     if loss is None:
         return found_scores
+    output = forward.output
     logits = tuple(output.router_logits)
     return replace(found_scores, aux_loss=output.aux_loss, router_logits=logits)
+
+
+class ModelForward:
+    """Calls a model over a packed forest, or over a part of one, for the scores of its edges.
+
+    Args:
+        model, causal_lm, packed: as `sequence_logprobs` has them.
+        recompute, return_entropy, chunk_size, return_statistics: as in `sequence_logprobs`.
+
+    Attributes:
+        loss: the load-balancing loss to compute. Default: none.
+        encoded: a context in which pictures are encoded. Default: text alone.
+        statistics: those that are computed.
+        output: what the model returned last: the loss and its logits stand beside the scores.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal_lm: Any,
+        packed: PackedForest,
+        recompute: Recompute,
+        return_entropy: bool,
+        chunk_size: int | None,
+        return_statistics: Sequence[str],
+    ) -> None:
+        prepare_states(causal_lm)
+        self.recompute = recompute
+        self.statistics = check_statistics(return_statistics)
+        self.loss: RouterLoss | None = None
+        self.encoded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.output: Any = None
+        self._model, self._causal_lm, self._packed = model, causal_lm, packed
+        self._rule = logit_rule(causal_lm)
+        self._return_entropy, self._chunk_size = return_entropy, chunk_size
+
+    def __call__(self, mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
+        """One forward, [u, columns].
+
+        Args:
+            mask: that of the tokens.
+            inputs: keywords of the model.
+            edges: what its lm_head scores.
+        """
+        model, causal_lm, loss = self._model, self._causal_lm, self.loss
+        keywords = router_keywords(causal_lm.config, loss)
+        held_bytes = 0 if loss is None else loss.held_bytes()
+        options = len(edges.target), self.recompute, held_bytes
+        with (
+            recomputed_forward(model, causal_lm, self._packed, *options),
+            every_layer_attends(causal_lm, mask),
+            replaying(causal_lm, self._packed),
+            self.encoded(),
+            scoring_lm_head(
+                causal_lm,
+                edges,
+                self._rule,
+                self._return_entropy,
+                self._chunk_size,
+                self.statistics,
+                loss,
+            ) as handed,
+        ):
+            if loss is not None:
+                loss.check()
+            self.output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
+        # what a wrapper changed in place is its fault, not the model's
+        scores = handed.returned(self.output)
+        handed.check_treatment(causal_lm, self._rule)
+        return scores
