@@ -18,13 +18,13 @@ _FAILED = -1
 
 
 def common_order(orders: Sequence[str]) -> str:
-    """The shortest order known that holds those of all ranks, each with as many of both kinds.
+    """An order of forwards and backwards in which all ranks can run, with dummies between theirs.
 
     Wherever any rank's next run is a forward, all run one; so a rank has a dummy's graph to run
-    backward wherever it has no backward of its own.
+    backward wherever it has no backward of its own. Dummies that are left run backward at the end.
 
     Args:
-        orders: of each rank, "F" for a forward and "B" for a backward.
+        orders: of each rank, at least one, "F" for a forward and "B" for a backward.
     """
     places = [0] * len(orders)
     common = []
@@ -33,7 +33,9 @@ def common_order(orders: Sequence[str]) -> str:
         kind = FORWARD if FORWARD in upcoming else BACKWARD
         common.append(kind)
         places = [place + (own == kind) for place, own in zip(places, upcoming, strict=True)]
-    return "".join(common)
+    without = max(order.count(FORWARD) - order.count(BACKWARD) for order in orders)
+    left = common.count(FORWARD) - common.count(BACKWARD) - without
+    return "".join(common) + BACKWARD * left
 
 
 def agree_on_order(groups: Sequence[Any], device: torch.device, order: str | None) -> str | None:

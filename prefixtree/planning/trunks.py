@@ -315,14 +315,12 @@ class _Held:
         np.add.at(change, first, kept)
         np.add.at(change, last + 1, -kept)
         self.alive = np.cumsum(change)[:-1]
-        # its forward comes behind those of the trunks before it, its backward before theirs
         before = np.tri(len(spans), k=-1, dtype=bool)
-        beside = np.maximum(
-            *(
-                (before & (first <= at[:, None]) & (at[:, None] <= last)) @ kept
-                for at in (first, last)
-            )
-        )
+        # beside its forward: trunks before it; beside its backward: those whose own comes later
+        forward = before & (first[:, None] <= last)
+        ends = last[:, None]
+        backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
+        beside = np.maximum(forward @ kept, backward @ kept)
         running = kept * (1 + weights.returned) + np.where(is_trunk, weights.trunk * beside, 0)
         of_batch = np.bincount(first, own, count) + weights.trunk * self.alive
         self.peak = float(max(running.max(), of_batch.max()))
@@ -371,11 +369,11 @@ def _pieces(
     for part, span in enumerate(parts.spans):
         tokens = np.flatnonzero(of_token == part)
         while len(tokens):
+            # what comes later is checked once all is known
             alive = sum(
                 size
                 for before, size in zip(spans, sizes, strict=True)
-                if before.is_trunk
-                and any(before.first <= at <= before.last for at in (span.first, span.last))
+                if before.is_trunk and span.first <= before.last
             )
             room = max_tokens - weights.trunk * alive
             if not span.is_trunk and len(tokens) <= room:
