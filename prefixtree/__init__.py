@@ -17,13 +17,11 @@ from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Picture, Pictures, picture_key
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.micro_batches import (
-    MicroBatch,
-    MicroBatchPlan,
-    plan_micro_batches,
-)
+from prefixtree.planning.micro_batch import MicroBatch
+from prefixtree.planning.micro_batches import MicroBatchPlan, plan_micro_batches
 from prefixtree.planning.plan_stats import PlanStats, ReuseStats
 from prefixtree.planning.steps import StepStats
+from prefixtree.planning.trunks import TrunkStats
 
 if TYPE_CHECKING:
     from prefixtree.integrations.transformers import prepare
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
         max_micro_batch_tokens,
         plan_recomputation,
     )
+    from prefixtree.scoring.in_steps import borrow_cost
+    from prefixtree.scoring.kept_trunks import kept_trunks
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 
 __version__ = "0.2.0"
@@ -57,9 +57,12 @@ __all__ = [
     "StepStats",
     "TileShape",
     "TreeMask",
+    "TrunkStats",
     "UnsupportedError",
+    "borrow_cost",
     "compile_layers",
     "explain",
+    "kept_trunks",
     "max_micro_batch_tokens",
     "pack",
     "picture_key",
@@ -74,6 +77,8 @@ __all__ = [
 _LATER = {
     "prefixtree.models.compiled": ("compile_layers",),
     "prefixtree.integrations.transformers": ("prepare",),
+    "prefixtree.scoring.in_steps": ("borrow_cost",),
+    "prefixtree.scoring.kept_trunks": ("kept_trunks",),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.recompute.forward": (
         "RecomputePlan",

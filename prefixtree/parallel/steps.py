@@ -1,6 +1,9 @@
-"""Steps of one packed forest: keys and values borrowed over time, and the autograd node behind.
+"""Parts of one packed forest in time: keys and values that are borrowed from earlier ones, the
+gradients that come back, and the autograd node behind steps.
 
-A step computes a run of packed tokens and borrows the keys and values of the path above the first
+Two kinds of parts run so. Trunks of `kept_trunks` run their forward once and keep its graph, until
+the micro-batches that borrow from them have run their backwards. Steps run their forwards twice. A
+step computes a run of packed tokens and borrows the keys and values of the path above the first
 one, which earlier steps computed. In the forward `run_in_steps` runs all steps without a graph, but
 the last one, and keeps what steps lend. In the backward it runs them in the reverse order, each
 with a graph. What a step's queries give to borrowed keys and values waits for the lender, in
@@ -34,52 +37,48 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(eq=False)
 class Loan:
-    """Rows that one step lends, all of which the same steps borrow.
+    """Rows that one part lends, all of which the same parts borrow.
 
     Attributes:
-        lender: the step that owns the rows.
-        last: the last step that borrows them; all steps between borrow them too.
+        lender: the part that owns the rows.
+        borrowers: the parts that borrow them, ascending.
+        tokens: int64 [r], their packed tokens, ascending.
         rows: int64 [r] on the device, their rows among the own tokens of the lender, ascending.
         keys_values: by layer, [r, Hk, D] and [r, Hk, Dv]; on the host while no step needs them.
         gradients: by layer, the sums of what borrowers returned so far, float32.
     """
 
     lender: int
-    last: int
+    borrowers: tuple[int, ...]
+    tokens: np.ndarray
     rows: torch.Tensor
     keys_values: dict[Hashable, _Pair] = field(default_factory=dict)
     gradients: dict[Hashable, _Pair] = field(default_factory=dict)
 
 
 def find_loans(steps: Steps) -> list[Loan]:
-    """The rows that steps lend, by lender, and ascending in packed order per lender.
+    """The rows that parts lend, by lender, and ascending in packed order per lender.
 
     Args:
-        steps: runs of packed tokens, as `plan_steps` makes them.
+        steps: parts that borrow from earlier ones.
 
     Returns:
-        The loans. Those that step i borrows, in this order, are the path above its first token.
+        The loans. Of runs of packed tokens, as `plan_steps` makes them, those that step i borrows,
+        in this order, are the path above its first token.
     """
-    start = steps.runs[0]
-    end = steps.packed.mask.host.subtree_end
     loans = []
-    for lender in range(len(steps)):
-        first, stop = int(start[lender]), int(start[lender + 1])
-        rows = np.flatnonzero(end[first:stop] > stop)
-        last = np.searchsorted(start[:-1], end[first + rows]) - 1
-        cuts = np.flatnonzero(np.diff(last)) + 1
-        for piece in np.split(np.arange(len(rows)), cuts):
-            if len(piece):
-                index = move(torch.from_numpy(rows[piece]), steps.packed.device)
-                loans.append(Loan(lender, int(last[piece[0]]), index))
+    for lender, borrowers, tokens in steps.loans():
+        rows = np.searchsorted(steps[lender].own_tokens, tokens)
+        index = move(torch.from_numpy(rows.astype(np.int64)), steps.packed.device)
+        loans.append(Loan(lender, borrowers, tokens, index))
     return loans
 
 
 class LoanStore:
-    """The keys and values that steps lend to later ones, and the gradients that come back.
+    """The keys and values that parts lend to later ones, and the gradients that come back.
 
     Args:
-        steps: runs of packed tokens, as `plan_steps` makes them.
+        steps: parts that borrow from earlier ones.
         keeps: whether lent rows are kept for the backward once no forward needs them.
         on_host: whether rows that later steps borrow wait on the host, too.
 
@@ -89,6 +88,7 @@ class LoanStore:
 
     def __init__(self, steps: Steps, keeps: bool, on_host: bool = False) -> None:
         self.loans = find_loans(steps)
+        self._steps = steps
         self._device = steps.packed.device
         self._keeps, self._on_host = keeps, on_host
         count = len(steps)
@@ -97,8 +97,8 @@ class LoanStore:
         self._ending: list[list[Loan]] = [[] for _ in range(count)]
         for loan in self.loans:
             self.of_lender[loan.lender].append(loan)
-            self._ending[loan.last].append(loan)
-            for step in range(loan.lender + 1, loan.last + 1):
+            self._ending[loan.borrowers[-1]].append(loan)
+            for step in loan.borrowers:
                 self.of_borrower[step].append(loan)
 
     @contextmanager
@@ -121,17 +121,56 @@ class LoanStore:
             loan.keys_values = {}
         return StepExchanges(self, step, lends=False)
 
+    @contextmanager
+    def keeping(self, step: int) -> Iterator[StepExchanges]:
+        """The one forward of a part that lends, whose graph is kept for its backward."""
+        exchanges = StepExchanges(self, step, lends=True)
+        yield exchanges
+        # layers that are recomputed lend no second time
+        exchanges.lends = False
+
+    def borrowing(self, step: int) -> StepExchanges:
+        """For a forward that lends nothing, or nothing any more, and its backward."""
+        return StepExchanges(self, step, lends=False)
+
+    def end(self, step: int) -> None:
+        """All who borrow from a part are done: what it lent is freed."""
+        for loan in self.of_lender[step]:
+            loan.keys_values = {}
+
+    def clear(self) -> None:
+        """Lets go of all rows and gradients."""
+        for loan in self.loans:
+            loan.keys_values, loan.gradients = {}, {}
+
+    def order_of(self, step: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """How borrowed rows, loan after loan, and then own ones become the rows of a part.
+
+        Returns:
+            int64 [K], the place of each row of the part in that order, and the reverse; None where
+            the two orders are one, as in steps.
+        """
+        of_loans = [loan.tokens for loan in self.of_borrower[step]]
+        tokens = np.concatenate([*of_loans, self._steps[step].own_tokens])
+        if (np.diff(tokens) > 0).all():
+            return None
+        order = np.argsort(tokens)
+        both = move(torch.from_numpy(np.stack([order, np.argsort(order)])), self._device)
+        return both[0], both[1]
+
     def close(self, step: int) -> None:
         """Behind the backward of a step.
 
         Raises:
             RuntimeError: a layer's backward did not take what borrowers returned for its rows.
         """
-        if left := [layer for loan in self.of_lender[step] for layer in loan.gradients]:
+        left = {layer: 0 for loan in self.of_lender[step] for layer in loan.gradients}
+        if left:
             raise RuntimeError(
                 f"the backward of step {step} did not reach the attention of {len(left)} layers "
-                f"({left[0]}), whose keys later steps borrowed: their gradients are lost. A hook "
-                "or a checkpoint of the model stops gradients there; score without max_tokens"
+                f"({next(iter(left))}), whose keys later steps borrowed: their gradients are lost. "
+                "A hook or a checkpoint of the model stops gradients there; score without "
+                "max_tokens, or without kept_trunks"
             )
 
     def park(self, pair: _Pair) -> _Pair:
@@ -151,13 +190,20 @@ class LoanStore:
 
 
 class StepExchanges:
-    """The exchanges of one step's layers: `PartMask.exchange_of`."""
+    """The exchanges of one part's layers: `PartMask.exchange_of`.
+
+    Attributes:
+        lends: whether forwards lend rows.
+        is_over: whether a backward would come too late, as those lenders have had theirs.
+    """
 
     def __init__(self, store: LoanStore, step: int, lends: bool) -> None:
         self.store = store
         self.borrowed = store.of_borrower[step]
         self.lent = store.of_lender[step]
+        self.order = store.order_of(step)
         self.lends = lends
+        self.is_over = False
         self.seen: set[Hashable] = set()
 
     def __call__(self, layer: Hashable) -> StepExchange:
@@ -193,13 +239,20 @@ class StepExchange:
                 loan.keys_values[self._layer] = store.park((key, value))
         if not self._step.borrowed:
             return own
+        self._check_time()
         waiting = (loan.keys_values[self._layer] for loan in self._step.borrowed)
         keys, values = zip(*map(store.fetch, waiting), own, strict=True)
-        return torch.cat(keys), torch.cat(values)
+        joined = torch.cat(keys), torch.cat(values)
+        if (order := self._step.order) is None:
+            return joined
+        return joined[0].index_select(0, order[0]), joined[1].index_select(0, order[0])
 
     def give_back(self, dkey: torch.Tensor, dvalue: torch.Tensor) -> _Pair:
         """See `KeyValueExchange`. Borrowers add up in the order of their backwards."""
         row, store = 0, self._step.store
+        self._check_time()
+        if self._step.order is not None:
+            dkey, dvalue = (x.index_select(0, self._step.order[1]) for x in (dkey, dvalue))
         for loan in self._step.borrowed:
             end = row + len(loan.rows)
             total = dkey[row:end], dvalue[row:end]
@@ -218,6 +271,15 @@ class StepExchange:
                     # each row once
                     rows.index_add_(0, loan.rows, returned)
         return own
+
+    def _check_time(self) -> None:
+        if self._step.is_over:
+            raise RuntimeError(
+                "the backward of a micro-batch of kept_trunks ran after the next one was asked "
+                "for: the trunks that it borrows from may have had their backward, and its "
+                "gradients would be lost; call backward() on each micro-batch's loss within its "
+                "turn of the loop"
+            )
 
 
 # ---- the autograd node ---------------------------------------------------------------------------

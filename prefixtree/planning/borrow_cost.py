@@ -36,6 +36,8 @@ class BorrowCost:
         element_bytes: bytes per element of keys and values.
         token_bytes: bytes of memory per own token of a step, in all layers. None where it is not
             known: then there is no `weight`, which `plan_steps` needs.
+        graph_bytes: bytes that the graph of an own token holds from its forward to its backward, in
+            all layers: what a token of a kept trunk takes, beside its keys and values.
         kept_copies: the share of layers that hold a copy of a step's borrowed keys and values from
             their forward to their backward, 0 .. 1: those that are not recomputed whole.
         on_host: whether borrowed rows and their gradients wait on the host of a GPU until their
@@ -58,6 +60,7 @@ class BorrowCost:
     value_dim: int = 128
     element_bytes: int = 2
     token_bytes: float | None = 559_928
+    graph_bytes: float = 311_824
     kept_copies: float = 0.0
     on_host: bool = False
     lm_head: float = 4.98e9
@@ -71,7 +74,7 @@ class BorrowCost:
         for name in ("kv_heads", "head_dim", "value_dim", "element_bytes"):
             read[name] = integer(name, getattr(self, name), 0)
         read["kept_copies"] = number("kept_copies", self.kept_copies, 0, most=1)
-        for name in ("lm_head", "latency"):
+        for name in ("graph_bytes", "lm_head", "latency"):
             read[name] = number(name, getattr(self, name), 0)
         for name in ("linear_rate", "attention_rate", "link_rate"):
             read[name] = number(name, getattr(self, name), above=0)
@@ -111,6 +114,25 @@ class BorrowCost:
         # with a second copy, beside own rows, while the layer runs
         held = 2 if self.on_host else self.layers
         return (kept + held * (self.row_bytes + self.gradient_row_bytes)) / self.token_bytes
+
+    @property
+    def trunk_weight(self) -> float:
+        """Memory of a kept trunk's token over that of an own one: its graph, and what it lends.
+
+        Raises:
+            ValueError: token_bytes are not known.
+        """
+        return self.weight + self.graph_bytes / float(self.token_bytes or 1)
+
+    @property
+    def returned_weight(self) -> float:
+        """The same of the gradients that borrowers returned to a token, in a trunk's backward.
+
+        Raises:
+            ValueError: token_bytes are not known.
+        """
+        held = 2 if self.on_host else self.layers
+        return self.weight and held * self.gradient_row_bytes / float(self.token_bytes or 1)
 
     def compute_seconds(self, tokens: np.ndarray, flops: np.ndarray, cost: CostModel) -> np.ndarray:
         """Predicts the time to compute own tokens, all of them scored.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,135 +20,25 @@ from prefixtree._tokens import label_numbers
 from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.arguments import at_least_one
-from prefixtree.packing.layout import PackedForest, pack
-from prefixtree.packing.per_sequence import flat_selection, per_sequence, zeros_like
+from prefixtree.packing.layout import pack
+from prefixtree.packing.per_sequence import flat_selection
 from prefixtree.planning import assignment
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.micro_batch import MicroBatch, cut_out
 from prefixtree.planning.plan_stats import PlanStats, ReuseStats
-from prefixtree.planning.steps import StepStats, plan_any_steps
-
-
-class MicroBatch:
-    """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
-
-    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
-    sequence of one token, which has no predictor and so no score. It runs through a model like any
-    other (collectives match) and its scores sum to 0, with a graph to every parameter.
-
-    Attributes:
-        sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
-            `packed` is sequence_indices[i].
-        num_tokens: distinct tokens; 0 for an empty step.
-        cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
-            step.
-        steps: the StepStats of the steps that compute it, where it holds more tokens than the
-            plan's `max_tokens`; None where it is computed in one forward.
-    """
-
-    def __init__(
-        self,
-        source: PrefixForest,
-        sequence_indices: np.ndarray,
-        num_tokens: int,
-        cost: float,
-        steps: StepStats | None = None,
-        forest: PrefixForest | None = None,
-        num_planned: int | None = None,
-    ) -> None:
-        self._source = source
-        self._forest = forest
-        self._num_planned = source.num_sequences if num_planned is None else num_planned
-        self.sequence_indices = sequence_indices
-        self.num_tokens = num_tokens
-        self.cost = cost
-        self.steps = steps
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this is an empty step: a dummy without a sequence of the batch."""
-        return len(self.sequence_indices) == 0
-
-    @property
-    def forest(self) -> PrefixForest:
-        """The forest of these sequences alone, cut out of the plan's forest.
-
-        It is made at the first access, without comparing tokens, and kept.
-        """
-        if self._forest is None and self.is_empty:
-            self._forest = _dummy_forest(self._source)
-        elif self._forest is None:
-            self._forest = _cut_out(self._source, self.sequence_indices)
-        return self._forest
-
-    @cached_property
-    def packed(self) -> PackedForest:
-        """`pack(self.forest)`, on the CPU; `.to(device)` copies it to a device.
-
-        It is made at the first access and kept, so that further passes reuse its block tables.
-        """
-        return pack(self.forest)
-
-    def take(self, values: Sequence[Any]) -> list[Any]:
-        """Selects the entries of a per-sequence list that belong to this micro-batch.
-
-        Args:
-            values: S entries, for all sequences that were planned: numbers, lists, arrays, tensors
-                or anything else.
-
-        Returns:
-            One entry per sequence of `packed`, in their order. For the dummy of an empty step one
-            entry of zeros, without a gradient: a number for numbers, one token's worth ([1, ...])
-            for per-token values, None for what has no zero. So a training loop needs no special
-            case.
-
-        Raises:
-            ForestError: another number of entries than S, as of values that were taken already.
-        """
-        given = per_sequence("values", values, self._num_planned)
-        if self.is_empty:
-            return [zeros_like(given[0])]
-        return [given[i] for i in self.sequence_indices.tolist()]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # to another process goes this micro-batch's part of the forest, not the whole
-        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps, self._num_planned
-        return _rebuild, (self.forest, *sizes)
-
-    def __repr__(self) -> str:
-        steps = f" in {len(self.steps.own_tokens)} steps" if self.steps else ""
-        return (
-            f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens{steps})"
-        )
-
-
-def micro_batch_of(forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
-    """Some sequences of a forest in one forward; its cost is that of `CostModel()`.
-
-    Args:
-        sequences: their indices in the forest, in any order, at least one.
-    """
-    indices = np.sort(np.asarray(sequences, np.int64))
-    part = _cut_out(forest, indices)
-    cost = CostModel().cost(part.node_position, part.node_length).sum()
-    return MicroBatch(forest, indices, part.num_tokens, float(cost), forest=part)
-
-
-def _rebuild(
-    forest: PrefixForest,
-    sequence_indices: np.ndarray,
-    num_tokens: int,
-    cost: float,
-    steps: StepStats | None,
-    num_planned: int,
-) -> MicroBatch:
-    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
+from prefixtree.planning.steps import plan_any_steps
+from prefixtree.planning.trunks import Trunks, joined, plan_trunks
 
 
 class _RankMicroBatches(tuple[MicroBatch, ...]):
-    """The micro-batches of one rank, step after step."""
+    """The micro-batches of one rank, step after step.
 
-    __slots__ = ()
+    Attributes:
+        trunks: the trunks that they share, for `kept_trunks`; None of a plan without them.
+    """
+
+    trunks: Trunks | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -329,6 +218,7 @@ def plan_micro_batches(
     namespaces: Sequence[Hashable] | None = None,
     cost_model: CostModel | None = None,
     reuse: bool = False,
+    trunks: bool = False,
     borrow_cost: BorrowCost | None = None,
 ) -> MicroBatchPlan:
     """Plans micro-batches of at most `max_tokens` distinct tokens, and ranks of even cost.
@@ -337,6 +227,9 @@ def plan_micro_batches(
     `reuse` the trees of a rank are not cut: a micro-batch may exceed `max_tokens`, and
     `sequence_logprobs(max_tokens=)` computes it in steps. Then a sequence may be longer, too.
     `stats.reuse` compares both.
+
+    With `trunks` the paths above cuts are kept instead, for `kept_trunks`: a rank computes each of
+    its distinct tokens once. A sequence may be longer than `max_tokens`, if what is kept fits.
 
     The plan is deterministic. It does not depend on the order of the input, except for ties
     between trees of different namespaces and between groups.
@@ -347,7 +240,7 @@ def plan_micro_batches(
         num_ranks: the number of data-parallel ranks. Default: 1.
         groups: S hashable labels, None for a sequence without a group. The sequences of a group
             (GRPO's of one prompt) are on one rank, and in one micro-batch where their distinct
-            tokens fit. Default: no groups.
+            tokens fit (with `trunks`, on one rank alone). Default: no groups.
         min_micro_batches: the least number of steps per rank; those that are not needed are empty.
             Default: 1.
         namespaces: as in `PrefixForest.from_sequences`: sequences of different namespaces share
@@ -356,16 +249,21 @@ def plan_micro_batches(
             Default: those of a model like Qwen3-8B.
         reuse: whether trees larger than `max_tokens` stay whole and are computed in steps.
             Default: False.
-        borrow_cost: bytes of a borrowed token, for the steps. Default: `BorrowCost()`.
+        trunks: whether trunks are kept, for `kept_trunks`. What is held at once, trunks and a
+            micro-batch, fits `max_tokens`. Default: False.
+        borrow_cost: bytes of a borrowed token, for steps, and of a kept one, for trunks:
+            `borrow_cost(model)`. Default: `BorrowCost()`, those of a model like Qwen3-8B with
+            checkpointing.
 
     Returns:
         The plan: `plan[rank][step]` is a MicroBatch.
 
     Raises:
         ForestError: as `PrefixForest.from_sequences`; a sequence longer than `max_tokens` without
-            `reuse`; with it, a path that fits no steps (`plan_steps`); another number of groups
-            than of sequences.
-        ValueError: max_tokens, num_ranks or min_micro_batches below 1; namespaces with a forest.
+            `reuse` or `trunks`; with them, a path that fits no steps (`plan_steps`), or whose trunk
+            does not fit; another number of groups than of sequences.
+        ValueError: max_tokens, num_ranks or min_micro_batches below 1; namespaces with a forest;
+            reuse together with trunks.
     """
     max_tokens, num_ranks, min_micro_batches = (
         at_least_one(name, value)
@@ -384,7 +282,12 @@ def plan_micro_batches(
     else:
         forest = PrefixForest.from_sequences(sequences, namespaces)
     lengths = forest.sequence_lengths
-    for bad in [] if reuse else np.flatnonzero(lengths > max_tokens)[:1]:
+    if reuse and trunks:
+        raise ValueError(
+            "reuse computes a tree in steps, for any loss; trunks keeps what micro-batches share, "
+            "for a loss that is a sum over them: give one of both"
+        )
+    for bad in [] if reuse or trunks else np.flatnonzero(lengths > max_tokens)[:1]:
         raise ForestError(
             f"sequences[{bad}] has {lengths[bad]} tokens, max_tokens is {max_tokens}; a sequence "
             f"is never cut: raise max_tokens to at least {lengths.max()}, or drop or shorten it, "
@@ -396,24 +299,33 @@ def plan_micro_batches(
     if groups is not None:
         group = label_numbers(groups, "groups", len(lengths), none_is_no_label=True)
     units = assignment.make_units(tree, group, max_tokens)
-    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens, reuse)
+    whole_trees = reuse or trunks
+    unit_rank, unit_bin = assignment.assign(tree, units, num_ranks, max_tokens, whole_trees)
+    sequence_rank, sequence_bin = unit_rank[units.of_sequence], unit_bin[units.of_sequence]
+    kept: dict[int, Trunks] = {}
+    if trunks:
+        kept, sequence_bin = _keep_trunks(forest, sequence_rank, max_tokens, borrow_cost)
+        bins = assignment.make_sets(sequence_bin, tree.ends)
+    else:
+        bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
 
     # bins are numbered rank by rank
-    num_bins = int(unit_bin.max()) + 1
+    num_bins = int(sequence_bin.max()) + 1
     bin_rank = np.zeros(num_bins, np.int64)
-    bin_rank[unit_bin] = unit_rank
-    bins = assignment.make_sets(unit_bin[units.of_pair], units.ends)
+    bin_rank[sequence_bin] = sequence_rank
     tokens = loops.planning.union_weights(tree.parent, tree.length, *bins)
     costs = loops.planning.union_weights(tree.parent, tree.cost, *bins) * tree.unit_cost
-    sequence_bin = unit_bin[units.of_sequence]
+    if trunks:
+        costs = np.concatenate([kept[rank].costs(cost_model) for rank in sorted(kept)])
     by_bin = np.argsort(sequence_bin, kind="stable")
     members = np.split(by_bin, np.cumsum(np.bincount(sequence_bin, minlength=num_bins))[:-1])
-    costliest_first = np.lexsort((-costs, bin_rank))
+    # trunks have an order of their own
+    costliest_first = np.arange(num_bins) if trunks else np.lexsort((-costs, bin_rank))
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for b in costliest_first.tolist():
         steps_of = None
-        if tokens[b] > max_tokens:
-            packed = pack(_cut_out(forest, members[b]))
+        if reuse and tokens[b] > max_tokens:
+            packed = pack(cut_out(forest, members[b]))
             steps_of = plan_any_steps(packed, max_tokens, cost_model, borrow_cost=borrow_cost).stats
         batch = MicroBatch(forest, members[b], int(tokens[b]), float(costs[b]), steps_of)
         ranks[bin_rank[b]].append(batch)
@@ -427,7 +339,7 @@ def plan_micro_batches(
         tree.parent, tree.length, *assignment.make_sets(naive_bin, tree.ends)
     )
     stats = PlanStats(
-        packed_tokens=int(tokens.sum()),
+        packed_tokens=sum(t.forest.num_tokens for t in kept.values()) or int(tokens.sum()),
         distinct_tokens=forest.num_tokens,
         replicated_tokens=int(lengths.sum()),
         micro_batches=num_bins,
@@ -448,7 +360,30 @@ def plan_micro_batches(
                 for weight in (tree.length, tree.cost)
             )
         stats = replace(stats, reuse=_reuse_stats(ranks, cut, tree.unit_cost))
-    return MicroBatchPlan(forest, max_tokens, tuple(map(_RankMicroBatches, ranks)), stats)
+    of_ranks = tuple(map(_RankMicroBatches, ranks))
+    if trunks:
+        stats = replace(stats, trunks=joined([t.stats for t in kept.values()]))
+        for number, rank_trunks in kept.items():
+            of_ranks[number].trunks = rank_trunks
+    return MicroBatchPlan(forest, max_tokens, of_ranks, stats)
+
+
+def _keep_trunks(
+    forest: PrefixForest,
+    sequence_rank: np.ndarray,
+    max_tokens: int,
+    borrow_cost: BorrowCost | None,
+) -> tuple[dict[int, Trunks], np.ndarray]:
+    """The trunks of each rank that has sequences, and the bin of each sequence, rank by rank."""
+    found, count = {}, 0
+    sequence_bin = np.empty(len(sequence_rank), np.int64)
+    for rank in np.unique(sequence_rank).tolist():
+        members = np.flatnonzero(sequence_rank == rank)
+        found[rank] = plan_trunks(cut_out(forest, members), max_tokens, borrow_cost)
+        for micro_batch, sequences in enumerate(found[rank].sequences):
+            sequence_bin[members[sequences]] = count + micro_batch
+        count += len(found[rank].sequences)
+    return found, sequence_bin
 
 
 def _reuse_stats(
@@ -467,42 +402,3 @@ def _reuse_stats(
         cut_tokens=cut[0] if cut else None,
         cut_cost=cut[1] * unit_cost if cut else None,
     )
-
-
-# ---- forests of micro-batches --------------------------------------------------------------------
-
-
-def _cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
-    """The forest of some sequences of a forest: their paths, compressed again."""
-    ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
-    nodes = loops.planning.used_nodes(forest.node_parent, ends)
-    parent = assignment.renumber(forest.node_parent[nodes], nodes)
-    # a node continues its parent's where no other child is left and no sequence ends between
-    children = np.bincount(parent[parent >= 0], minlength=len(nodes))
-    is_end = np.zeros(len(nodes), bool)
-    is_end[np.searchsorted(nodes, ends)] = True
-    starts = (parent < 0) | (children[parent] > 1) | is_end[parent]
-    new_id = np.cumsum(starts) - 1
-    first_nodes = np.flatnonzero(starts)
-    above = parent[first_nodes]
-    lengths = forest.node_length[nodes].astype(np.int64)
-    tokens = routes = None
-    if forest.tokens is not None:
-        first = forest.node_start[nodes] - (np.cumsum(lengths) - lengths)
-        place = np.repeat(first, lengths) + np.arange(lengths.sum())
-        tokens = forest.tokens[place]
-        routes = None if forest.routes is None else forest.routes[place]
-    return PrefixForest.from_parents(
-        np.where(above < 0, -1, new_id[above]),
-        np.add.reduceat(lengths, first_nodes),
-        tokens,
-        new_id[np.searchsorted(nodes, ends)][sequence_end],
-        routes=routes,
-    )
-
-
-def _dummy_forest(forest: PrefixForest) -> PrefixForest:
-    # a token that the model is sure to know: the largest may stand for pictures
-    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
-    routes = None if forest.routes is None else forest.routes[:1]
-    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -300,6 +300,32 @@ class Parts:
         np.add.at(change, np.searchsorted(border, end), -1)
         return border, np.cumsum(change)[:-1] > 0
 
+    def loans(self) -> list[tuple[int, tuple[int, ...], np.ndarray]]:
+        """Finds the tokens that one part lends to the same others.
+
+        Returns:
+            (lender, borrowers, packed tokens int64) by lender, then by first token; borrowers and
+            tokens ascending.
+        """
+        border, lent = self.lent_runs()
+        is_foreign = self._pieces[:, 2] != self._borrower
+        start, length, _ = self._pieces[is_foreign].T
+        first, stop = np.searchsorted(border, start), np.searchsorted(border, start + length)
+        borrowers: list[list[int]] = [[] for _ in lent]
+        for part, low, high in zip(
+            self._borrower[is_foreign].tolist(), first.tolist(), stop.tolist(), strict=True
+        ):
+            for run in range(low, high):
+                borrowers[run].append(part)
+        # what is lent lies in a piece, which has one owner
+        owner = self._run_part[np.searchsorted(self._run_start, border[:-1], side="right") - 1]
+        found: dict[tuple[int, tuple[int, ...]], list[np.ndarray]] = {}
+        for run in np.flatnonzero(lent).tolist():
+            key = int(owner[run]), tuple(borrowers[run])
+            found.setdefault(key, []).append(np.arange(border[run], border[run + 1]))
+        loans = [(*key, np.concatenate(tokens)) for key, tokens in found.items()]
+        return sorted(loans, key=lambda loan: (loan[0], loan[2][0]))
+
     def __len__(self) -> int:
         return len(self._ptr) - 1
 

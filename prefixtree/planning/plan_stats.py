@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefixtree.planning.trunks import TrunkStats
+
 
 @dataclass(frozen=True)
 class ReuseStats:
@@ -51,6 +53,7 @@ class PlanStats:
             replicated tokens, as trainers do, if each were packed.
         naive_micro_batches: the number of those micro-batches.
         reuse: what steps cost, of a plan with `reuse`; None without.
+        trunks: of a plan with `trunks`, sums and maxima over its ranks; None without.
     """
 
     packed_tokens: int
@@ -64,6 +67,7 @@ class PlanStats:
     naive_tokens: int
     naive_micro_batches: int
     reuse: ReuseStats | None = None
+    trunks: TrunkStats | None = None
 
     @property
     def repeated_tokens(self) -> int:
@@ -86,7 +90,7 @@ class PlanStats:
         if idle := self.rank_costs.count(0):
             empty += f" ({idle} rank{'s have' if idle > 1 else ' has'} no sequence)"
         ranks = len(self.rank_costs)
-        lines = (
+        lines: tuple[str, ...] = (
             f"{packed:,} tokens in {self.micro_batches:,} micro-batches",
             f"  ranks       {ranks} x {self.steps} steps{empty}; heaviest rank "
             f"{self.balance:.3f} x the mean, {self.lockstep_balance:.3f} x step by step",
@@ -97,6 +101,8 @@ class PlanStats:
             f"  naive       {self.naive_tokens:,} tokens in {self.naive_micro_batches:,} "
             f"micro-batches ({self.naive_tokens / packed:.2f} x)",
         )
+        if self.trunks is not None:
+            lines = (*lines, f"  trunks      {self.trunks}")
         return "\n".join(lines if self.reuse is None else (*lines, self._reuse_line(self.reuse)))
 
     def _reuse_line(self, reuse: ReuseStats) -> str:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.checks import find_causal_lm, runs_deepspeed
 from prefixtree.models.families import checkpoint_wrappers, family_of, forward_inputs
 from prefixtree.models.layers import groups_of, layers_of
 from prefixtree.models.stamp import ModelStamp
@@ -104,8 +105,44 @@ def _refusal(
     return None
 
 
+@with_hints
+def borrow_cost(
+    model: nn.Module,
+    recompute: Recompute = None,
+    recompute_trunks: Recompute | Literal["again"] = None,
+) -> BorrowCost:
+    """The bytes of a model for plans with trunks, as it trains now.
+
+        plan = plan_micro_batches(rollouts, max_tokens, trunks=True, borrow_cost=borrow_cost(model))
+
+    Args:
+        model: as `sequence_logprobs` takes it, on the device it trains on, in training mode if
+            layers are recomputed.
+        recompute, recompute_trunks: as `kept_trunks` will get them.
+
+    Returns:
+        The bytes of an own token, of a borrowed one and of a kept trunk's.
+
+    Raises:
+        UnsupportedError: a family whose memory cannot be traced.
+        ValueError: recompute="auto"; a model without a layer of softmax attention.
+    """
+    if recompute == "auto" or recompute_trunks == "auto":
+        raise ValueError(
+            "recompute='auto' plans for a forest in one forward: name what kept_trunks will get, "
+            "'all', 'all_but_attention', 'nothing' or a RecomputePlan"
+        )
+    causal_lm = find_causal_lm(model)
+    device = next(causal_lm.parameters()).device
+    return step_cost_of(model, causal_lm, device, recompute, recompute_trunks)
+
+
 def step_cost_of(
-    model: nn.Module, causal_lm: Any, device: torch.device, recompute: Recompute
+    model: nn.Module,
+    causal_lm: Any,
+    device: torch.device,
+    recompute: Recompute,
+    recompute_trunks: Recompute | Literal["again"] = None,
 ) -> BorrowCost:
     """The memory of a borrowed token beside that of an own one, as the model trains now.
 
@@ -123,7 +160,13 @@ def step_cost_of(
     cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
     # a layer that is not recomputed whole holds its rows from its forward to its backward
     kept = sum(mode != "all" for mode in modes) / len(modes)
-    return replace(cost, kept_copies=kept)
+    if recompute_trunks == "again":
+        return replace(cost, kept_copies=kept, graph_bytes=0)
+    of_trunks = modes
+    if recompute_trunks is not None:
+        of_trunks = _modes(model, causal_lm, recompute_trunks)
+    graph = sum(memory.layers[mode][i].held[0] for i, mode in enumerate(of_trunks))
+    return replace(cost, kept_copies=kept, graph_bytes=memory.before + graph)
 
 
 def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode, ...]:
@@ -190,7 +233,7 @@ def scores_in_steps(
     except Exception as failure:
         # raised once the others know
         problem, count = failure, _FAILED
-    num_runs, refuses = _most_of_all_ranks(model, [count, undivided is not None], device)
+    num_runs, refuses = most_of_all_ranks(model, [count, undivided is not None], device)
     if problem is None and 1 < num_runs < _FAILED:
         # a forest that fits is divided too where that of another rank is
         problem = undivided
@@ -210,7 +253,7 @@ def scores_in_steps(
     scored = [part.scored(found.predictor) for part in steps]
     which = [move(torch.from_numpy(edges), device) for edges, _ in scored]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    wrapped = _Wrapped(model, device)
+    wrapped = Wrapped(model, device)
     # what the second forward of a step reads
     inputs = {f"packed.{n}, or what shares its memory,": whole.inputs[n] for n in _TOKENS}
     stamp = ModelStamp(model, inputs, for_backward=True) if trains else None
@@ -218,7 +261,7 @@ def scores_in_steps(
     def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
         with wrapped.as_in_the_forward(is_last=step == 0):
             if step is None or exchanges is None:
-                dummy = _dummy(packed)
+                dummy = dummy_of(packed)
                 rows = np.empty(0, np.int64)
                 nothing = edges_on_device(packed, found, rows, rows)
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
@@ -252,7 +295,7 @@ def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str,
     return {**inputs, **rows, "tree_mask": mask}
 
 
-def _dummy(packed: PackedForest) -> PackedForest:
+def dummy_of(packed: PackedForest) -> PackedForest:
     """One token that the model is sure to know: what a rank runs while others have a step more."""
     tokens = packed.forest.tokens
     assert tokens is not None
@@ -262,7 +305,7 @@ def _dummy(packed: PackedForest) -> PackedForest:
 # ---- wrappers and ranks --------------------------------------------------------------------------
 
 
-class _Wrapped:
+class Wrapped:
     """Gives each step the autocast of the forward, and DDP's synchronisation to the last alone.
 
     The gradients of all steps but the last stay local under DDP. FSDP reduces those of every step
@@ -294,7 +337,7 @@ class _Wrapped:
             yield
 
 
-def _most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
+def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
     """The largest of each number of any rank: those that shard or copy the model run it equally
     often."""
     if not (groups := groups_of(model)):

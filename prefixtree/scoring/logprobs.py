@@ -22,7 +22,7 @@ from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
-from prefixtree.models.router_loss import router_keywords, router_loss
+from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
 from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -198,32 +198,10 @@ def sequence_logprobs(
         local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
-    prepare_states(causal_lm)
-    rule = logit_rule(causal_lm)
-    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, rule)
+    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size)
+    forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    keywords = router_keywords(causal_lm.config, loss)
-    held_bytes = 0 if loss is None else loss.held_bytes()
-    # what the model returned: the loss and its logits stand beside the scores
-    output: Any = None
-
-    def forward(mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
-        nonlocal output
-        with (
-            recomputed_forward(model, causal_lm, packed, len(edges.target), recompute, held_bytes),
-            every_layer_attends(causal_lm, mask),
-            replaying(causal_lm, packed),
-            encoded(),
-            scoring_lm_head(causal_lm, edges, wanted, loss) as handed,
-        ):
-            if loss is not None:
-                loss.check()
-            output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
-        # what a wrapper changed in place is its fault, not the model's
-        scores = handed.returned(output)
-        handed.check_treatment(causal_lm, rule)
-        return scores
-
+    forward.loss, forward.encoded = loss, encoded
     if max_tokens is None:
         scores = local.gathered(forward(local.mask, local.inputs, local.edges))
     else:
@@ -233,5 +211,64 @@ def sequence_logprobs(
     found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted)
     if loss is None:
         return found_scores
+    output = forward.output
     logits = tuple(output.router_logits)
     return replace(found_scores, aux_loss=output.aux_loss, router_logits=logits)
+
+
+class ModelForward:
+    """Calls a model over a packed forest, or over a part of one, for the scores of its edges.
+
+    Args:
+        model, causal_lm, packed: as `sequence_logprobs` has them.
+        recompute: as in `sequence_logprobs`.
+        options: what is computed of each edge; the rule of the model's family is added.
+
+    Attributes:
+        loss: the load-balancing loss to compute. Default: none.
+        encoded: a context in which pictures are encoded. Default: text alone.
+        output: what the model returned last: the loss and its logits stand beside the scores.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        causal_lm: Any,
+        packed: PackedForest,
+        recompute: Recompute,
+        options: ScoreOptions,
+    ) -> None:
+        prepare_states(causal_lm)
+        self.recompute = recompute
+        self.loss: RouterLoss | None = None
+        self.encoded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.output: Any = None
+        self._model, self._causal_lm, self._packed = model, causal_lm, packed
+        self._options = replace(options, rule=logit_rule(causal_lm))
+
+    def __call__(self, mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
+        """One forward, [u, columns].
+
+        Args:
+            mask: that of the tokens.
+            inputs: keywords of the model.
+            edges: what its lm_head scores.
+        """
+        model, causal_lm, loss = self._model, self._causal_lm, self.loss
+        keywords = router_keywords(causal_lm.config, loss)
+        held_bytes = 0 if loss is None else loss.held_bytes()
+        count = len(edges.target)
+        with (
+            recomputed_forward(model, causal_lm, self._packed, count, self.recompute, held_bytes),
+            every_layer_attends(causal_lm, mask),
+            replaying(causal_lm, self._packed),
+            self.encoded(),
+            scoring_lm_head(causal_lm, edges, self._options, loss) as handed,
+        ):
+            if loss is not None:
+                loss.check()
+            self.output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
+        # what a wrapper changed in place is its fault, not the model's
+        scores = handed.returned(self.output)
+        handed.check_treatment(causal_lm, self._options.rule)
+        return scores

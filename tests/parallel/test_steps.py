@@ -35,7 +35,7 @@ def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
     steps = some_steps(forest, size)
     loans = find_loans(steps)
     for step in steps:
-        borrowed = [loan for loan in loans if loan.lender < step.index <= loan.last]
+        borrowed = [loan for loan in loans if step.index in loan.borrowers]
         lenders = [steps[loan.lender] for loan in borrowed]
         tokens = [
             lender.own_tokens[loan.rows.numpy()]
@@ -46,7 +46,9 @@ def test_loans_are_what_steps_borrow(forest: PrefixForest, size: int) -> None:
         assert step.tokens.tolist() == [*step.borrowed_tokens, *step.own_tokens]
         lent = [loan.rows.numpy() for loan in loans if loan.lender == step.index]
         assert np.concatenate([[], *lent]).tolist() == step.lent_rows.tolist()
-    assert all(loan.last > loan.lender for loan in loans)
+    assert all(
+        loan.borrowers == tuple(range(loan.lender + 1, loan.borrowers[-1] + 1)) for loan in loans
+    )
 
 
 # ---- where rows wait -----------------------------------------------------------------------------

@@ -116,14 +116,14 @@ def test_steps() -> None:
         torch.cat(sequence_logprobs(model, packed, **_STEPS).logprobs).sum().backward()
         return [model.lm_head.weight.grad]
 
-    check(model, run, scoring_steps._Wrapped.as_in_the_forward, LoanStore.lending)
+    check(model, run, scoring_steps.Wrapped.as_in_the_forward, LoanStore.lending)
 
 
 def test_steps_of_ddp(lone_group: None) -> None:
     model, packed = tiny()
     wrapped = nn.parallel.DistributedDataParallel(model)
     run = lambda: sequence_logprobs(wrapped, packed, **_STEPS).logprobs  # noqa: E731
-    check(wrapped, run, scoring_steps._Wrapped.as_in_the_forward)
+    check(wrapped, run, scoring_steps.Wrapped.as_in_the_forward)
 
 
 def test_pictures() -> None:

@@ -20,7 +20,8 @@ from verl.workers.engine.utils import postprocess_batch_func
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.pictures import Pictures
-from prefixtree.planning.micro_batches import MicroBatch, micro_batch_of, plan_micro_batches
+from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
+from prefixtree.planning.micro_batches import plan_micro_batches
 
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:

@@ -62,7 +62,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
-from prefixtree.planning.micro_batches import MicroBatch
+from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.logprobs import sequence_logprobs

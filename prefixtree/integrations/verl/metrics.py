@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl.utils.flops_counter import FlopsCounter
 
 from prefixtree.packing.visible import visible_pairs
-from prefixtree.planning.micro_batches import MicroBatch
+from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.sharing.near_misses import tokens_to_win
 
 

@@ -41,3 +41,7 @@ class ScoreOptions:
     def with_gradients(self) -> int:
         """The number of columns before the statistics."""
         return 1 + self.with_entropy
+
+    @property
+    def columns(self) -> int:
+        return self.with_gradients + len(self.statistics)

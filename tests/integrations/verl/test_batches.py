@@ -20,7 +20,7 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
-from prefixtree.planning.micro_batches import MicroBatch, micro_batch_of
+from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from tests.integrations.verl.runs import batch_of, jagged, rollouts
 
 

@@ -28,7 +28,7 @@ from prefixtree.integrations.verl import PackedActorEngine, PackedCriticEngine
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.metrics import Work, work_metrics
 from prefixtree.models.compiled import compile_layers
-from prefixtree.planning.micro_batches import micro_batch_of
+from prefixtree.planning.micro_batch import micro_batch_of
 from prefixtree.recompute import trace as recompute_trace
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (

@@ -1,0 +1,182 @@
+"""`MicroBatch`: some sequences of a forest, cut out of it, to be computed in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from prefixtree import loops
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.packing.per_sequence import per_sequence, zeros_like
+from prefixtree.planning import assignment
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.steps import StepStats
+
+
+class MicroBatch:
+    """Some sequences of the batch, to be computed in one forward. Made by `plan_micro_batches`.
+
+    An empty step is a micro-batch too: `sequence_indices` is empty and `packed` holds one dummy
+    sequence of one token, which has no predictor and so no score. It runs through a model like any
+    other (collectives match) and its scores sum to 0, with a graph to every parameter.
+
+    Attributes:
+        sequence_indices: int64 [s], ascending indices into the planned sequences. Sequence i of
+            `packed` is sequence_indices[i].
+        num_tokens: distinct tokens; 0 for an empty step.
+        cost: FLOPs of an update (forward and backward), by the plan's cost model; 0 for an empty
+            step.
+        steps: the StepStats of the steps that compute it, where it holds more tokens than the
+            plan's `max_tokens`; None where it is computed in one forward.
+    """
+
+    def __init__(
+        self,
+        source: PrefixForest,
+        sequence_indices: np.ndarray,
+        num_tokens: int,
+        cost: float,
+        steps: StepStats | None = None,
+        forest: PrefixForest | None = None,
+        num_planned: int | None = None,
+    ) -> None:
+        self._source = source
+        self._forest = forest
+        self._num_planned = source.num_sequences if num_planned is None else num_planned
+        self.sequence_indices = sequence_indices
+        self.num_tokens = num_tokens
+        self.cost = cost
+        self.steps = steps
+
+    @property
+    def num_planned(self) -> int:
+        """S, the sequences of the whole mini-batch, of all ranks."""
+        return self._num_planned
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is an empty step: a dummy without a sequence of the batch."""
+        return len(self.sequence_indices) == 0
+
+    @property
+    def forest(self) -> PrefixForest:
+        """The forest of these sequences alone, cut out of the plan's forest.
+
+        It is made at the first access, without comparing tokens, and kept.
+        """
+        if self._forest is None and self.is_empty:
+            self._forest = _dummy_forest(self._source)
+        elif self._forest is None:
+            self._forest = cut_out(self._source, self.sequence_indices)
+        return self._forest
+
+    @cached_property
+    def packed(self) -> PackedForest:
+        """`pack(self.forest)`, on the CPU; `.to(device)` copies it to a device.
+
+        It is made at the first access and kept, so that further passes reuse its block tables.
+        """
+        return pack(self.forest)
+
+    def take(self, values: Sequence[Any]) -> list[Any]:
+        """Selects the entries of a per-sequence list that belong to this micro-batch.
+
+        Args:
+            values: S entries, for all sequences that were planned: numbers, lists, arrays, tensors
+                or anything else.
+
+        Returns:
+            One entry per sequence of `packed`, in their order. For the dummy of an empty step one
+            entry of zeros, without a gradient: a number for numbers, one token's worth ([1, ...])
+            for per-token values, None for what has no zero. So a training loop needs no special
+            case.
+
+        Raises:
+            ForestError: another number of entries than S, as of values that were taken already.
+        """
+        given = per_sequence("values", values, self._num_planned)
+        if self.is_empty:
+            return [zeros_like(given[0])]
+        return [given[i] for i in self.sequence_indices.tolist()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # to another process goes this micro-batch's part of the forest, not the whole
+        sizes = self.sequence_indices, self.num_tokens, self.cost, self.steps, self._num_planned
+        return _rebuild, (self.forest, *sizes)
+
+    def __repr__(self) -> str:
+        steps = f" in {len(self.steps.own_tokens)} steps" if self.steps else ""
+        return (
+            f"MicroBatch({len(self.sequence_indices)} sequences, {self.num_tokens} tokens{steps})"
+        )
+
+
+def micro_batch_of(forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
+    """Some sequences of a forest in one forward; its cost is that of `CostModel()`.
+
+    Args:
+        sequences: their indices in the forest, in any order, at least one.
+    """
+    indices = np.sort(np.asarray(sequences, np.int64))
+    part = cut_out(forest, indices)
+    cost = CostModel().cost(part.node_position, part.node_length).sum()
+    return MicroBatch(forest, indices, part.num_tokens, float(cost), forest=part)
+
+
+def _rebuild(
+    forest: PrefixForest,
+    sequence_indices: np.ndarray,
+    num_tokens: int,
+    cost: float,
+    steps: StepStats | None,
+    num_planned: int,
+) -> MicroBatch:
+    return MicroBatch(forest, sequence_indices, num_tokens, cost, steps, forest, num_planned)
+
+
+# ---- forests of micro-batches --------------------------------------------------------------------
+
+
+def cut_out(forest: PrefixForest, sequences: np.ndarray) -> PrefixForest:
+    """The forest of some sequences of a forest: their paths, compressed again.
+
+    Args:
+        forest: of which it is cut out.
+        sequences: int64, ascending.
+    """
+    ends, sequence_end = np.unique(forest.sequence_node[sequences], return_inverse=True)
+    nodes = loops.planning.used_nodes(forest.node_parent, ends)
+    parent = assignment.renumber(forest.node_parent[nodes], nodes)
+    # a node continues its parent's where no other child is left and no sequence ends between
+    children = np.bincount(parent[parent >= 0], minlength=len(nodes))
+    is_end = np.zeros(len(nodes), bool)
+    is_end[np.searchsorted(nodes, ends)] = True
+    starts = (parent < 0) | (children[parent] > 1) | is_end[parent]
+    new_id = np.cumsum(starts) - 1
+    first_nodes = np.flatnonzero(starts)
+    above = parent[first_nodes]
+    lengths = forest.node_length[nodes].astype(np.int64)
+    tokens = routes = None
+    if forest.tokens is not None:
+        first = forest.node_start[nodes] - (np.cumsum(lengths) - lengths)
+        place = np.repeat(first, lengths) + np.arange(lengths.sum())
+        tokens = forest.tokens[place]
+        routes = None if forest.routes is None else forest.routes[place]
+    return PrefixForest.from_parents(
+        np.where(above < 0, -1, new_id[above]),
+        np.add.reduceat(lengths, first_nodes),
+        tokens,
+        new_id[np.searchsorted(nodes, ends)][sequence_end],
+        routes=routes,
+    )
+
+
+def _dummy_forest(forest: PrefixForest) -> PrefixForest:
+    # a token that the model is sure to know: the largest may stand for pictures
+    tokens = None if forest.tokens is None else forest.tokens.min(keepdims=True)
+    routes = None if forest.routes is None else forest.routes[:1]
+    return PrefixForest.from_parents([-1], [1], tokens, routes=routes)

@@ -1,0 +1,390 @@
+"""`plan_trunks`: micro-batches of one forest that keep the trunks they share, for `kept_trunks`.
+
+The ends of sequences are taken in packed order, in which a sequence shares the most with its
+neighbours, and micro-batches are runs of them. What several micro-batches share is a trunk: its
+forward runs once, before the first of them, and its backward once, behind the last of them. So a
+trunk below another one lives shorter, and what is alive at once lies on one path. Every token has
+one owner: a trunk, or the one micro-batch that holds it. Legend: N nodes, E distinct ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from prefixtree.errors import ForestError
+from prefixtree.forest import PrefixForest
+from prefixtree.packing.layout import PackedForest, pack
+from prefixtree.planning.borrow_cost import BorrowCost, run_flops
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.steps import Steps
+
+# a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
+_FEW = 1024
+# budgets tried below max_tokens to make micro-batches even
+_EVENINGS = 6
+
+
+@dataclass(frozen=True)
+class TrunkStats:
+    """Tokens and memory of kept trunks.
+
+    Attributes:
+        trunks: the number of trunks, each of which adds a forward and a backward.
+        kept_tokens: tokens of all trunks.
+        alive_tokens: the most trunk tokens that are kept at once.
+        peak: the most that is held at once, in own tokens; at most `max_tokens` of the plan.
+    """
+
+    trunks: int
+    kept_tokens: int
+    alive_tokens: int
+    peak: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trunks:,} trunks of {self.kept_tokens:,} tokens, of which at most "
+            f"{self.alive_tokens:,} are kept at once; at most {self.peak:,.0f} tokens' memory"
+        )
+
+
+def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
+    """Those of all ranks: sums of trunks and their tokens, the most of what is held at once."""
+    return TrunkStats(
+        sum(stats.trunks for stats in of_ranks),
+        sum(stats.kept_tokens for stats in of_ranks),
+        max(stats.alive_tokens for stats in of_ranks),
+        max(stats.peak for stats in of_ranks),
+    )
+
+
+class Span(NamedTuple):
+    """A part in time.
+
+    Attributes:
+        first: the micro-batch before which it runs forward.
+        last: the micro-batch behind which it runs its backward.
+        is_trunk: whether others borrow from it; else it is the part of micro-batch `first`.
+    """
+
+    first: int
+    last: int
+    is_trunk: bool
+
+
+class Trunks:
+    """A forest in micro-batches and the trunks that they share. Made by `plan_trunks`.
+
+    Attributes:
+        forest: the forest.
+        sequences: per micro-batch, int64, the sequences of `forest` that it scores.
+        spans: per part, in the order of forwards.
+        stats: TrunkStats.
+        on_host: whether lent rows and their gradients wait on the host until their layer runs.
+    """
+
+    on_host = False
+
+    def __init__(
+        self,
+        forest: PrefixForest,
+        owner: np.ndarray,
+        spans: list[Span],
+        sequences: list[np.ndarray],
+        stats: TrunkStats,
+    ) -> None:
+        self.forest = forest
+        self.sequences = sequences
+        self.spans = spans
+        self.stats = stats
+        self._owner = owner
+        self._steps: dict[torch.device, Steps] = {}
+
+    def on(self, device: torch.device) -> Steps:
+        """The parts on a device, trunks and micro-batches in the order of forwards; kept."""
+        if device not in self._steps:
+            packed: PackedForest = pack(self.forest).to(device)
+            self._steps[device] = Steps(packed, self._owner, len(self.spans))
+        return self._steps[device]
+
+    def costs(self, cost_model: CostModel) -> np.ndarray:
+        """FLOPs of what each micro-batch computes, and of the trunks that begin with it.
+
+        Returns:
+            float64 [micro-batches], of an update.
+        """
+        border = np.flatnonzero(np.diff(self._owner, prepend=-1, append=-1))
+        flops = run_flops(pack(self.forest), border, cost_model)
+        first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
+        return np.bincount(first, flops, len(self.sequences))
+
+    def part_of(self, micro_batch: int) -> int | None:
+        """The part of a micro-batch; None where trunks own all its tokens."""
+        return next(iter(self._parts(micro_batch, "first", False)), None)
+
+    def starting(self, micro_batch: int) -> list[int]:
+        """The trunks whose forward comes before that of a micro-batch, in order."""
+        return self._parts(micro_batch, "first", True)
+
+    def ending(self, micro_batch: int) -> list[int]:
+        """The trunks whose backward comes behind that of a micro-batch, in order."""
+        return self._parts(micro_batch, "last", True)[::-1]
+
+    def _parts(self, micro_batch: int, end: str, is_trunk: bool) -> list[int]:
+        return [
+            part
+            for part, span in enumerate(self.spans)
+            if span.is_trunk == is_trunk and getattr(span, end) == micro_batch
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps": {}}
+
+    def __repr__(self) -> str:
+        return (
+            f"Trunks({len(self.sequences)} micro-batches, {self.stats.trunks} trunks of "
+            f"{self.stats.kept_tokens} tokens)"
+        )
+
+
+def plan_trunks(
+    forest: PrefixForest, max_tokens: int, borrow_cost: BorrowCost | None = None
+) -> Trunks:
+    """Divides a forest into micro-batches and trunks, and computes every token once.
+
+    Args:
+        forest: what one rank computes.
+        max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
+            `borrow_cost.trunk_weight`. A sequence may be longer.
+        borrow_cost: the bytes. Default: `BorrowCost()`.
+
+    Returns:
+        The micro-batches and trunks.
+
+    Raises:
+        ForestError: a path whose trunk does not fit, with the least budget that works.
+        ValueError: a borrow_cost without token_bytes.
+    """
+    weights = _weights(borrow_cost)
+    found = _divided(forest, max_tokens, weights)
+    if found is None:
+        low, high = max_tokens, 2 * max_tokens
+        while _divided(forest, high, weights) is None:
+            low, high = high, 2 * high
+        while high - low > max(1, low // 256):
+            middle = (low + high) // 2
+            low, high = (low, middle) if _divided(forest, middle, weights) else (middle, high)
+        raise ForestError(
+            f"max_tokens {max_tokens} is too little for the trunks of this forest, whose tokens "
+            f"count {weights.trunk:.2f} each by their bytes while micro-batches borrow them: the "
+            f"least max_tokens that works is about {high}; or let trunks recompute more "
+            "(borrow_cost(model, recompute_trunks='again')), let what they lend wait on the host "
+            "(on_host=True of BorrowCost), or compute it in steps (reuse=True)"
+        )
+    # as even micro-batches as need no more of them and no more trunks
+    low, high = max_tokens // 2, max_tokens
+    for _ in range(_EVENINGS if len(found.sequences) > 1 else 0):
+        middle = (low + high) // 2
+        other = _divided(forest, middle, weights) if middle else None
+        if other is not None and len(other.spans) <= len(found.spans):
+            found, high = other, middle
+        else:
+            low = middle
+    found.on_host = borrow_cost is not None and borrow_cost.on_host
+    return found
+
+
+class _Weights(NamedTuple):
+    """In own tokens: one of a kept trunk, and what its backward adds to one of its own."""
+
+    trunk: float
+    returned: float
+
+
+def _weights(borrow_cost: BorrowCost | None) -> _Weights:
+    cost = BorrowCost() if borrow_cost is None else borrow_cost
+    return _Weights(cost.trunk_weight, cost.returned_weight)
+
+
+def _divided(forest: PrefixForest, max_tokens: int, weights: _Weights) -> Trunks | None:
+    """Micro-batches and trunks within a budget; None where a path does not fit."""
+    ends, end_of = np.unique(forest.sequence_node, return_inverse=True)
+    border = _micro_batches(forest, ends, max_tokens, weights.trunk)
+    count = len(border) - 1
+    of_end = np.repeat(np.arange(count), np.diff(border))
+    # the first and the last micro-batch that holds each node
+    first = np.full(forest.num_nodes, count, np.int64)
+    last = np.full(forest.num_nodes, -1, np.int64)
+    first[ends] = last[ends] = of_end
+    above = forest.node_parent
+    for node in range(forest.num_nodes - 1, -1, -1):
+        if (parent := above[node]) >= 0:
+            first[parent] = min(first[parent], first[node])
+            last[parent] = max(last[parent], last[node])
+    parts = _parts(first, last)
+    length = forest.node_length.astype(np.int64)
+    sizes = np.bincount(parts.of_node, length, len(parts.spans)).astype(np.int64)
+    parts = _merged(parts, sizes, above, max_tokens, weights)
+    pieces = _pieces(parts, forest, max_tokens, weights)
+    if pieces is None:
+        return None
+    owner, spans = pieces
+    sizes = np.bincount(owner, minlength=len(spans))
+    held = _Held(spans, sizes, count, weights)
+    if held.peak > max_tokens:
+        return None
+    trunk = np.array([span.is_trunk for span in spans])
+    stats = TrunkStats(
+        int(trunk.sum()), int(sizes[trunk].sum()), int(held.alive.max()), float(held.peak)
+    )
+    of_sequence = of_end[end_of]
+    by_batch = np.argsort(of_sequence, kind="stable")
+    sequences = np.split(by_batch, np.cumsum(np.bincount(of_sequence, minlength=count))[:-1])
+    return Trunks(forest, owner, spans, sequences, stats)
+
+
+def _micro_batches(
+    forest: PrefixForest, ends: np.ndarray, max_tokens: int, weight: float
+) -> list[int]:
+    """Borders of runs of ends, each of which is as long as fits with the trunks that it shares."""
+    depth = (forest.node_position + forest.node_length).astype(np.int64)[ends].tolist()
+    # the tokens of the path that each end shares with the one before it
+    shared = [0] * (len(ends) + 1)
+    parents, deep = forest.node_parent.tolist(), forest.node_level
+    reach = (forest.node_position + forest.node_length).tolist()
+    for k in range(1, len(ends)):
+        a, b = int(ends[k - 1]), int(ends[k])
+        while a != b:
+            if deep[a] > deep[b] or (deep[a] == deep[b] and a > b):
+                a = parents[a]
+            else:
+                b = parents[b]
+            if a < 0 or b < 0:
+                break
+        shared[k] = reach[a] if a == b else 0
+    border = [0]
+    while (start := border[-1]) < len(ends):
+        best, tokens = start + 1, depth[start]
+        least = shared[start] if start else 0
+        for stop in range(start + 1, len(ends) + 1):
+            if stop > start + 1:
+                tokens += depth[stop - 1] - shared[stop - 1]
+            after = shared[stop]
+            least = min(least, after)
+            kept = shared[start] + after - least
+            if tokens - kept + weight * kept <= max_tokens:
+                best = stop
+            elif min(1.0, weight) * tokens > max_tokens:
+                break
+        border.append(best)
+    return border
+
+
+class _Parts(NamedTuple):
+    """The part of each node, int64 [N], and the parts in the order of forwards."""
+
+    of_node: np.ndarray
+    spans: list[Span]
+
+
+def _parts(first: np.ndarray, last: np.ndarray) -> _Parts:
+    """A part for each two micro-batches between which nodes are held."""
+    # trunks before what borrows from them: the longer first
+    pairs, of_node = np.unique(np.stack([first, -last], 1), axis=0, return_inverse=True)
+    spans = [Span(int(f), int(-n), int(f) != int(-n)) for f, n in pairs]
+    return _Parts(of_node.reshape(-1), spans)
+
+
+class _Held:
+    """What is held while parts run, in own tokens.
+
+    Attributes:
+        alive: int64 [micro-batches], trunk tokens that are kept while each runs.
+        peak: the most that is held at once.
+    """
+
+    def __init__(self, spans: list[Span], sizes: np.ndarray, count: int, weights: _Weights) -> None:
+        first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
+        is_trunk = np.array([span.is_trunk for span in spans])
+        own, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
+        change = np.zeros(count + 1, np.int64)
+        np.add.at(change, first, kept)
+        np.add.at(change, last + 1, -kept)
+        self.alive = np.cumsum(change)[:-1]
+        before = np.tri(len(spans), k=-1, dtype=bool)
+        # beside its forward: trunks before it; beside its backward: those whose own comes later
+        forward = before & (first[:, None] <= last)
+        ends = last[:, None]
+        backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
+        beside = np.maximum(forward @ kept, backward @ kept)
+        running = kept * (1 + weights.returned) + np.where(is_trunk, weights.trunk * beside, 0)
+        of_batch = np.bincount(first, own, count) + weights.trunk * self.alive
+        self.peak = float(max(running.max(), of_batch.max()))
+
+
+def _merged(
+    parts: _Parts, sizes: np.ndarray, above: np.ndarray, max_tokens: int, weights: _Weights
+) -> _Parts:
+    """The parts with small trunks in the trunks above them, where these then still fit."""
+    of_node, spans, sizes = parts.of_node.copy(), list(parts.spans), sizes.copy()
+    count = max(span.last for span in spans) + 1
+    # a trunk is a run of a path: the part above its first node
+    parent = np.full(len(spans), -1)
+    for node in range(len(of_node) - 1, -1, -1):
+        if above[node] >= 0 and of_node[above[node]] != of_node[node]:
+            parent[of_node[node]] = of_node[above[node]]
+    known = _Held(spans, sizes, count, weights).peak
+    for part in np.argsort(sizes, kind="stable").tolist():
+        into = parent[part]
+        if not spans[part].is_trunk or sizes[part] >= _FEW or into < 0:
+            continue
+        tried = sizes.copy()
+        tried[into] += tried[part]
+        tried[part] = 0
+        peak = _Held(spans, tried, count, weights).peak
+        if peak > max(max_tokens, known):
+            continue
+        sizes, known = tried, peak
+        of_node[of_node == part] = into
+        parent[parent == part] = into
+    kept = np.unique(of_node)
+    return _Parts(np.searchsorted(kept, of_node), [spans[part] for part in kept.tolist()])
+
+
+def _pieces(
+    parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights
+) -> tuple[np.ndarray, list[Span]] | None:
+    """The owner of each token, and the parts, those that do not fit cut into pieces.
+
+    The pieces of a micro-batch but its last are trunks that it alone borrows from.
+    """
+    of_token = np.repeat(parts.of_node, forest.node_length)
+    owner = np.empty(forest.num_tokens, np.int64)
+    spans: list[Span] = []
+    sizes: list[int] = []
+    for part, span in enumerate(parts.spans):
+        tokens = np.flatnonzero(of_token == part)
+        while len(tokens):
+            # what comes later is checked once all is known
+            alive = sum(
+                size
+                for before, size in zip(spans, sizes, strict=True)
+                if before.is_trunk and span.first <= before.last
+            )
+            room = max_tokens - weights.trunk * alive
+            if not span.is_trunk and len(tokens) <= room:
+                size, piece = len(tokens), span
+            else:
+                size = min(len(tokens), int(room / (1 + weights.returned)))
+                piece = Span(span.first, span.last, True)
+            if size < 1:
+                return None
+            owner[tokens[:size]] = len(spans)
+            spans.append(piece)
+            sizes.append(size)
+            tokens = tokens[size:]
+    return owner, spans

@@ -1,0 +1,136 @@
+"""`plan_trunks`: which micro-batches share which trunks, and what is held at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.lib.workloads import caterpillar, forest_of, single
+from prefixtree import BorrowCost, CostModel, ForestError, PrefixForest, plan_micro_batches
+from prefixtree.planning.trunks import Trunks, plan_trunks
+from tests.support.strategies import forests
+
+# a token of a trunk counts a quarter, and its returned gradients a tenth
+COST = BorrowCost(
+    layers=1, kv_heads=1, head_dim=5, value_dim=5, element_bytes=2, token_bytes=400, graph_bytes=40
+)
+
+
+def held(trunks: Trunks, owner: np.ndarray, cost: BorrowCost) -> float:
+    """The most that is held at once, run after run as `kept_trunks` runs them."""
+    sizes = np.bincount(owner, minlength=len(trunks.spans))
+    alive: list[int] = []
+    peaks = []
+
+    def weight() -> float:
+        return cost.trunk_weight * sum(int(sizes[part]) for part in alive)
+
+    for at in range(len(trunks.sequences)):
+        for part in trunks.starting(at):
+            peaks.append(sizes[part] + weight())
+            alive.append(part)
+        own = trunks.part_of(at)
+        peaks.append((0 if own is None else sizes[own]) + weight())
+        for part in trunks.ending(at):
+            alive.remove(part)
+            peaks.append(sizes[part] * (1 + cost.returned_weight) + weight())
+    assert not alive
+    return float(max(peaks))
+
+
+@settings(max_examples=150)
+@given(forests(max_nodes=12), st.integers(6, 40))
+def test_plans_hold_what_they_promise(forest: PrefixForest, max_tokens: int) -> None:
+    try:
+        trunks = plan_trunks(forest, max_tokens, COST)
+    except ForestError:
+        longest = int(forest.sequence_lengths.max())
+        # a path does not fit, whatever waits
+        assert longest * (1 + COST.returned_weight) > max_tokens or longest > 0.5 * max_tokens
+        return
+    steps = trunks.on(torch.device("cpu"))
+    # every token once, and all of a micro-batch's in its part or in trunks that are alive
+    assert sum(part.num_tokens for part in steps) == forest.num_tokens
+    found = np.sort(np.concatenate(trunks.sequences))
+    assert found.tolist() == list(range(forest.num_sequences))
+    for at, sequences in enumerate(trunks.sequences):
+        available = [
+            part
+            for part, span in enumerate(trunks.spans)
+            if span.first == at or (span.is_trunk and span.first <= at <= span.last)
+        ]
+        own = np.isin(steps.owner, available)
+        for sequence in sequences.tolist():
+            for node in forest.path(sequence).tolist():
+                start = int(forest.node_start[node])
+                assert own[start : start + int(forest.node_length[node])].all()
+    for part, span in zip(steps, trunks.spans, strict=True):
+        for lender in np.unique(steps.owner[part.borrowed_tokens]).tolist():
+            lends = trunks.spans[lender]
+            assert lends.is_trunk and lends.first <= span.first and span.last <= lends.last
+    peak = held(trunks, steps.owner, COST)
+    assert peak <= trunks.stats.peak + 1e-6 and trunks.stats.peak <= max_tokens + 1e-6
+    assert trunks.costs(CostModel()).sum() == pytest.approx(
+        CostModel().cost(forest.node_position.astype(np.int64), forest.node_length).sum()
+    )
+
+
+def test_a_trunk_and_its_responses() -> None:
+    cost = replace(COST, graph_bytes=0)
+    trunks = plan_trunks(forest_of(single(8192, 16, 2048)), 16384, cost)
+    assert trunks.stats.trunks == 1 and trunks.stats.kept_tokens == 8192
+    assert [len(sequences) for sequences in trunks.sequences] in ([6, 6, 4], [6, 5, 5], [7, 7, 2])
+
+
+def test_small_trunks_are_computed_with_those_above() -> None:
+    """Fewer launches; where they then do not fit, they are not."""
+    forest = forest_of(caterpillar(24, 120, 120, 1300, 16))
+    trunks = plan_trunks(forest, 16384)
+    spans = [span for span in trunks.spans if span.is_trunk]
+    sizes = np.bincount(trunks.on(torch.device("cpu")).owner)
+    small = [s for span, s in zip(trunks.spans, sizes, strict=True) if span.is_trunk and s < 1024]
+    assert len(spans) < len(trunks.sequences) and len(small) <= 1
+
+
+def test_a_path_that_does_not_fit() -> None:
+    forest = PrefixForest.from_parents([-1, 0, 0], [100, 10, 10])
+    with pytest.raises(ForestError, match="max_tokens 20 is too little for the trunks") as error:
+        plan_trunks(forest, 20, COST)
+    assert "the least max_tokens that works is about" in str(error.value)
+    least = int(str(error.value).split("is about ")[1].split(";")[0])
+    assert plan_trunks(forest, least, COST).stats.peak <= least
+    with pytest.raises(ForestError):
+        plan_trunks(forest, least - 2, COST)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_plans_of_ranks(num_ranks: int) -> None:
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 999, 60)
+    sequences = [
+        np.concatenate([trunk[: 10 * (i % 6) + 10], rng.integers(0, 999, 20)]) for i in range(30)
+    ]
+    groups = [i % 5 for i in range(30)]
+    plan = plan_micro_batches(sequences, 90, num_ranks, groups, trunks=True, borrow_cost=COST)
+    cut = plan_micro_batches(sequences, 90, num_ranks, groups)
+    assert len({len(rank) for rank in plan}) == 1 and plan.max_tokens == 90
+    everything = [batch.sequence_indices for rank in plan for batch in rank]
+    assert np.sort(np.concatenate(everything)).tolist() == list(range(30))
+    of_rank = 0
+    for rank in plan:
+        mine = np.sort(np.concatenate([batch.sequence_indices for batch in rank]))
+        forest = PrefixForest.from_sequences([sequences[i] for i in mine])
+        assert rank.trunks.forest.num_tokens == forest.num_tokens
+        of_rank += forest.num_tokens
+        # groups stay on one rank
+        assert len(mine) == sum(groups[i] in {groups[j] for j in mine} for i in range(30))
+        for batch in rank:
+            assert batch.is_empty or batch.num_tokens == batch.packed.num_tokens
+    assert plan.stats.packed_tokens == of_rank < cut.stats.packed_tokens
+    assert sum(plan.stats.rank_costs) < sum(cut.stats.rank_costs)
+    assert "trunks of" in str(plan.stats) and plan.stats.trunks.peak <= 90

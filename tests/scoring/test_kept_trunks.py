@@ -1,0 +1,526 @@
+"""`kept_trunks`: micro-batches that compute their trunks once, against each sequence alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from prefixtree import (
+    BorrowCost,
+    MicroBatchPlan,
+    PrefixForest,
+    UnsupportedError,
+    borrow_cost,
+    kept_trunks,
+    plan_micro_batches,
+    sequence_logprobs,
+)
+from prefixtree.models.compiled import compile_layers
+from prefixtree.parallel.steps import StepExchange
+from prefixtree.scoring import kept_trunks as module
+from tests.support.models import (
+    Objective,
+    Run,
+    assert_same,
+    build,
+    cases,
+    counted,
+    enable_checkpointing,
+    errors,
+    gradients,
+    make_objective,
+    ragged_objective,
+    randomise,
+    run_eager,
+    same_bits,
+)
+from tests.support.replay import drawn_routes
+from tests.support.step_ranks import LIGHT, loss_of
+
+MAX_TOKENS = 24
+
+
+def plan_of(objective: Objective, max_tokens: int = MAX_TOKENS, **options: Any) -> MicroBatchPlan:
+    return plan_micro_batches(
+        objective.sequences, max_tokens, trunks=True, **{"borrow_cost": LIGHT, **options}
+    )
+
+
+def taken(objective: Objective, batch: Any) -> Objective:
+    """The objective of a micro-batch."""
+    masks = objective.loss_masks
+    return Objective(
+        batch.take(objective.sequences),
+        batch.take(objective.temperatures),
+        None if masks is None else batch.take(masks),
+        batch.take(objective.weights),
+    )
+
+
+def linear(objective: Objective, scores: Any) -> torch.Tensor:
+    """A loss that does not depend on the micro-batches."""
+    return objective.loss(scores.logprobs, scores.entropy)
+
+
+def run(
+    model: nn.Module,
+    objective: Objective | None = None,
+    plan: MicroBatchPlan | None = None,
+    loss: Callable[[Objective, Any], torch.Tensor] = loss_of,
+    **options: Any,
+) -> Run:
+    """Scores and gradients of the sum over micro-batches."""
+    objective = objective or ragged_objective()
+    plan = plan or plan_of(objective)
+    model.zero_grad(set_to_none=True)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    per_sequence = objective.temperatures, objective.loss_masks
+    with kept_trunks(model, plan[0], *per_sequence, True, 7, **options) as scored:
+        for batch, scores in scored:
+            pairs = zip(scores.logprobs, scores.entropy, strict=True)
+            found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
+            loss(taken(objective, batch), scores).backward()
+    return _run(model, found)
+
+
+def one_by_one(model: nn.Module, objective: Objective, plan: MicroBatchPlan) -> Run:
+    """The same with every micro-batch in a forward of its own."""
+    model.zero_grad(set_to_none=True)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for batch in plan[0]:
+        its = taken(objective, batch)
+        scores = sequence_logprobs(
+            model, batch.packed, its.temperatures, its.loss_masks, return_entropy=True
+        )
+        assert scores.entropy is not None
+        pairs = zip(scores.logprobs, scores.entropy, strict=True)
+        found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
+        loss_of(its, scores).backward()
+    return _run(model, found)
+
+
+def _run(model: nn.Module, found: dict[int, Any]) -> Run:
+    values = ([found[i][column].detach() for i in sorted(found)] for column in (0, 1))
+    return Run(*values, gradients(model))
+
+
+def compare(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
+    """Fails unless kept trunks give what micro-batches alone give; the run."""
+    objective = objective or ragged_objective()
+    plan = options.pop("plan", None) or plan_of(objective)
+    assert plan.stats.trunks.trunks > 0 and plan.stats.packed_tokens == plan.forest.num_tokens
+    got = run(model, objective, plan, **options)
+    print(assert_same(got, one_by_one(model, objective, plan)))
+    return got
+
+
+def chains(seed: int, count: int = 9) -> list[np.ndarray]:
+    """Random sequences that share: each goes on from a place in an earlier one."""
+    rng = np.random.default_rng(seed)
+    found = [rng.integers(3, 90, rng.integers(4, 30))]
+    while len(found) < count:
+        parent = found[rng.integers(len(found))]
+        kept = parent[: rng.integers(0, len(parent) + 1)]
+        found.append(np.concatenate([kept, rng.integers(3, 90, rng.integers(1, 14))]))
+    return found
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_forests_in_float64_against_every_sequence_alone(seed: int) -> None:
+    """Trunks nested and cut, edges of trunks in losses of several micro-batches."""
+    objective = make_objective(chains(seed), seed)
+    model = build("qwen3").double()
+    expected = run_eager(model, objective)
+    longest = max(len(s) for s in objective.sequences)
+    used = 0
+    for max_tokens in (max(9, longest // 2), longest, 2 * longest):
+        plan = plan_of(objective, max_tokens)
+        used += plan.stats.trunks.trunks
+        for mode in (None, "again"):
+            got = run(model, objective, plan, linear, recompute_trunks=mode)
+            assert errors(got, expected).largest < 2e-6
+    assert used > 3
+
+
+@pytest.mark.parametrize(
+    "model_type", cases(["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe"])
+)
+def test_families(model_type: str) -> None:
+    model = build(model_type)
+    compare(model)
+    assert_same(run(model, loss=linear), run_eager(model))
+
+
+def test_several_trunks_are_alive_at_once() -> None:
+    """A trunk that borrows from a trunk, and one that a micro-batch alone needs."""
+    plan = plan_of(ragged_objective(), 17)
+    spans = plan[0].trunks.spans
+    trunks = [span for span in spans if span.is_trunk]
+    assert any(a.first < b.first <= b.last < a.last for a in trunks for b in trunks)
+    assert any(span.first == span.last for span in trunks)
+    assert max(len(s) for s in ragged_objective().sequences) > 17
+    compare(build("qwen3"), plan=plan)
+
+
+def test_a_micro_batch_whose_tokens_are_all_in_trunks() -> None:
+    rng = np.random.default_rng(0)
+    chain = rng.integers(3, 90, 60)
+    objective = make_objective([chain[:end] for end in (8, 20, 33, 45, 60)])
+    plan = plan_of(objective, 17)
+    trunks = plan[0].trunks
+    parts = [trunks.part_of(at) for at in range(len(plan[0]))]
+    assert None in parts and parts != [None] * len(parts)
+    compare(build("qwen3"), objective, plan=plan)
+
+
+def test_every_token_is_computed_once() -> None:
+    plan, model = plan_of(ragged_objective()), build("qwen3")
+    tokens: list[int] = []
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda _, args: tokens.append(len(args[0][0])))
+    run(model, plan=plan)
+    assert sum(tokens) == plan.forest.num_tokens == plan.stats.packed_tokens
+    assert sum(batch.num_tokens for batch in plan[0]) > 1.3 * sum(tokens)
+
+
+def test_without_a_loss_mask_and_with_one_that_scores_little() -> None:
+    objective = make_objective(ragged_objective().sequences, plain=True)
+    compare(build("qwen3"), objective)
+    masks = [np.arange(len(s)) >= max(1, len(s) - 2) for s in objective.sequences]
+    compare(build("qwen3"), replace(objective, loss_masks=masks))
+
+
+@pytest.mark.parametrize("recompute", [None, "all", "all_but_attention", "nothing"])
+@pytest.mark.parametrize("trunks", [None, "all", "nothing", "again"])
+def test_recomputation(recompute: Any, trunks: Any) -> None:
+    compare(build("qwen3"), recompute=recompute, recompute_trunks=trunks)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant: bool) -> None:
+    model = build("gemma2")
+    enable_checkpointing(model, use_reentrant)
+    compare(model)
+
+
+def test_lent_rows_on_the_host() -> None:
+    cost = replace(LIGHT, on_host=True)
+    plan = plan_of(ragged_objective(), borrow_cost=cost)
+    assert plan[0].trunks.on_host
+    compare(build("qwen3"), plan=plan, recompute="all", recompute_trunks="again")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(build("qwen3"), config)
+    randomise(model)
+    got = compare(model.train())
+    assert got.gradients and all("lora" in name for name in got.gradients)
+
+
+def test_frozen_layers() -> None:
+    model = build("qwen3")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or "layers.0.self_attn.q" in name)
+    got = compare(model)
+    assert any("layers.0" in name for name in got.gradients)
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers() -> None:
+    model = build("qwen3", num_hidden_layers=1)
+    expected = run(model)
+    torch._dynamo.reset()
+    compile_layers(model, backend="aot_eager")
+    assert_same(run(model), expected)
+    torch._dynamo.reset()
+
+
+def test_autocast() -> None:
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    exact = one_by_one(model, ragged_objective(), plan)
+    found = []
+    for mode in ("alone", "nothing", "all", "again"):
+        with torch.autocast("cpu", torch.bfloat16):
+            if mode == "alone":
+                one = one_by_one(model, ragged_objective(), plan)
+                assert errors(one, exact).gradient > 3e-3
+                continue
+            recompute = "all" if mode == "again" else mode
+            found.append(run(model, plan=plan, recompute=recompute, recompute_trunks=mode))
+            # no further from float32 than micro-batches in forwards of their own
+            assert errors(found[-1], exact).gradient < 1.5 * errors(one, exact).gradient
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Any) -> None:
+    model, plan, objective = build("qwen3").eval(), plan_of(ragged_objective()), ragged_objective()
+    found: dict[int, Any] = {}
+    with counted([model]) as forwards, context():
+        per_sequence = objective.temperatures, objective.loss_masks
+        with kept_trunks(model, plan[0], *per_sequence, return_entropy=True) as scored:
+            for batch, scores in scored:
+                assert not scores.logprobs[0].requires_grad
+                pairs = zip(scores.logprobs, scores.entropy, strict=True)
+                found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
+        assert forwards() == len(plan[0].trunks.spans)
+    expected = replace(one_by_one(model, objective, plan), gradients={})
+    assert_same(replace(_run(model, found), gradients={}), expected)
+
+
+def test_frozen_models_and_statistics() -> None:
+    model, plan = build("qwen3").eval().requires_grad_(False), plan_of(ragged_objective())
+    names = ("mean_logits", "is_top1")
+    with kept_trunks(model, plan[0], return_statistics=names) as scored:
+        for batch, scores in scored:
+            expected = sequence_logprobs(model, batch.packed, return_statistics=names).statistics
+            for name in names:
+                got, wanted = torch.cat(scores.statistics[name]), torch.cat(expected[name])
+                torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_accumulation_over_blocks_and_two_epochs_of_one_plan() -> None:
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    once = run(model, plan=plan)
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), True, 7) as scored:
+        for batch, scores in scored:
+            loss_of(taken(ragged_objective(), batch), scores).backward()
+    twice = {name: 2 * gradient for name, gradient in once.gradients.items()}
+    assert_same(replace(once, gradients=gradients(model)), replace(once, gradients=twice))
+
+
+def test_two_backwards_within_a_turn_are_added() -> None:
+    model, plan, objective = build("qwen3"), plan_of(ragged_objective()), ragged_objective()
+    expected = run(model, loss=linear)
+    model.zero_grad(set_to_none=True)
+    with kept_trunks(model, plan[0], *_given(objective), True) as scored:
+        for batch, scores in scored:
+            loss = linear(taken(objective, batch), scores)
+            (0.25 * loss).backward(retain_graph=True)
+            (0.75 * loss).backward()
+    assert_same(replace(expected, gradients=gradients(model)), expected)
+
+
+def test_empty_micro_batches_and_ranks() -> None:
+    model, objective = build("qwen3"), ragged_objective()
+    plan = plan_of(objective, num_ranks=2, min_micro_batches=9)
+    expected = run(model, loss=linear)
+    model.zero_grad(set_to_none=True)
+    empty = 0
+    for rank in range(2):
+        # as a data loader's worker sends it
+        batches = pickle.loads(pickle.dumps(plan[rank]))
+        with kept_trunks(model, batches, *_given(objective), True) as scored:
+            for batch, scores in scored:
+                empty += batch.is_empty
+                linear(taken(objective, batch), scores).backward()
+    assert empty
+    assert_same(replace(expected, gradients=gradients(model)), expected)
+
+
+def test_the_same_bits_every_time() -> None:
+    model = build("qwen3")
+    assert same_bits(run(model), run(model))
+
+
+def _given(objective: Objective) -> tuple[Any, Any]:
+    return objective.temperatures, objective.loss_masks
+
+
+# ---- the comparison turns red --------------------------------------------------------------------
+
+
+def test_the_comparison_turns_red_where_keys_lose_their_gradient(monkeypatch) -> None:
+    give_back = StepExchange.give_back
+
+    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
+        for loan in self._step.lent:
+            loan.gradients.pop(self._layer, None)
+        return give_back(self, dkey, dvalue)
+
+    _is_red(monkeypatch, StepExchange, "give_back", lost)
+
+
+def test_the_comparison_turns_red_where_scores_of_a_trunk_lose_their_gradient(monkeypatch) -> None:
+    _is_red(
+        monkeypatch,
+        module,
+        "_backward",
+        lambda scores, _: torch.autograd.backward(scores, torch.zeros_like(scores)),
+    )
+
+
+def test_the_comparison_turns_red_where_a_trunk_has_no_backward(monkeypatch) -> None:
+    monkeypatch.setattr(module.LoanStore, "close", lambda *_: None)
+    _is_red(monkeypatch, module, "_backward", lambda *_: None)
+
+
+def _is_red(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
+    model = build("qwen3")
+    expected = run(model)
+    monkeypatch.setattr(owner, name, broken)
+    got = run(model)
+    assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.05
+
+
+def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_backward", lambda *_: None)
+    with pytest.raises(RuntimeError, match="did not reach the attention of 3 layers"):
+        run(build("qwen3"))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_backward_that_is_missing_or_late() -> None:
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    with (
+        pytest.raises(RuntimeError, match="no backward of the scores of micro-batch 0 ran"),
+        kept_trunks(model, plan[0]) as scored,
+    ):
+        sum(torch.cat(scores.logprobs).sum() for _, scores in scored).backward()
+    kept = []
+    with (
+        pytest.raises(RuntimeError, match="ran after the next one was asked for"),
+        kept_trunks(model, plan[0]) as scored,
+    ):
+        for _, scores in scored:
+            loss = torch.cat(scores.logprobs).sum()
+            loss.backward(retain_graph=True)
+            kept.append(loss)
+            kept[0].backward(retain_graph=True)
+
+
+def test_a_block_that_is_left_early() -> None:
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    count = len(plan[0])
+    with (
+        pytest.raises(RuntimeError, match=f"{count - 1} of {count} micro-batches were not scored"),
+        kept_trunks(model, plan[0]) as scored,
+    ):
+        for _, scores in scored:
+            torch.cat(scores.logprobs).sum().backward()
+            break
+    # an error of the loop's own comes out as it is, and no backward of a trunk runs
+    ran: list[Any] = []
+    expected = run(model)
+    with pytest.raises(KeyError), kept_trunks(model, plan[0]) as scored:
+        for _, scores in scored:
+            torch.cat(scores.logprobs).sum().backward()
+            model.model.embed_tokens.weight.register_hook(ran.append)
+            raise KeyError
+    assert not ran
+    with pytest.raises(RuntimeError, match="within its with block"):
+        next(scored)
+    # nothing is left behind
+    assert_same(run(model), expected)
+
+
+def test_the_last_turn_ends_with_the_block() -> None:
+    """A loop that asks for no further micro-batch, such as one over zip."""
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    expected = run(model, loss=linear)
+    model.zero_grad(set_to_none=True)
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), True) as scored:
+        for _, (batch, scores) in zip(range(len(plan[0])), scored, strict=False):
+            linear(taken(ragged_objective(), batch), scores).backward()
+    assert_same(replace(expected, gradients=gradients(model)), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.eval(), "training of the model became False"),
+        (lambda m: m.model.norm.weight.detach().mul_(2), "model.norm.weight changed"),
+        (lambda m: m.model.norm.weight.requires_grad_(False), "requires_grad of model.norm.weight"),
+        (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step(), "changed within the bl"),
+    ],
+)
+def test_what_changed_within_the_block_is_refused_by_name(change: Any, words: str) -> None:
+    model, plan = build("qwen3"), plan_of(ragged_objective())
+    with pytest.raises(RuntimeError, match=words), kept_trunks(model, plan[0]) as scored:
+        for _, scores in scored:
+            torch.cat(scores.logprobs).sum().backward()
+            change(model)
+    with (
+        pytest.raises(RuntimeError, match="gradients were enabled when the block"),
+        kept_trunks(model.train(), plan[0]) as scored,
+    ):
+        for _, scores in scored:
+            torch.cat(scores.logprobs).sum().backward()
+            torch.set_grad_enabled(False)
+    torch.set_grad_enabled(True)
+
+
+def test_plans_and_arguments_that_do_not_fit() -> None:
+    model, sequences = build("qwen3"), ragged_objective().sequences
+    cut = plan_micro_batches(sequences, 60)
+    plan = plan_of(ragged_objective())
+    for batches in (cut[0], plan[0][:2], list(plan[0])):
+        with (
+            pytest.raises(ValueError, match=r"takes plan\[rank\] of a plan that keeps trunks"),
+            kept_trunks(model, batches),
+        ):
+            pass
+    with (
+        pytest.raises(ValueError, match="recompute='auto' plans for a forest in one forward"),
+        kept_trunks(model, plan[0], recompute="auto"),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="temperature must hold one entry per sequence: exp"),
+        kept_trunks(model, plan[0], temperature=[1.0, 2.0]),
+    ):
+        pass
+    with pytest.raises(TypeError, match="did you mean recompute="):
+        kept_trunks(model, plan[0], recomput="all")
+    with pytest.raises(ValueError, match="give one of both"):
+        plan_micro_batches(sequences, 60, trunks=True, reuse=True)
+
+
+def test_models_that_are_not_verified() -> None:
+    plan = plan_of(ragged_objective())
+
+    def refused(model: nn.Module, words: str, plan: MicroBatchPlan = plan) -> None:
+        with pytest.raises(UnsupportedError, match=words), kept_trunks(model, plan[0]):
+            pass
+
+    refused(build("qwen3_5"), "qwen3_5_text has recurrent layers, whose states")
+    experts = build("qwen3_moe")
+    experts.config.output_router_logits = True
+    refused(experts, "load-balancing loss of experts is not verified with kept trunks")
+    sequences = ragged_objective().sequences
+    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
+    routed = plan_micro_batches(forest, MAX_TOKENS, trunks=True, borrow_cost=LIGHT)
+    refused(build("qwen3_moe"), "routes of experts are not verified with kept trunks", routed)
+    model = copy.deepcopy(build("qwen3"))
+    model.model.layers[0].mlp._is_hooked = True
+    refused(model, "is tensor or expert parallel")
+
+
+def test_the_cost_of_a_model() -> None:
+    model = build("qwen3").train()
+    kept, little, again = (
+        borrow_cost(model, "nothing", trunks) for trunks in ("nothing", "all", "again")
+    )
+    assert kept.token_bytes == little.token_bytes and kept.kept_copies == 1
+    assert kept.graph_bytes > 3 * little.graph_bytes > again.graph_bytes == 0
+    assert kept.trunk_weight > 1 > little.trunk_weight > again.trunk_weight == again.weight
+    assert BorrowCost().trunk_weight == pytest.approx(0.79 + 0.557, abs=1e-3)
+    with pytest.raises(ValueError, match="recompute='auto'"):
+        borrow_cost(model, "auto")
