@@ -11,6 +11,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree import _picture_inputs
+from prefixtree.packing.placements import place
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 
@@ -127,6 +128,17 @@ def test_videos():
         second_per_grid_ts=[0.5, 1.0, 0.5],
     )
     assert together.of_sequences == [[0], [1], [0]]
+
+
+def test_a_video_twice_on_a_path():
+    """Its frames begin anew."""
+    row = [1, *shown(4, VIDEO), 7, *shown(4, VIDEO), 8, *shown(4, VIDEO), 2]
+    clip = {"pixel_values_videos": torch.cat([patches(5, 3, 4, 4)] * 2)}
+    found = batch(None, None, row + row, **clip, video_grid_thw=[[3, 4, 4]] * 2)
+    placements, paths = place(pt.pack(pt.PrefixForest.from_sequences(found.sequences)), found)
+    assert placements.number.tolist() == [0] * 6
+    assert placements.frame.tolist() == [0, 1, 2, 0, 1, 2]
+    assert paths[0].numbers == [0, 0]
 
 
 def test_gemma_has_positions_in_the_place_of_grids():

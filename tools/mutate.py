@@ -379,7 +379,8 @@ def redirect(log: Path) -> None:
 def pytest_main(options: list[str], files: Iterable[str], plugin: object) -> None:
     # hypothesis is imported already
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    options += ["-q", "--tb=short", "-p", "no:cacheprovider"]
+    # a folder with a pytest.ini of its own would name its tests from there
+    options += ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={Path.cwd()}"]
     importlib.import_module("pytest").main([*options, *files], plugins=[plugin])
 
 

@@ -209,6 +209,13 @@ def test_modes_of_recomputation_and_sharding(sharded, modes):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("limit, wanted", [(8, 64), (100, 100)])
+def test_graphs_of_all_modes_are_kept(limit, wanted, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
+    compile_layers(build("qwen3"))
+    assert torch._dynamo.config.recompile_limit == wanted
+
+
 def test_a_model_that_cannot_be_compiled_by_layers():
     with pytest.raises(TypeError, match="model must be a torch module"):
         compile_layers("model")

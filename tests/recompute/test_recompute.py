@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import prefixtree as pt
 from prefixtree.kernels.attention import operator
@@ -156,6 +157,25 @@ def test_what_was_set_before_is_set_again():
     assert all(map(torch.equal, again.logprobs, plain.logprobs))
 
 
+def test_whose_switches_are_set():
+    """The layers', and those of modules within that can recompute on their own: one whose class
+    has the switch, and one that alone has it."""
+    model = build("qwen3")
+    first = layers_of(model)[0]
+    first.mlp.own = torch.nn.Identity()
+    first.mlp.own.gradient_checkpointing = True
+    first.mlp.of_class = type("Switched", (torch.nn.Identity,), {"gradient_checkpointing": True})()
+    switched = {*layers_of(model), first.mlp.own, first.mlp.of_class}
+    before = {m: dict(vars(m)) for m in model.modules()}
+    with recomputing(model, ["all"] * len(layers_of(model))):
+        assert {m for m in before if vars(m) != before[m]} == switched
+        assert first.gradient_checkpointing
+        assert not (
+            first.mlp.own.gradient_checkpointing or first.mlp.of_class.gradient_checkpointing
+        )
+    assert all(vars(m) == before[m] for m in before)
+
+
 def test_without_gradients_nothing_is_planned(monkeypatch):
     monkeypatch.setattr(forward, "plan_recomputation", None)
     with torch.no_grad():
@@ -206,7 +226,8 @@ def test_held_memory_is_what_was_traced(model_type, mode):
     model = build(model_type, num_hidden_layers=6) if model_type != "qwen3_5" else build(model_type)
     dtype = torch.bfloat16 if model_type == "qwen3_moe" else torch.float32
     model.to(dtype)
-    traced = trace_memory(model.config, dtype).layers[mode]
+    memory = trace_memory(model.config, dtype)
+    traced = memory.layers[mode]
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 90, 700)
     packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 150)]) for _ in range(8)])
@@ -221,6 +242,9 @@ def test_held_memory_is_what_was_traced(model_type, mode):
         output = model.get_decoder()(**inputs)
     predicted = sum(x.held[0] * packed.num_tokens + x.held[1] for x in traced[1:])
     assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
+    after = memory.after * packed.num_tokens
+    # behind the last norm, which keeps a number per token too
+    assert live.bytes - ends[-1] == pytest.approx(after, rel=0.05)
     del output
 
 
@@ -277,6 +301,22 @@ def test_a_torch_that_cuts_otherwise_is_named(monkeypatch):
     with pytest.warns(UserWarning, match=lost):
         cut = trace_memory(config, torch.float32, compiled=True)
     assert cut is trace_memory(config, torch.float32)
+
+
+@pytest.mark.parametrize("users, peak", [("fused", 0), ("product", 396), ("fused, product", 396)])
+def test_values_that_one_reader_wants_whole_have_a_buffer(users, peak):
+    """Of a compiled graph: y = exp(x), 400 bytes in the place of 4, lives if any reader of it is a
+    kernel of its own; one that all readers compute as they read has none."""
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        y = x.expand(10, 10).exp()
+        results = {"fused": lambda: (y * 2).sum(), "product": lambda: y @ w}
+        return [results[user]() for user in users.split(", ")]
+
+    graph = make_fx(run, tracing_mode="fake")(torch.ones(1), torch.ones(10, 1))
+    nodes = list(graph.graph.nodes)
+    results = sum(4 if user == "fused" else 40 for user in users.split(", "))
+    assert partitioned._most_bytes(nodes, {}) == peak + results
 
 
 def saved_bytes(model: Any, run: Callable[[], object]) -> int:
@@ -497,6 +537,29 @@ def test_the_plan_recomputes_least_of_those_that_fit(layers, per_pair, share, un
         plan_for(memory, work, min(peaks) - 1)
 
 
+def test_what_is_left_for_activations(monkeypatch):
+    """Free bytes and those that torch's allocator holds unused, less the reserve, gradients that
+    are still to come, and four times the largest layer that FSDP2 gathers."""
+    model = build("qwen3")
+    layers = layers_of(model)
+    # one layer less than the others, one gradient that is there, one weight without any
+    layers[1].mlp = torch.nn.Identity()
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    layers[0].mlp.up_proj.weight.requires_grad_(False)
+    there = (model.lm_head.weight, layers[0].mlp.up_proj.weight)
+    wanted = sum(4 * p.numel() for p in model.parameters() if all(p is not x for x in there))
+    largest = sum(4 * p.numel() for p in layers[0].parameters())
+    bytes_of = {"mem_get_info": (50 << 30, 80 << 30), "memory_reserved": 7 << 30}
+    for name, size in (bytes_of | {"memory_allocated": 4 << 30}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
+    left = (50 + 7 - 4 - 4) << 30
+    gpu = torch.device("cuda", 0)
+    assert forward.available_bytes(gpu) == left
+    assert forward._left_for_activations(model, model, gpu) == left - wanted
+    monkeypatch.setattr(forward, "FSDPModule", type(layers[0]))
+    assert forward._left_for_activations(model, model, gpu) == left - wanted - 4 * largest
+
+
 def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
     """And the number of tokens that the message names does fit."""
     model, packed = build("qwen3"), ragged_packed()
@@ -509,6 +572,10 @@ def test_a_forest_that_does_not_fit_is_refused_before_it_runs():
     for available in (1 << 30, 1 << 34):
         fit = tokens_that_fit(memory, available, 1.0)
         assert fit > 0
+        # what takes just so much fits
+        work = Work(pt.PrefixForest.from_parents([-1], [fit]), fit)
+        exactly = memory.peak(fit, "all", scoring_bytes(memory, work))
+        assert tokens_that_fit(memory, exactly, 1.0) == fit
 
         def of(tokens: int, available: int = available) -> RecomputePlan:
             chain = pt.PrefixForest.from_parents([-1], [tokens])

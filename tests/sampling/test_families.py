@@ -14,7 +14,13 @@ from prefixtree.sampling import Draws, TreeSampler, forest_cache
 from tests.sampling.cases import GREEDY, generated
 from tests.support.family_configs import FAMILIES, PARTS, VARIANTS
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import TRANSFORMERS, build, mostly_full, ragged_sequences
+from tests.support.models import (
+    EVERY_TIME,
+    TRANSFORMERS,
+    build,
+    mostly_full,
+    ragged_sequences,
+)
 
 # beyond the windows (5 and 6); one the beginning of another, one a tree of its own
 _PROMPTS = [ragged_sequences()[i].tolist() for i in (0, 1, 3, 5)]
@@ -51,7 +57,8 @@ def _check(model_type: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("model_type", mostly_full(_SAMPLED))
+# every time one with several rows of positions, too
+@pytest.mark.parametrize("model_type", mostly_full(_SAMPLED, {*EVERY_TIME, "qwen3_vl"}))
 def test_equals_generate_and_eager(model_type):
     # the norms behind recurrent layers blow up rounding
     assert _check(model_type) < (3e-5 if model_type.partition("/")[0] in HYBRIDS else 1e-5)

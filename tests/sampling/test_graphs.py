@@ -17,7 +17,7 @@ from prefixtree.kernels.decoding.work import DecodeWork
 from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling import rows as rows_module
 from prefixtree.sampling import step as step_module
-from prefixtree.sampling.graphs import state_of
+from prefixtree.sampling.graphs import StepGraphs, state_of
 from tests.sampling.cases import GREEDY, histories, models
 from tests.sampling.recorded import RecordedGraphs, watched
 from tests.support.models import build
@@ -90,6 +90,13 @@ def test_steps_get_smaller_as_rows_stop(recorded):
     assert len(sizes) > 2 and recorded[0].num_captured <= 2 * len(sizes)
 
 
+def test_where_nothing_is_captured() -> None:
+    """Said without asking for a GPU: where it is not wanted, and where there is none."""
+    assert StepGraphs(torch.device("cuda"), wanted=False).reason == "graphs=False"
+    assert StepGraphs(torch.device("cpu"), wanted=False).reason == "graphs=False"
+    assert StepGraphs(torch.device("cpu")).reason == "the device has no CUDA graphs"
+
+
 def test_sizes() -> None:
     size_of = RecordedGraphs(torch.device("cpu")).size_of
     sizes = [size_of(rows) for rows in range(1, 5000)]
@@ -145,6 +152,13 @@ def test_a_forward_does_not_change_the_state(family):
     before = state_of(model, [])
     TreeSampler(model, 300, graphs=False).sample([[3, 4, 5]], 2, 3)
     assert state_of(model, []) == before != state_of(model, [1])
+    # a number is the same where another object says it
+    model.own = [0.1 + 0.2, "a b"]
+    before = state_of(model, [])
+    model.own = [float("0.30000000000000004"), " ".join("ab")]
+    assert state_of(model, []) == before
+    model.own = [0.3, "a b"]
+    assert state_of(model, []) != before
 
 
 def test_what_waits_for_the_device_is_not_captured(recorded):

@@ -14,6 +14,7 @@ from trl import GRPOTrainer, SFTConfig, SFTTrainer
 import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, PrefixTreeSFTTrainer, packed_model
 from prefixtree.integrations.trl import grpo as adapter
+from prefixtree.integrations.trl.images import check_images
 from prefixtree.integrations.trl.refusals import prepare_trainer
 from tests.integrations.trl.image_runs import captions, chats, processor, save_vision_model
 from tests.integrations.trl.runs import SameOrder, assert_equal_runs, make, parameters
@@ -156,8 +157,13 @@ def test_dpo_is_refused(vision: Path) -> None:
         prepare_trainer(trainer)
 
 
-def test_what_is_refused(vision: Path) -> None:
+def test_what_is_refused(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = made(PrefixTreeGRPOTrainer, vision)
+    for name in ("is_deepspeed_enabled", "is_fsdp_enabled"):
+        with monkeypatch.context() as patch:
+            patch.setattr(ours, name, True)
+            with pytest.raises(pt.UnsupportedError, match="DeepSpeed and FSDP are not verified wi"):
+                check_images(ours)
     batch = {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()}
     with pytest.raises(pt.UnsupportedError, match="has pixel_attention_mask: only images with a g"):
         ours._get_per_token_logps_and_entropies(

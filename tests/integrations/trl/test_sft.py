@@ -55,7 +55,8 @@ def test_a_run_is_trls_own(folder: Path, optimizer: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"loss_type": "dft"},
+        # which smooths no labels
+        {"loss_type": "dft", "label_smoothing_factor": 0.1},
         {"completion_only_loss": False},
         {"train_sampling_strategy": "random", "shuffle_dataset": True},
         # steps whose batches have other numbers of rows and of labels

@@ -21,6 +21,7 @@ from prefixtree import (
     tree_attention,
 )
 from prefixtree.kernels.attention import operator, sdpa
+from prefixtree.kernels.attention.protocol import reach
 from tests.conftest import Poison
 from tests.support.attention_checks import Case, eager, ours, run
 from tests.support.forest_examples import CATERPILLAR
@@ -206,6 +207,12 @@ def test_splitting_a_node_changes_nothing() -> None:
     whole = PrefixForest.from_parents([-1, 0, 0], [10, 20, 9])
     split = PrefixForest.from_parents([-1, 0, 1, 1, 3], [4, 6, 20, 1, 8])
     assert np.array_equal(mask_of(whole).subtree_end, mask_of(split).subtree_end)
+
+
+def test_a_window_that_no_path_outgrows_is_none() -> None:
+    """So that kernels without windows serve; one token less hides a key."""
+    host = mask_of(CATERPILLAR).host
+    assert [reach(host, host.deepest + more) for more in (-1, 0, 1)] == [host.deepest - 1, 0, 0]
 
 
 def test_no_sharing_is_document_attention() -> None:

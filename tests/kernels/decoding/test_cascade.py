@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from prefixtree import UnsupportedError
+from prefixtree.kernels.decoding import eager
 from prefixtree.kernels.decoding.cascade import cascade_attention
 from prefixtree.kernels.decoding.work import Capacity, DecodeWork
 from tests.conftest import Poison
@@ -37,6 +38,14 @@ def test_features(feature: str, dtype: torch.dtype, limit: float, heads: Any, di
             7, 12, heads, dims, dtype, stopped=0.2, tokens=tokens, **FEATURES[feature]
         )
         assert_exact(case, limit, case.work(chunk=24))
+
+
+@pytest.mark.parametrize("numbers", [1, 3000])
+def test_gathered_in_parts(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An item at a time where one gathers more than the limit, and a few at a time."""
+    case = random_case(7, 12, (4, 2), (16, 16), torch.float64, stopped=0.2)
+    monkeypatch.setattr(eager, "_GATHERED", numbers)
+    assert_exact(case, 1e-13, case.work(chunk=24))
 
 
 @settings(max_examples=40)

@@ -527,6 +527,17 @@ def test_who_scores(monkeypatch):
         assert probe(device) is eager
 
 
+@pytest.mark.parametrize("in_one_call", [True, False])
+def test_products_are_added_in_one_call_where_torch_can(in_one_call, monkeypatch):
+    """Off a CPU, which is seen without a GPU on the meta device: elsewhere `out_dtype` raises."""
+    called: list[torch.dtype] = []
+    monkeypatch.setattr(logprobs, "_adds_in_float32", lambda *_: in_one_call)
+    monkeypatch.setattr(torch, "addmm", lambda *_, out_dtype, out: called.append(out_dtype))
+    total, a = torch.zeros(2, 2, device="meta"), torch.zeros(2, 2, device="meta").bfloat16()
+    logprobs._add_product(total, a, a)
+    assert called == [torch.float32] * in_one_call
+
+
 def test_a_second_derivative_is_refused_rather_than_wrong():
     case = make_case()
     out = linear_logprobs(

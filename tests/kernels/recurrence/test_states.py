@@ -242,3 +242,26 @@ def test_nothing_waits_for_what_comes_later(forest: PrefixForest) -> None:
         assert [rank for rank, _ in members] == list(range(int(schedule.slot_count[slot])))
         assert [place for _, place in members] == sorted(place for _, place in members)
     assert schedule.num_slots == len(slots)
+
+
+@settings(max_examples=30)
+@given(forest=forests())
+def test_the_longest_way_begins_first(forest: PrefixForest) -> None:
+    """Segments by the chunks that they wait for, and of equal ones the longest rest first."""
+    segments = mask_of(forest).host.segments
+    schedule, parent = SegmentTables(segments, CPU).schedule(2), segments.parent.tolist()
+    chunks = [-(-length // 2) for length in np.diff(segments.start).tolist()]
+    paths: list[list[int]] = []
+    for segment, up in enumerate(parent):
+        paths.append([*(paths[up] if up >= 0 else []), segment])
+    lengths = np.array([sum(chunks[s] for s in path) for path in paths])
+    longest = np.zeros_like(lengths)
+    for length, path in zip(lengths, paths, strict=True):
+        longest[path] = np.maximum(longest[path], length)
+    above, below = lengths - chunks, longest - lengths
+    for order, waits, rest in (
+        (schedule.forward_order, above, below),
+        (schedule.backward_order, below, above),
+    ):
+        keys = [(int(waits[s]), -int(rest[s] + chunks[s])) for s in order.tolist()]
+        assert keys == sorted(keys)
