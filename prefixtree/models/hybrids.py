@@ -32,6 +32,8 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.states import LayerStates
 
 _MARK = "_prefixtree_prepared"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -115,14 +117,18 @@ def _conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     **kwargs: Any,
 ) -> Any:
     """causal_conv1d_fn: x [1, D, T], weight [D, W] -> [1, D, T]."""
     if tree_mask is None:
         return original(x, weight, bias, activation=activation, **kwargs)
     _check_call(tree_mask, x.transpose(1, 2), kwargs)
-    out = tree_conv(x[0].t().to(weight.dtype), weight, bias, tree_mask, activation)
+    rows = x[0].t().to(weight.dtype)
+    if isinstance(tree_mask, LayerStates):
+        out = tree_mask.conv(rows, weight, bias, activation)
+    else:
+        out = tree_conv(rows, weight, bias, tree_mask, activation)
     return out.to(x.dtype).t()[None]
 
 
@@ -133,7 +139,7 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     **kwargs: Any,
 ) -> Any:
     """Gated delta rule, its decay a number per head (g [1, T, H]) or per channel ([1, T, H, K])."""
@@ -142,6 +148,9 @@ def _delta_rule(
     _check_call(tree_mask, query, kwargs)
     l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
     q, k, v, decay, strength = (part[0] for part in (query, key, value, g, beta))
+    if isinstance(tree_mask, LayerStates):
+        rule = functools.partial(tree_delta_rule, qk_l2norm=l2norm)
+        return tree_mask.scan(rule, q, k, v, decay, strength)[None], None
     return tree_delta_rule(q, k, v, decay, strength, tree_mask, qk_l2norm=l2norm)[None], None
 
 
@@ -152,7 +161,7 @@ def _ssd(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     **kwargs: Any,
 ) -> Any:
     """mamba2_chunk_scan: x [1, T, H, P], dt [1, T, H], A [H], B and C [1, T, G, N]."""
@@ -163,6 +172,9 @@ def _ssd(
         raise UnsupportedError("a gate inside mamba2_chunk_scan (z) is not verified")
     names = ("D", "dt_bias", "dt_softplus", "dt_limit")
     options = {name: kwargs[name] for name in names if name in kwargs}
+    if isinstance(tree_mask, LayerStates):
+        rule = functools.partial(tree_ssd, **options)
+        return tree_mask.scan(rule, x[0], dt[0], A, B[0], C[0])[None]
     return tree_ssd(x[0], dt[0], A, B[0], C[0], tree_mask, **options)[None]
 
 
@@ -171,9 +183,10 @@ def _not_fused(original: Any, *args: Any, tree_mask: TreeMask | None = None, **k
     return original(*args, **kwargs) if tree_mask is None else None
 
 
-def _check_call(tree_mask: TreeMask, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
+def _check_call(tree_mask: TreeMask | LayerStates, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
     """x [B, n, ..]; what the attention layers refuse, before a state mixes it."""
-    check_mask(tree_mask, "tree_mask")
+    if not isinstance(tree_mask, LayerStates):
+        check_mask(tree_mask, "tree_mask")
     if x.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask.query_tokens is not None:
@@ -232,13 +245,26 @@ def _along_tree(original: Any) -> type[nn.Module]:
     """The class with the same forward along the tree; one per class, and so one code object, by
     which torch.compile keeps what it compiled."""
     members = {
-        "forward": _with_tree_rules(original.forward, _rules(original)),
+        "forward": _of_layer(_with_tree_rules(original.forward, _rules(original))),
         "_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
     return type(original.__name__, (_AlongTree, original), members)
+
+
+def _of_layer(forward: Any) -> Any:
+    """The same forward, which gets what the mask of a part has for this layer."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("tree_mask")
+        if isinstance(mask, DividedMask):
+            kwargs["tree_mask"] = mask.of_layer(self)
+        return forward(self, *args, **kwargs)
+
+    return run
 
 
 @functools.cache
