@@ -33,6 +33,8 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.states import LayerStates
 
 _MARK = "_prefixtree_prepared"
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -145,7 +147,7 @@ def _conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -154,11 +156,7 @@ def _conv(
         return original(x, weight, bias, activation=activation, **kwargs)
     _check_call(tree_mask, x.transpose(1, 2), kwargs)
     rows = x[0].t().to(weight.dtype)
-    if forest_cache is not None:
-        out = forest_cache.states.conv(rows, weight, bias, activation)
-    else:
-        assert tree_mask is not None
-        out = tree_conv(rows, weight, bias, tree_mask, activation)
+    out = _states_of(tree_mask, forest_cache).conv(rows, weight, bias, activation)
     return out.to(x.dtype).t()[None]
 
 
@@ -169,7 +167,7 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -178,12 +176,8 @@ def _delta_rule(
         return original(query, key, value, g=g, beta=beta, **kwargs)
     _check_call(tree_mask, query, kwargs)
     l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
-    q, k, v, decay, strength = (part[0] for part in (query, key, value, g, beta))
-    if forest_cache is not None:
-        out = forest_cache.states.delta_rule(q, k, v, decay, strength, qk_l2norm=l2norm)
-    else:
-        assert tree_mask is not None
-        out = tree_delta_rule(q, k, v, decay, strength, tree_mask, qk_l2norm=l2norm)
+    rows = (part[0] for part in (query, key, value, g, beta))
+    out = _states_of(tree_mask, forest_cache).delta_rule(*rows, qk_l2norm=l2norm)
     return out[None], None
 
 
@@ -194,7 +188,7 @@ def _ssd(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | LayerStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -206,11 +200,8 @@ def _ssd(
         raise UnsupportedError("a gate inside mamba2_chunk_scan (z) is not verified")
     names = ("D", "dt_bias", "dt_softplus", "dt_limit")
     options = {name: kwargs[name] for name in names if name in kwargs}
-    tensors = x[0], dt[0], A, B[0], C[0]
-    if forest_cache is not None:
-        return forest_cache.states.ssd(*tensors, **options)[None]
-    assert tree_mask is not None
-    return tree_ssd(*tensors, tree_mask, **options)[None]
+    rows = x[0], dt[0], A, B[0], C[0]
+    return _states_of(tree_mask, forest_cache).ssd(*rows, **options)[None]
 
 
 def _not_fused(
@@ -224,14 +215,51 @@ def _not_fused(
     return original(*args, **kwargs) if tree_mask is None and forest_cache is None else None
 
 
-def _check_call(tree_mask: TreeMask | None, x: torch.Tensor, kwargs: dict[str, Any]) -> None:
+class _WholeForest:
+    """States pass within the call alone: a `KeepsStates`."""
+
+    def __init__(self, mask: TreeMask) -> None:
+        self._mask = mask
+
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        return tree_conv(x, weight, bias, self._mask, activation)
+
+    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        rule: Callable[..., torch.Tensor] = tree_delta_rule
+        return rule(*tensors, self._mask, **options)
+
+    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        rule: Callable[..., torch.Tensor] = tree_ssd
+        return rule(*tensors, self._mask, **options)
+
+
+def _states_of(
+    tree_mask: TreeMask | LayerStates | None, forest_cache: KeepsForest | None
+) -> KeepsStates:
+    """Where states come from and go to: this call, other steps, or a growing forest."""
+    if forest_cache is not None:
+        return forest_cache.states
+    assert tree_mask is not None
+    return tree_mask if isinstance(tree_mask, LayerStates) else _WholeForest(tree_mask)
+
+
+def _check_call(
+    tree_mask: TreeMask | LayerStates | None, x: torch.Tensor, kwargs: dict[str, Any]
+) -> None:
     """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
     tokens of a growing forest's rows."""
     if x.shape[0] != 1:
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:
         return
-    check_mask(tree_mask, "tree_mask")
+    if not isinstance(tree_mask, LayerStates):
+        check_mask(tree_mask, "tree_mask")
     if tree_mask.query_tokens is not None:
         raise UnsupportedError(
             "a mask of some queries (TreeMask.for_queries) says nothing of the states between "
@@ -288,13 +316,26 @@ def _along_tree(original: Any) -> type[nn.Module]:
     """The class with the same forward along the tree; one per class, and so one code object, by
     which torch.compile keeps what it compiled."""
     members = {
-        "forward": _with_tree_rules(original.forward, _rules(original)),
+        "forward": _of_layer(_with_tree_rules(original.forward, _rules(original))),
         "_original": original,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
     return type(original.__name__, (_AlongTree, original), members)
+
+
+def _of_layer(forward: Any) -> Any:
+    """The same forward, which gets what the mask of a part has for this layer."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("tree_mask")
+        if isinstance(mask, DividedMask):
+            kwargs["tree_mask"] = mask.of_layer(self)
+        return forward(self, *args, **kwargs)
+
+    return run
 
 
 @functools.cache

@@ -239,13 +239,9 @@ class SegmentTables:
             first_chunk = host.chunks(chunk_size).cu_chunks
             borders = host.entry, host.exits, host.num_entries
             orders = order_states(host.parent, host.state_row, first_chunk, *borders)
+            entered = host.num_entries, int(orders[5][-1 - host.num_entries])
             self._schedules[chunk_size] = StateSchedule(
-                self.start,
-                *chunks,
-                self.state_row,
-                *self._moved(orders),
-                host.num_entries,
-                int(orders[5][-1 - host.num_entries]),
+                *entered, self.start, *chunks, self.state_row, *self._moved(orders)
             )
         return self._schedules[chunk_size]
 

@@ -23,11 +23,12 @@ MOST_SLOTS = 8
 
 @dataclass(frozen=True)
 class StateSchedule:
-    """Work in an order in which nothing waits for what comes later. All int32, on one device.
-
-    The first four are those of the device's `SegmentTables`, not copies.
+    """Work in an order in which nothing waits for what comes later. Tensors are int32, on one
+    device; the first four are those of the device's `SegmentTables`, not copies.
 
     Attributes:
+        num_entries: I.
+        entered_slot: the first slot of the states that enter, which are the last branch points.
         start: [N + 1] first packed token of each segment; a `cu_seqlens`.
         first_chunk: [N + 1] chunks before each segment.
         chunk_indices: [NC, 2] the segment of each chunk, and its number in the segment.
@@ -42,10 +43,10 @@ class StateSchedule:
         slot_count: [S] how many add to each slot.
         left: [F] branch points of the states that leave.
         left_slot: [F] the slots that hold their gradients.
-        num_entries: I.
-        entered_slot: the first slot of the states that enter, which are the last branch points.
     """
 
+    num_entries: int
+    entered_slot: int
     start: torch.Tensor
     first_chunk: torch.Tensor
     chunk_indices: torch.Tensor
@@ -59,8 +60,6 @@ class StateSchedule:
     slot_count: torch.Tensor
     left: torch.Tensor
     left_slot: torch.Tensor
-    num_entries: int
-    entered_slot: int
 
     @property
     def num_segments(self) -> int:
@@ -114,6 +113,6 @@ def order_states(
     slot_count = np.bincount(slot_of[slot_of >= 0], minlength=int(slot_start[-1]))
     left_slot = slot_start[left + 1] - 1
     slot_count[left_slot] = 1
-    arrays = (forward, backward, parent_state, slot_of, rank_of, slot_start, slot_count)
-    arrays = (*arrays, left, left_slot)
+    of_slots = (slot_of, rank_of, slot_start, slot_count, left, left_slot)
+    arrays = (forward, backward, parent_state, *of_slots)
     return tuple(array.astype(np.int32) for array in arrays)

@@ -95,6 +95,14 @@ class DividedMask:
         """
         raise NotImplementedError
 
+    def of_layer(self, layer: nn.Module) -> Any:
+        """What a recurrent layer's forward gets in the place of this mask.
+
+        Args:
+            layer: the module.
+        """
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.part!r})"
 
@@ -104,11 +112,24 @@ class PartMask(DividedMask):
 
     Attributes:
         exchange_of: gives the exchange of an attention layer. It gets the attention module.
+        states_of: gives what stands in the place of this mask in a recurrent layer. It gets the
+            layer. None where states are not handed on.
     """
 
-    def __init__(self, part: Part, exchange_of: Callable[[nn.Module], KeyValueExchange]) -> None:
+    def __init__(
+        self,
+        part: Part,
+        exchange_of: Callable[[nn.Module], KeyValueExchange],
+        states_of: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
         super().__init__(part)
         self.exchange_of = exchange_of
+        self.states_of = states_of
+
+    @uncompiled
+    def of_layer(self, layer: nn.Module) -> Any:
+        assert self.states_of is not None
+        return self.states_of(layer)
 
     # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
     @uncompiled

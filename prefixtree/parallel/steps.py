@@ -27,9 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.packing.transfers import move
+from prefixtree.packing.transfers import move, to_pinned
+from prefixtree.parallel.states import LayerStates, StateStore
 from prefixtree.planning.steps import Steps
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -91,6 +93,7 @@ class LoanStore:
         self._steps = steps
         self._device = steps.packed.device
         self._keeps, self._on_host = keeps, on_host
+        self.states = StateStore(steps, keeps, on_host)
         count = len(steps)
         self.of_lender: list[list[Loan]] = [[] for _ in range(count)]
         self.of_borrower: list[list[Loan]] = [[] for _ in range(count)]
@@ -105,6 +108,7 @@ class LoanStore:
     def lending(self, step: int) -> Iterator[StepExchanges]:
         """A forward without a graph. Behind it, what no further one needs leaves the device."""
         yield StepExchanges(self, step, lends=True)
+        self.states.end_lending(step)
         for loan in self._ending[step]:
             if self._keeps:
                 loan.keys_values = {k: to_host(pair) for k, pair in loan.keys_values.items()}
@@ -116,6 +120,7 @@ class LoanStore:
         if not self._on_host:
             for loan in self._ending[step]:
                 loan.keys_values = {k: self.fetch(pair) for k, pair in loan.keys_values.items()}
+        self.states.with_graph(step)
         for loan in self.of_lender[step]:
             # the step computes them again
             loan.keys_values = {}
@@ -172,6 +177,12 @@ class LoanStore:
                 "A hook or a checkpoint of the model stops gradients there; score without "
                 "max_tokens, or without kept_trunks"
             )
+        if calls := self.states.left_behind(step):
+            raise RuntimeError(
+                f"the backward of step {step} did not reach {len(calls)} calls of recurrent layers "
+                f"({calls[0]}), whose states later steps borrowed: their gradients are lost. A "
+                "hook or a checkpoint of the model stops gradients there; score without max_tokens"
+            )
 
     def park(self, pair: _Pair) -> _Pair:
         """Where rows wait for the next step that needs them."""
@@ -182,15 +193,17 @@ class LoanStore:
         return to_device(pair, self._device)
 
     def held_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and values, and bytes of gradients, wherever they are."""
-        return tuple(
+        """Bytes of keys, values and states, and bytes of gradients, wherever they are."""
+        found = (
             sum(x.nbytes for loan in self.loans for pair in of(loan).values() for x in pair)
             for of in (lambda loan: loan.keys_values, lambda loan: loan.gradients)
         )
+        values, gradients = map(sum, zip(found, self.states.held_bytes(), strict=True))
+        return values, gradients
 
 
 class StepExchanges:
-    """The exchanges of one part's layers: `PartMask.exchange_of`.
+    """The exchanges of one part's layers: `PartMask.exchange_of` and `states_of`.
 
     Attributes:
         lends: whether forwards lend rows.
@@ -205,6 +218,7 @@ class StepExchanges:
         self.lends = lends
         self.is_over = False
         self.seen: set[Hashable] = set()
+        self._step = step
 
     def __call__(self, layer: Hashable) -> StepExchange:
         """The exchange of a layer, known by its attention module.
@@ -220,6 +234,21 @@ class StepExchanges:
             )
         self.seen.add(layer)
         return StepExchange(self, layer)
+
+    def states_of(self, layer: nn.Module) -> LayerStates:
+        """What a recurrent layer's forward gets in the place of the mask.
+
+        Raises:
+            UnsupportedError: a layer that runs twice per forward, in a step's first forward.
+        """
+        if self.lends and layer in self.seen:
+            raise UnsupportedError(
+                f"{type(layer).__name__} runs twice in one forward: the states of both would be "
+                "one, so it cannot lend them from step to step; score without max_tokens, in "
+                "micro-batches (plan_micro_batches)"
+            )
+        self.seen.add(layer)
+        return LayerStates(self.store.states, self._step, layer, self.lends)
 
 
 class StepExchange:
@@ -413,10 +442,7 @@ def run_in_steps(run: StepRun, device: torch.device, has_backward: bool) -> torc
 
 def to_host(pair: _Pair) -> _Pair:
     """Copies in pinned memory, without waiting; what is on the CPU stays where it is."""
-    if not pair[0].is_cuda:
-        return pair
-    key, value = (torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in pair)
-    return key.copy_(pair[0], non_blocking=True), value.copy_(pair[1], non_blocking=True)
+    return to_pinned(pair[0]), to_pinned(pair[1])
 
 
 def to_device(pair: _Pair, device: torch.device) -> _Pair:

@@ -42,6 +42,9 @@ class BorrowCost:
             their forward to their backward, 0 .. 1: those that are not recomputed whole.
         on_host: whether borrowed rows and their gradients wait on the host of a GPU until their
             layer runs, so that one layer's are on the device at once. Else all layers' are.
+        state_layers: recurrent layers.
+        state_bytes: bytes of the state of such a layer behind a token, float32. Those that later
+            steps need are held, and their gradients.
         lm_head: FLOPs per scored edge. It is a part of `CostModel.linear`, which counts every token
             as scored; a token that predicts no scored edge costs so much less.
         linear_rate: FLOPs per second in linear layers.
@@ -63,6 +66,8 @@ class BorrowCost:
     graph_bytes: float = 311_824
     kept_copies: float = 0.0
     on_host: bool = False
+    state_layers: int = 0
+    state_bytes: int = 0
     lm_head: float = 4.98e9
     linear_rate: float = 6e14
     attention_rate: float = 4.2e14
@@ -71,7 +76,14 @@ class BorrowCost:
 
     def __post_init__(self) -> None:
         read: dict[str, float] = {"layers": integer("layers", self.layers, 1)}
-        for name in ("kv_heads", "head_dim", "value_dim", "element_bytes"):
+        for name in (
+            "kv_heads",
+            "head_dim",
+            "value_dim",
+            "element_bytes",
+            "state_layers",
+            "state_bytes",
+        ):
             read[name] = integer(name, getattr(self, name), 0)
         read["kept_copies"] = number("kept_copies", self.kept_copies, 0, most=1)
         for name in ("graph_bytes", "lm_head", "latency"):
@@ -134,6 +146,29 @@ class BorrowCost:
         held = 2 if self.on_host else self.layers
         return self.weight and held * self.gradient_row_bytes / float(self.token_bytes or 1)
 
+    @property
+    def held_state_bytes(self) -> int:
+        """Bytes of the states behind a token, and of their gradients, on the device at once."""
+        # with a second copy while the layer runs
+        layers = min(2, self.state_layers) if self.on_host else self.state_layers
+        return 2 * layers * self.state_bytes
+
+    @property
+    def state_weight(self) -> float:
+        """Memory of the states behind a token, and of their gradients, over that of an own one.
+
+        Raises:
+            ValueError: token_bytes are not known.
+        """
+        if not self.held_state_bytes:
+            return 0.0
+        if self.token_bytes is None:
+            raise ValueError(
+                "the weight of a state needs token_bytes, the memory per own token; got None: give "
+                "BorrowCost token_bytes=..., or leave borrow_cost out"
+            )
+        return self.held_state_bytes / self.token_bytes
+
     def compute_seconds(self, tokens: np.ndarray, flops: np.ndarray, cost: CostModel) -> np.ndarray:
         """Predicts the time to compute own tokens, all of them scored.
 
@@ -182,6 +217,7 @@ def borrow_cost_of(cost: ModelCost, token_bytes: float | None = None) -> BorrowC
             f"{cost.model_type} has no layer with softmax attention, so it has no keys and values "
             "to borrow"
         )
+    states = [layer.state_numbers for layer in cost.layers if layer.state_numbers]
     return BorrowCost(
         layers=layers,
         kv_heads=cost.kv_heads,
@@ -189,6 +225,8 @@ def borrow_cost_of(cost: ModelCost, token_bytes: float | None = None) -> BorrowC
         value_dim=cost.value_dim,
         element_bytes=cost.element_bytes,
         token_bytes=token_bytes,
+        state_layers=len(states),
+        state_bytes=4 * max(states, default=0),
         lm_head=4 * 2 * cost.lm_head_weights,
     )
 

@@ -40,6 +40,7 @@ class LayerCost:
         window: the sliding window, None for none; it counts the token itself.
         state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
         channels: of the convolution before a state; 0 for a layer without one.
+        state_numbers: of the layer's state, over all heads; 0 without a state.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class LayerCost:
     window: int | None
     state: int = 0
     channels: int = 0
+    state_numbers: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
             for child in mixer.children()
             if isinstance(child, nn.Conv1d)
         )
-        costs.append(LayerCost(kind, sum(met.values()), per_pair, its_window, state, channels))
+        numbers = sum(_state_numbers(mixer) for mixer in _mixers(layer))
+        its_weights = sum(met.values())
+        costs.append(LayerCost(kind, its_weights, per_pair, its_window, state, channels, numbers))
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(_decoder(model), 0).values())
     if element_bytes is None:
@@ -236,6 +240,13 @@ def state_cost(layer: Any, chunk: int) -> int:
         elif heads:
             total += heads * (3 * key * value + chunk * (2 * key + value))
     return total
+
+
+def _state_numbers(mixer: Any) -> int:
+    """Numbers of the state of a mixer, over all heads."""
+    heads, key, value = _state_dims(mixer)
+    size = getattr(mixer, "ssm_state_size", None)
+    return heads * value * (key if size is None else size)
 
 
 def _mixers(layer: Any) -> list[Any]:

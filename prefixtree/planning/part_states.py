@@ -30,14 +30,16 @@ class Tails(NamedTuple):
             enters.
         mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
             ancestors of an own token are the true ones.
-        rows: int64 [b], the rows of `tokens`, on the mask's device.
-        own_rows: int64 [t], the rows of the own tokens.
+        own_rows: int64 [t], the rows of the own tokens, on the mask's device.
+        joined: int64 [b + t], the place of each row in [tails, own tokens].
+        are_first: whether all tails stand before the own tokens, so that rows are joined already.
     """
 
     tokens: np.ndarray
     mask: TreeMask
-    rows: torch.Tensor
     own_rows: torch.Tensor
+    joined: torch.Tensor
+    are_first: bool
 
 
 class PartStates:
@@ -84,10 +86,17 @@ class PartStates:
                 at = np.unique(at[at >= 0])
             tokens = np.unique(np.concatenate(found))
             own = self.part.own_tokens
-            rows = np.sort(np.concatenate([tokens, own]))
+            both = np.concatenate([tokens, own])
+            rows = np.sort(both)
             mask = self._mask(rows)
-            places = [torch.from_numpy(np.searchsorted(rows, x)) for x in (tokens, own)]
-            self._tails[width] = Tails(tokens, mask, *(move(x, mask.device) for x in places))
+            own_rows, joined = np.searchsorted(rows, own), np.argsort(both)
+            self._tails[width] = Tails(
+                tokens=tokens,
+                mask=mask,
+                own_rows=move(torch.from_numpy(own_rows), mask.device),
+                joined=move(torch.from_numpy(joined), mask.device),
+                are_first=bool((joined == np.arange(len(both))).all()),
+            )
         return self._tails[width]
 
     def _mask(self, tokens: np.ndarray) -> TreeMask:

@@ -45,6 +45,9 @@ class StepStats:
             repeats: those of all steps but the last. Layers that are checkpointed in one forward
             repeat one of all tokens.
         on_host: whether what a step borrows waits on the host until its layer runs.
+        states: the most tokens whose states, in models with recurrent layers, wait at once for
+            later steps.
+        state_weight: what such a token's states count of max_tokens.
     """
 
     max_tokens: int
@@ -57,12 +60,14 @@ class StepStats:
     again: float
     second_forward: float = 0.0
     on_host: bool = False
+    states: int = 0
+    state_weight: float = 0.0
 
     @property
     def peak(self) -> float:
         """The most that a step holds, in own tokens; at most max_tokens."""
         weighed = np.array(self.own_tokens) + self.borrow_weight * np.array(self.borrowed_tokens)
-        return float(weighed.max())
+        return float(weighed.max()) + self.state_weight * self.states
 
     def held_bytes(self, borrow_cost: BorrowCost) -> int:
         """Computes the most bytes of borrowed and lent rows that wait on the device at once.
@@ -79,11 +84,12 @@ class StepStats:
         """
         if self.on_host:
             return 0
+        states = self.states * borrow_cost.held_state_bytes
         row, gradient = borrow_cost.row_bytes, borrow_cost.gradient_row_bytes
         borrowed, lent = np.array(self.borrowed_tokens), np.array(self.own_lent_tokens)
         forward = (borrowed + lent) * row
         backward = borrowed * (row + gradient) + lent * gradient
-        return borrow_cost.layers * int(np.maximum(forward, backward).max())
+        return borrow_cost.layers * int(np.maximum(forward, backward).max()) + states
 
     def __str__(self) -> str:
         tokens = sum(self.own_tokens)
@@ -92,6 +98,7 @@ class StepStats:
             f"a step borrows at most {max(self.borrowed_tokens):,} tokens, "
             f"{self.borrow_weight:.2f} each; {self.lent_tokens:,} tokens are lent "
             f"({self.lent_tokens / tokens:.1%}, {self.lent_bytes / 2**30:,.2f} GiB)"
+            f"{f', and states behind {self.states:,} at once' * bool(self.state_weight)}"
             f"{' and borrowed from the host' if self.on_host else ''}, "
             f"{self.again:.1%} of the work if computed again"
         )
@@ -142,7 +149,8 @@ def plan_steps(
         packed: the packed forest.
         max_tokens: what a step may hold, in own tokens. A borrowed token counts
             `borrow_cost.weight`, the bytes of its keys, values and their gradients over those of an
-            own token. A sequence may be longer.
+            own token. States that wait for later steps count `borrow_cost.state_weight` per token.
+            A sequence may be longer.
         cost_model: FLOPs per token and visible pair, for the stats. Default: `CostModel()`.
         borrow_cost: the bytes. Default: `BorrowCost()`.
 
@@ -160,19 +168,54 @@ def plan_steps(
     cost_model = CostModel() if cost_model is None else cost_model
     borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
     weight, host = borrow_cost.weight, packed.mask.host
-    start, stuck = loops.parts.cut_steps(host.position, host.predictor, max_tokens, weight, _SLACK)
+    room = max_tokens
+    while True:
+        start, stuck = loops.parts.cut_steps(host.position, host.predictor, room, weight, _SLACK)
+        if stuck >= 0:
+            break
+        states = _most_states(host.predictor, start)
+        taken = math.ceil(borrow_cost.state_weight * states)
+        if room + taken <= max_tokens:
+            break
+        # steps leave room for the states; smaller ones may need more of them
+        room = max_tokens - taken
+        if room < 1:
+            raise ForestError(
+                f"max_tokens {max_tokens} leaves no room beside the states behind {states} tokens, "
+                f"which count {borrow_cost.state_weight:.1f} each by their bytes: take more than "
+                f"{taken + 1}"
+            )
     if stuck >= 0:
         above = int(host.position[stuck])
+        left = f" ({room} beside the states that wait)" * (room < max_tokens)
         raise ForestError(
-            f"max_tokens {max_tokens} is too little for packed token {stuck}, whose path has "
+            f"max_tokens {max_tokens}{left} is too little for packed token {stuck}, whose path has "
             f"{above + 1} tokens: a step that begins there borrows {above}, which count "
             f"{weight:.2f} each by their bytes, {weight * above:.1f} in all; the least max_tokens "
-            f"that works for this forest is {_least_budget(packed, max_tokens, weight)}"
+            f"that works for this forest is {_least_budget(packed, room, weight)}"
+            f"{' and what the states take' * (room < max_tokens)}"
         )
     steps = Steps.__new__(Steps)
     steps._init(packed, start, np.arange(len(start)), len(start))
     steps.stats = _stats(steps, max_tokens, cost_model, borrow_cost)
     return steps
+
+
+def _most_states(predictor: np.ndarray, start: np.ndarray) -> int:
+    """The most tokens whose states wait at once: behind their step, for later ones."""
+    tokens = np.arange(len(predictor))
+    step = np.searchsorted(start, tokens, side="right") - 1
+    going = predictor >= 0
+    before = predictor[going]
+    crossing = step[before] < step[going]
+    last = np.full(len(predictor), -1)
+    # ascending, so that the last one stays
+    last[before[crossing]] = step[going][crossing]
+    lent = np.flatnonzero(last >= 0)
+    change = np.zeros(len(start) + 1, np.int64)
+    np.add.at(change, step[lent], 1)
+    np.add.at(change, last[lent] + 1, -1)
+    return int(np.cumsum(change).max(initial=0))
 
 
 def plan_any_steps(
@@ -240,4 +283,6 @@ def _stats(
         again=again / float(flops.sum()),
         second_forward=second,
         on_host=borrow_cost.on_host,
+        states=_most_states(steps.packed.mask.host.predictor, steps.runs[0][:-1]),
+        state_weight=borrow_cost.state_weight,
     )

@@ -23,7 +23,7 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import find_causal_lm, runs_deepspeed
-from prefixtree.models.families import checkpoint_wrappers, family_of, forward_inputs
+from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import groups_of, layers_of
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
@@ -79,12 +79,6 @@ def check_steps(model: nn.Module, causal_lm: Any) -> None:
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
     """
-    config = causal_lm.config.get_text_config()
-    if family_of(config).rules:
-        raise UnsupportedError(
-            f"{config.model_type} has recurrent layers, whose states are not handed from step to "
-            f"step: {_INSTEAD}"
-        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.static_graph:
             raise UnsupportedError(
@@ -266,7 +260,9 @@ def scores_in_steps(
                 nothing = edges_on_device(packed, found, rows, rows)
                 return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
             part = steps[step]
-            of_part = part_inputs(whole.inputs, part, PartMask(part, exchanges))
+            of_part = part_inputs(
+                whole.inputs, part, PartMask(part, exchanges, exchanges.states_of)
+            )
             return forward(part.mask, of_part, edges_on_device(packed, found, *scored[step]))
 
     def check() -> None:

@@ -63,9 +63,6 @@ def test_a_rank_that_cannot_tells_the_others(results: Results) -> None:
     another = "ForestError: another rank cannot compute its forest in steps of"
     assert first["path"].startswith("ForestError: max_tokens 30 is too little for packed token")
     assert second["path"].startswith(another)
-    for told in (first, second):
-        assert told["hybrid"].startswith("UnsupportedError: qwen3_5_text has recurrent layers")
-        assert told["hybrid that fits"] == "scores"
     assert first["routes"].startswith(another)
     assert second["routes"].startswith("UnsupportedError: routes of experts are not verified")
 

@@ -99,6 +99,8 @@ CASES = {
     "fsdp2, interleaved": Case("fsdp2", micro_batches=2, interleaved=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp1, checkpointing": Case("fsdp1", "gpt_oss", checkpointing=True, micro_batches=2),
+    "ddp, recurrent": Case("ddp", "nemotron_h", micro_batches=2),
+    "fsdp2, recurrent": Case("fsdp2", "qwen3_5", checkpointing=True),
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
@@ -287,8 +289,6 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     light = {"borrow_cost": LIGHT}
     return {
         "path": _told("qwen3", packed, max_tokens=30, borrow_cost=BorrowCost(token_bytes=1e4)),
-        "hybrid": _told("qwen3_5", packed, max_tokens=30, **light),
-        "hybrid that fits": _told("qwen3_5", packed, max_tokens=60, **light),
         # what may not be divided is the forest that fits
         "routes": _told("qwen3_moe", routed, max_tokens=30, **light),
     }

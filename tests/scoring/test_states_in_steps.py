@@ -1,0 +1,363 @@
+"""`sequence_logprobs(max_tokens=)` of models with recurrent layers: states and tails from step to
+step, against one forward."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import prefixtree as pt
+from prefixtree import UnsupportedError, plan_micro_batches
+from prefixtree.models import families
+from prefixtree.models.compiled import compile_layers
+from prefixtree.parallel import states
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.planning.steps import plan_steps
+from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.in_steps import part_inputs, step_cost_of
+from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.models.test_hybrids import Float64, _in_float64
+from tests.scoring.steps_cases import MAX_TOKENS, compare, number_of_steps, run, score
+from tests.support.hybrid_cases import (
+    FEW,
+    SERVED,
+    logprobs_of,
+    long_packed,
+    long_sequences,
+)
+from tests.support.hybrid_configs import HYBRIDS
+from tests.support.models import (
+    assert_same,
+    build,
+    counted,
+    enable_checkpointing,
+    errors,
+    gradients,
+    make_objective,
+    mostly_full,
+    pack_sequences,
+    ragged_objective,
+    randomise,
+    same_bits,
+)
+from tests.support.step_ranks import LIGHT
+
+pytestmark = pytest.mark.skipif(not SERVED, reason="recurrent layers of newer transformers")
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", mostly_full(HYBRIDS, {"qwen3_5"}))
+def test_every_family_with_states(family: str) -> None:
+    model = build(family)
+    with counted([model]) as forwards:
+        run(model)
+        assert forwards() == 2 * number_of_steps() - 1 >= 9
+    compare(model)
+
+
+@pytest.mark.parametrize(
+    "family, checkpointed",
+    [("qwen3_5", False), ("nemotron_h", True), ("kimi_linear", False), ("lfm2", True)],
+)
+def test_float64_is_exact(family: str, checkpointed: bool) -> None:
+    """Steps through a prepared model, against each sequence alone through eager."""
+    sequences, packed = long_sequences(), long_packed()
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(len(s) - 1, dtype=torch.float64, generator=draw) for s in sequences]
+    with Float64():
+        eager = _in_float64(family, "eager")
+        expected = []
+        for tokens, weight in zip(sequences, weights, strict=True):
+            ids = torch.from_numpy(tokens)
+            logits = eager(input_ids=ids[None], use_cache=False).logits[0]
+            expected.append(logprobs_of(logits[:-1], ids[1:]))
+            ((expected[-1] * weight).sum() + expected[-1].square().sum() / 10).backward()
+        model = pt.prepare(_in_float64(family))
+        if checkpointed:
+            _checkpointed(model)
+        # a borrowed token counts a tenth of an own one
+        edges = _in_steps(model, packed, 64 if checkpointed else 90)
+        of_tokens = edges.new_zeros(packed.num_tokens)
+        of_tokens = of_tokens.index_copy(0, packed.edges().token.long(), edges)
+        got = [part[1:] for part in packed.unpack(of_tokens)]
+        sum(
+            (g * w).sum() + g.square().sum() / 10 for g, w in zip(got, weights, strict=True)
+        ).backward()
+    largest = max(float((g - e).detach().abs().max()) for g, e in zip(got, expected, strict=True))
+    worst = 0.0
+    for (name, p), (_, q) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and float(p.grad.norm()) > 1e-10:
+            worst = max(worst, float((p.grad - q.grad).norm() / p.grad.norm()))
+    print(f"{family}: float64 log p {largest:.1e}, gradient {worst:.1e}")
+    assert largest < 1e-11 and worst < 1e-10
+
+
+def _checkpointed(model: nn.Module) -> None:
+    # torch leaves Float64 in a backward
+    again = functools.partial(
+        checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), Float64())
+    )
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing, module._gradient_checkpointing_func = True, again
+
+
+def _in_steps(model: Any, packed: pt.PackedForest, budget: int) -> torch.Tensor:
+    """[U] log-probabilities of all edges in float64, which `sequence_logprobs` rounds."""
+    cost = BorrowCost(token_bytes=10 * BorrowCost().weight * 559_928)
+    steps = plan_steps(packed, budget, borrow_cost=cost)
+    assert len(steps) >= 4
+    inputs = packed.model_inputs()
+    if (rows := families.family_of(model.config).position_rows) > 1:
+        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    edges = packed.edges()
+    scored = [part.scored(edges.predictor) for part in steps]
+
+    def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
+        assert step is not None and exchanges is not None
+        part = steps[step]
+        mask = PartMask(part, exchanges, exchanges.states_of)
+        which, at = (torch.from_numpy(x) for x in scored[step])
+        with Float64():
+            logits = model(**part_inputs(inputs, part, mask)).logits[0]
+        return logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None]
+
+    store = LoanStore(steps, keeps=True)
+    which = [torch.from_numpy(edges) for edges, _ in scored]
+    found = run_in_steps(StepRun(store, which, compute, len(steps)), packed.device, True)
+    return found[:, 0]
+
+
+@pytest.mark.parametrize("family, use_reentrant", [("qwen3_5", False), ("kimi_linear", True)])
+def test_checkpointing(family: str, use_reentrant: bool) -> None:
+    model = build(family)
+    enable_checkpointing(model, use_reentrant)
+    compare(model)
+
+
+@pytest.mark.parametrize(
+    "family, recompute",
+    [("qwen3_5", "all_but_attention"), ("nemotron_h", "all"), ("qwen3_5", "plan")],
+)
+def test_recomputation(family: str, recompute: Any) -> None:
+    model = build(family)
+    if recompute == "plan":
+        layers = len(model.get_decoder().layers)
+        recompute = RecomputePlan((*MODES, *("all",) * layers)[:layers], 0)
+    compare(model, recompute=recompute)
+
+
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "in_proj_qkv", "out_proj"])
+    model = peft.get_peft_model(build("qwen3_5"), config)
+    randomise(model)
+    got = compare(model.train())
+    assert got.gradients and all("lora" in name for name in got.gradients)
+
+
+def test_frozen_layers() -> None:
+    """Where states need no gradients, none come back; and where they do, all."""
+    model = build("qwen3_5")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name or "layers.0.linear_attn.dt_bias" in name)
+    got = compare(model)
+    assert any("layers.0" in name for name in got.gradients)
+
+
+@pytest.mark.parametrize("family, max_tokens", [("lfm2", 8), ("nemotron_h", 60)])
+def test_budgets(family: str, max_tokens: int) -> None:
+    compare(build(family), max_tokens=max_tokens, borrow_cost=BorrowCost(token_bytes=1e9))
+
+
+def test_a_sequence_longer_than_a_step_waits_on_the_host() -> None:
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 90, 120)
+    branches = [np.concatenate([trunk[:at], rng.integers(3, 90, 9)]) for at in (110, 60, 40)]
+    objective = make_objective([trunk, *branches])
+    cost = BorrowCost(token_bytes=36 * 8 * 256 * 6 / 0.3, on_host=True)
+    compare(build("qwen3_5"), objective, max_tokens=40, borrow_cost=cost)
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers() -> None:
+    model = build("qwen3_5")
+    expected = run(model, max_tokens=None)
+    torch._dynamo.reset()
+    compile_layers(model, backend="eager")
+    assert_same(run(model), expected)
+    torch._dynamo.reset()
+
+
+def test_without_gradients_and_the_same_bits() -> None:
+    model = build("nemotron_h").eval()
+    expected = run(model, max_tokens=None)
+    with torch.inference_mode():
+        scores = score(model, ragged_objective())
+    for got, want in zip(scores.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert same_bits(run(model), run(model))
+
+
+def test_a_plan_that_reuses_trunks() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, 90, 24)
+    sequences = [np.concatenate([prompt, [i % 97], rng.integers(3, 90, 7)]) for i in range(12)]
+    forest = pt.PrefixForest.from_sequences(sequences)
+    model = build("qwen3_5")
+    found = []
+    for options in ({}, {"max_tokens": 32, "borrow_cost": LIGHT}):
+        (batch,) = plan_micro_batches(forest, 32, reuse=True, borrow_cost=LIGHT)[0]
+        model.zero_grad(set_to_none=True)
+        logprobs = torch.cat(sequence_logprobs(model, batch.packed, **options).logprobs)
+        (logprobs.square().sum() + logprobs.sum()).backward()
+        found.append(torch.cat([grad.flatten() for grad in gradients(model).values()]))
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
+
+
+# ---- the checks can fail -------------------------------------------------------------------------
+
+
+def _lost_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        ctx.exchange.take()
+        return dout, None, None
+
+    monkeypatch.setattr(states._Lent, "backward", staticmethod(backward))
+
+
+def _lost_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backward(ctx: Any, dx: torch.Tensor) -> Any:
+        ctx.exchange.take()
+        return dx, None
+
+    monkeypatch.setattr(states._LentRows, "backward", staticmethod(backward))
+
+
+@pytest.mark.parametrize("lose", [_lost_states, _lost_tails])
+@pytest.mark.parametrize("family", FEW)
+def test_gradients_that_are_left_out_turn_it_red(
+    family: str, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family)
+    expected = run(model, max_tokens=None)
+    lose(monkeypatch)
+    found = errors(run(model), expected)
+    print(f"{family}: {found}")
+    assert found.logprob < 1e-6 and found.gradient > 0.05
+
+
+def test_states_summed_in_bfloat16_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = states._Exchange.give_back
+
+    def rounded(self: states._Exchange, gradient: torch.Tensor) -> None:
+        real(self, gradient)
+        for loan, _ in self._loans.of_borrower[self._step]:
+            total = loan.gradients[self._key]
+            assert total.dtype == torch.float32
+            loan.gradients[self._key] = total.bfloat16().float()
+
+    model = build("qwen3_5")
+    expected = run(model, max_tokens=None)
+    exact = errors(run(model), expected)
+    monkeypatch.setattr(states._Exchange, "give_back", rounded)
+    assert errors(run(model), expected).gradient > 100 * exact.gradient
+
+
+def test_half_precision_rounds_as_one_forward_does() -> None:
+    """Returned gradients of a bfloat16 model are summed in float32."""
+    exact = run(build("qwen3_5"), max_tokens=None)
+    model = build("qwen3_5").bfloat16()
+    whole, stepped = (errors(run(model, max_tokens=n), exact) for n in (None, MAX_TOKENS))
+    print(whole, stepped)
+    assert whole.gradient > 1e-3 and stepped.gradient < 1.5 * whole.gradient
+
+
+def test_gradients_that_a_layer_does_not_take_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states._Exchange, "take", lambda self: None)
+    with pytest.raises(RuntimeError, match="calls of recurrent layers"):
+        run(build("nemotron_h"))
+
+
+def test_what_was_lent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = []
+    real = states.StateStore.__init__
+
+    def kept(self: states.StateStore, *arguments: Any) -> None:
+        real(self, *arguments)
+        stores.append(self)
+
+    monkeypatch.setattr(states.StateStore, "__init__", kept)
+    run(build("qwen3_5"))
+    (store,) = stores
+    assert store._loans and store.held_bytes() == (0, 0)
+    run(build("qwen3"))
+    assert not stores[-1]._loans
+
+
+# ---- memory and what is refused ------------------------------------------------------------------
+
+
+def test_states_that_wait_take_room_from_the_steps() -> None:
+    model = build("qwen3_5")
+    device = torch.device("cpu")
+    cost = step_cost_of(model, model, device, "all")
+    linear = model.config.get_text_config()
+    recurrent = linear.layer_types.count("linear_attention")
+    numbers = linear.linear_num_value_heads * (
+        linear.linear_key_head_dim * linear.linear_value_head_dim
+    )
+    assert (cost.state_layers, cost.state_bytes) == (recurrent, 4 * numbers)
+    assert cost.state_weight == 2 * recurrent * 4 * numbers / cost.token_bytes
+    assert step_cost_of(build("qwen3"), build("qwen3"), device, "all").state_weight == 0
+    packed = pack_sequences(ragged_objective().sequences)
+    light = replace(LIGHT, state_layers=1, state_bytes=int(LIGHT.token_bytes))
+    steps = plan_steps(packed, 40, borrow_cost=light)
+    assert steps.stats.state_weight == 2 and steps.stats.peak <= 40
+    owner, predictor = steps.owner, packed.mask.host.predictor
+    alive = [
+        len(
+            {
+                int(above)
+                for token, above in enumerate(predictor)
+                if above >= 0
+                and owner[above] <= step <= owner[token]
+                and owner[above] < owner[token]
+            }
+        )
+        for step in range(len(steps))
+    ]
+    assert steps.stats.states == max(alive) > 0
+    compare(model, max_tokens=40, borrow_cost=light)
+    with pytest.raises(pt.ForestError, match="leaves no room beside the states behind"):
+        plan_steps(packed, 4, borrow_cost=light)
+
+
+def test_a_layer_that_runs_twice_is_refused() -> None:
+    layer, packed = nn.Linear(2, 2), pack_sequences(ragged_objective().sequences)
+    store = LoanStore(plan_steps(packed, MAX_TOKENS, borrow_cost=LIGHT), keeps=True)
+    lending = StepExchanges(store, 0, lends=True)
+    lending.states_of(layer)
+    with pytest.raises(UnsupportedError, match="Linear runs twice in one forward: the states"):
+        lending.states_of(layer)
+    # checkpointing runs it again
+    again = StepExchanges(store, 0, lends=False)
+    assert again.states_of(layer).num_tokens == again.states_of(layer).num_tokens > 0
