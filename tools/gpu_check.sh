@@ -458,7 +458,7 @@ recurrence_qla() {
 
 update() { benchmark update 420 "${read_rollouts[@]}" ${UPDATE_ARGS:-}; }
 
-steps() { PARALLEL_ARGS="--sides whole cut steps steps-kept ${STEPS_ARGS:-}" parallel_on 1; }
+steps() { PARALLEL_ARGS="--sides whole cut steps steps-kept trunks ${STEPS_ARGS:-}" parallel_on 1; }
 
 parallel() { parallel_on "$(nvidia-smi --list-gpus | wc -l)"; }
 

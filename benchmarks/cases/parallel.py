@@ -1,7 +1,7 @@
 """How does a forest run on several GPUs, and a tree larger than one forward?
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --rollouts FILE
-    python -m benchmarks parallel --sides whole cut steps steps-kept --max-tokens 32768
+    python -m benchmarks parallel --sides whole cut steps steps-kept trunks --max-tokens 32768
     torchrun --standalone --nproc-per-node 2 -m benchmarks parallel --device cpu --scale 0.01
     python -m benchmarks parallel --read 8.json --beside 2.json 4.json --plot efficiency.png
 
@@ -14,7 +14,8 @@ together (`sequence_logprobs(group=, group_mode=)`); gather, the same with an al
 and values in every layer, as torch's context parallelism has it, over two chunks per rank (zigzag);
 cut, micro-batches of at most --max-tokens tokens on one GPU, which repeat the path above a cut;
 steps, `sequence_logprobs(max_tokens=)` on one GPU; steps-kept, the same where layers recompute
-nothing, as steps run their forward twice anyway. With --fsdp the weights are sharded by FSDP2
+nothing, as steps run their forward twice anyway; trunks, the micro-batches of a plan with
+`trunks=True` on one GPU (`kept_trunks`). With --fsdp the weights are sharded by FSDP2
 where ranks work together, and their gradients reduced. The time is that of the slowest rank.
 Efficiency: seconds of whole over ranks x seconds.
 
@@ -33,7 +34,7 @@ import argparse
 import gc
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,12 +55,21 @@ from benchmarks.lib.workloads import (
     AIRLINE,
     Tree,
     caterpillar,
+    code_agents,
     forest_of,
     scaled,
     single,
     workload,
 )
-from prefixtree import PackedForest, PrefixForest, pack, plan_micro_batches, sequence_logprobs
+from prefixtree import (
+    PackedForest,
+    PrefixForest,
+    SequenceScores,
+    kept_trunks,
+    pack,
+    plan_micro_batches,
+    sequence_logprobs,
+)
 from prefixtree.planning.borrow_cost import borrow_cost_of
 from prefixtree.planning.cost_model import cost_model_of
 from prefixtree.planning.model_cost import model_cost
@@ -74,9 +84,10 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "chain 1M": lambda: forest_of([(1_048_576, [])]),
     "prompt 24K x 128 x 8K": lambda: forest_of(single(24_576, 128, 8192)),
     "agents 16 x 40 turns": lambda: forest_of(caterpillar(40, 600, 600, 1300, 16)),
+    "code agents": code_agents,
     "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
-GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept")
+GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept", "trunks")
 STEPPED = ("steps", "steps-kept")
 SHAPES = ("qwen3-8b", "qwen3-32b")
 VOCABULARY = 512
@@ -142,14 +153,18 @@ class Work:
             self.batches = [
                 (moved(batch.packed), batch.sequence_indices.tolist()) for batch in plan[0]
             ]
-        else:
+        elif side != "trunks":
             self.batches = [(moved(pack(forest)), list(range(forest.num_sequences)))]
+        self.trunks: Any = None
         self.divided: Callable[[], AbstractContextManager[None]] = nullcontext
         if side in GROUPED:
             mode = "heads" if side == "heads" else "parts"
             self.options = {"group": dist.group.WORLD, "group_mode": mode}
         if side == "gather":
             self.divided = gathering
+        if side == "trunks":
+            cost = step_cost_of(model, model, torch.device("cpu"), "all")
+            self.trunks = plan_micro_batches(forest, max_tokens, trunks=True, borrow_cost=cost)
         if side in STEPPED:
             recompute = "nothing" if side == "steps-kept" else "all"
             self.options = {"max_tokens": max_tokens, "recompute": recompute}
@@ -157,9 +172,7 @@ class Work:
     def __call__(self) -> list[torch.Tensor]:
         """Log-probabilities by sequence; gradients are in the parameters."""
         found: dict[int, torch.Tensor] = {}
-        for packed, indices in self.batches:
-            with self.divided():
-                scores = sequence_logprobs(self.model, packed, **self.options)
+        for indices, scores in self.scored():
             # another weight per sequence, whichever batch it is in; one sum, since hundreds of
             # small kernels would be on every rank
             lengths = [len(x) for x in scores.logprobs]
@@ -169,9 +182,22 @@ class Work:
             found |= dict(zip(indices, (x.detach() for x in scores.logprobs), strict=True))
         return [found[i] for i in sorted(found)]
 
+    def scored(self) -> Iterator[tuple[list[int], SequenceScores]]:
+        """The sequences of each micro-batch, with their scores."""
+        if self.trunks is not None:
+            with kept_trunks(self.model, self.trunks[0], recompute="all") as scored:
+                for batch, scores in scored:
+                    yield batch.sequence_indices.tolist(), scores
+        for packed, indices in self.batches:
+            with self.divided():
+                scores = sequence_logprobs(self.model, packed, **self.options)
+            yield indices, scores
+
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed."""
+        if self.trunks is not None:
+            return int(self.trunks.stats.packed_tokens)
         return sum(packed.num_tokens for packed, _ in self.batches)
 
 
@@ -268,6 +294,8 @@ def run_side(
         row["received_bytes"] = ranks.most(sum(arrived))[0]
     if side in STEPPED:
         row["predicted_peak_bytes"] = predicted_peak(model, work)
+    if side == "trunks":
+        row["trunks"] = str(work.trunks.stats.trunks)
     if side == "parts":
         # divided as `sequence_logprobs` does it, and predicted with the layers recomputed
         cost, packed = model_cost(model.config), work.batches[0][0]
@@ -519,7 +547,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.workloads = [name for name in options.workloads if name != AIRLINE]
     is_spread = "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
     if options.sides is None:
-        options.sides = ["whole", *(GROUPED if is_spread else ("cut", *STEPPED))]
+        options.sides = ["whole", *(GROUPED if is_spread else ALONE[1:])]
     if not is_spread and (wrong := [side for side in options.sides if side in GROUPED]):
         what.error(f"{', '.join(wrong)}: run it by torchrun, with two processes or more")
     if options.is_tiny:

@@ -9,8 +9,9 @@ one owner: a trunk, or the one micro-batch that holds it. Legend: N nodes, E dis
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,17 +39,23 @@ class TrunkStats:
         kept_tokens: tokens of all trunks.
         alive_tokens: the most trunk tokens that are kept at once.
         peak: the most that is held at once, in own tokens; at most `max_tokens` of the plan.
+        again: whether trunks keep no graph: their forward runs a second time before their backward.
+        on_host: whether what trunks lend waits on the host until a layer reads it.
     """
 
     trunks: int
     kept_tokens: int
     alive_tokens: int
     peak: float
+    again: bool = False
+    on_host: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.trunks:,} trunks of {self.kept_tokens:,} tokens, of which at most "
-            f"{self.alive_tokens:,} are kept at once; at most {self.peak:,.0f} tokens' memory"
+            f"{self.alive_tokens:,} are kept at once{', on the host' if self.on_host else ''}"
+            f"{'; their forward runs twice' if self.again else ''}; at most {self.peak:,.0f} "
+            "tokens' memory"
         )
 
 
@@ -59,6 +66,8 @@ def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
         sum(stats.kept_tokens for stats in of_ranks),
         max(stats.alive_tokens for stats in of_ranks),
         max(stats.peak for stats in of_ranks),
+        any(stats.again for stats in of_ranks),
+        any(stats.on_host for stats in of_ranks),
     )
 
 
@@ -84,10 +93,7 @@ class Trunks:
         sequences: per micro-batch, int64, the sequences of `forest` that it scores.
         spans: per part, in the order of forwards.
         stats: TrunkStats.
-        on_host: whether lent rows and their gradients wait on the host until their layer runs.
     """
-
-    on_host = False
 
     def __init__(
         self,
@@ -156,6 +162,9 @@ def plan_trunks(
 ) -> Trunks:
     """Divides a forest into micro-batches and trunks, and computes every token once.
 
+    Where trunks do not fit with their graphs, they keep none and their forward runs twice. Where
+    what they lend does not fit either, it waits on the host.
+
     Args:
         forest: what one rank computes.
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
@@ -169,32 +178,39 @@ def plan_trunks(
         ForestError: a path whose trunk does not fit, with the least budget that works.
         ValueError: a borrow_cost without token_bytes.
     """
-    weights = _weights(borrow_cost)
-    found = _divided(forest, max_tokens, weights)
-    if found is None:
+    cost = BorrowCost() if borrow_cost is None else borrow_cost
+    ways = [cost, replace(cost, graph_bytes=0), replace(cost, graph_bytes=0, on_host=True)]
+
+    def planned(budget: int) -> tuple[Trunks, BorrowCost] | None:
+        for way in ways:
+            if (found := _divided(forest, budget, _weights(way))) is not None:
+                return found, way
+        return None
+
+    if (best := planned(max_tokens)) is None:
         low, high = max_tokens, 2 * max_tokens
-        while _divided(forest, high, weights) is None:
+        while planned(high) is None:
             low, high = high, 2 * high
         while high - low > max(1, low // 256):
             middle = (low + high) // 2
-            low, high = (low, middle) if _divided(forest, middle, weights) else (middle, high)
+            low, high = (low, middle) if planned(middle) else (middle, high)
         raise ForestError(
-            f"max_tokens {max_tokens} is too little for the trunks of this forest, whose tokens "
-            f"count {weights.trunk:.2f} each by their bytes while micro-batches borrow them: the "
-            f"least max_tokens that works is about {high}; or let trunks recompute more "
-            "(borrow_cost(model, recompute_trunks='again')), let what they lend wait on the host "
-            "(on_host=True of BorrowCost), or compute it in steps (reuse=True)"
+            f"max_tokens {max_tokens} is too little for the trunks of this forest, also where they "
+            "keep no graph and what they lend waits on the host: the least max_tokens that works "
+            f"is about {high}; or compute it in steps (reuse=True)"
         )
+    found, way = best
     # as even micro-batches as need no more of them and no more trunks
     low, high = max_tokens // 2, max_tokens
     for _ in range(_EVENINGS if len(found.sequences) > 1 else 0):
         middle = (low + high) // 2
-        other = _divided(forest, middle, weights) if middle else None
+        other = _divided(forest, middle, _weights(way)) if middle else None
         if other is not None and len(other.spans) <= len(found.spans):
             found, high = other, middle
         else:
             low = middle
-    found.on_host = borrow_cost is not None and borrow_cost.on_host
+    if found.stats.trunks:
+        found.stats = replace(found.stats, again=way is not cost, on_host=way.on_host)
     return found
 
 
@@ -205,8 +221,7 @@ class _Weights(NamedTuple):
     returned: float
 
 
-def _weights(borrow_cost: BorrowCost | None) -> _Weights:
-    cost = BorrowCost() if borrow_cost is None else borrow_cost
+def _weights(cost: BorrowCost) -> _Weights:
     return _Weights(cost.trunk_weight, cost.returned_weight)
 
 
@@ -228,14 +243,19 @@ def _divided(forest: PrefixForest, max_tokens: int, weights: _Weights) -> Trunks
     parts = _parts(first, last)
     length = forest.node_length.astype(np.int64)
     sizes = np.bincount(parts.of_node, length, len(parts.spans)).astype(np.int64)
-    parts = _merged(parts, sizes, above, max_tokens, weights)
-    pieces = _pieces(parts, forest, max_tokens, weights)
-    if pieces is None:
-        return None
-    owner, spans = pieces
-    sizes = np.bincount(owner, minlength=len(spans))
-    held = _Held(spans, sizes, count, weights)
-    if held.peak > max_tokens:
+    # larger pieces of trunks are fewer; smaller ones fit beside more
+    for candidate, share in itertools.product(
+        (_merged(parts, sizes, above, max_tokens, weights), parts), (1.0, 0.5, 0.25)
+    ):
+        pieces = _pieces(candidate, forest, max_tokens, weights, share)
+        if pieces is None:
+            continue
+        owner, spans = pieces
+        sizes = np.bincount(owner, minlength=len(spans))
+        held = _Held(spans, sizes, count, weights)
+        if held.peak <= max_tokens:
+            break
+    else:
         return None
     trunk = np.array([span.is_trunk for span in spans])
     stats = TrunkStats(
@@ -304,7 +324,8 @@ class _Held:
 
     Attributes:
         alive: int64 [micro-batches], trunk tokens that are kept while each runs.
-        peak: the most that is held at once.
+        of_batch: float64 [micro-batches], what is held while each runs.
+        peak: the most that is held at once, also while trunks run.
     """
 
     def __init__(self, spans: list[Span], sizes: np.ndarray, count: int, weights: _Weights) -> None:
@@ -322,8 +343,8 @@ class _Held:
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
         beside = np.maximum(forward @ kept, backward @ kept)
         running = kept * (1 + weights.returned) + np.where(is_trunk, weights.trunk * beside, 0)
-        of_batch = np.bincount(first, own, count) + weights.trunk * self.alive
-        self.peak = float(max(running.max(), of_batch.max()))
+        self.of_batch = np.bincount(first, own, count) + weights.trunk * self.alive
+        self.peak = float(max(running.max(), self.of_batch.max()))
 
 
 def _merged(
@@ -337,7 +358,7 @@ def _merged(
     for node in range(len(of_node) - 1, -1, -1):
         if above[node] >= 0 and of_node[above[node]] != of_node[node]:
             parent[of_node[node]] = of_node[above[node]]
-    known = _Held(spans, sizes, count, weights).peak
+    known = _Held(spans, sizes, count, weights).of_batch
     for part in np.argsort(sizes, kind="stable").tolist():
         into = parent[part]
         if not spans[part].is_trunk or sizes[part] >= _FEW or into < 0:
@@ -345,10 +366,11 @@ def _merged(
         tried = sizes.copy()
         tried[into] += tried[part]
         tried[part] = 0
-        peak = _Held(spans, tried, count, weights).peak
-        if peak > max(max_tokens, known):
+        # a trunk that is too large is cut later
+        of_batch = _Held(spans, tried, count, weights).of_batch
+        if (of_batch > np.maximum(max_tokens, known)).any():
             continue
-        sizes, known = tried, peak
+        sizes, known = tried, of_batch
         of_node[of_node == part] = into
         parent[parent == part] = into
     kept = np.unique(of_node)
@@ -356,11 +378,12 @@ def _merged(
 
 
 def _pieces(
-    parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights
+    parts: _Parts, forest: PrefixForest, max_tokens: int, weights: _Weights, share: float
 ) -> tuple[np.ndarray, list[Span]] | None:
     """The owner of each token, and the parts, those that do not fit cut into pieces.
 
-    The pieces of a micro-batch but its last are trunks that it alone borrows from.
+    The pieces of a micro-batch but its last are trunks that it alone borrows from. A trunk's fill
+    at most `share` of the room that they have.
     """
     of_token = np.repeat(parts.of_node, forest.node_length)
     owner = np.empty(forest.num_tokens, np.int64)
@@ -379,7 +402,7 @@ def _pieces(
             if not span.is_trunk and len(tokens) <= room:
                 size, piece = len(tokens), span
             else:
-                size = min(len(tokens), int(room / (1 + weights.returned)))
+                size = min(len(tokens), int(share * room / (1 + weights.returned)))
                 piece = Span(span.first, span.last, True)
             if size < 1:
                 return None

@@ -86,8 +86,8 @@ def kept_trunks(
         recompute: what layers compute again in the backward of a micro-batch: None, "all",
             "all_but_attention", "nothing" or a RecomputePlan. Default: None, as the model is set.
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
-            before their backward, so that between both only keys and values wait. Default: as
-            `recompute`.
+            before their backward, so that between both only keys and values wait. Default: "again"
+            where the plan says so (`TrunkStats.again`), else as `recompute`.
 
     Yields:
         An iterator over the micro-batches with their scores.
@@ -225,6 +225,8 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
                 f"routes, or {_INSTEAD}"
             )
         own_mode, trunk_mode = modes
+        if trunk_mode is None and trunks is not None and trunks.stats.again:
+            trunk_mode = "again"
         self._runs_again = trunk_mode == "again"
         forwards = []
         for mode in (own_mode, trunk_mode):
@@ -258,7 +260,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         self._copies = np.concatenate([[0], np.cumsum(found.lengths)])
         self._store: LoanStore | None = None
         if trunks is not None and self._steps is not None:
-            self._store = LoanStore(self._steps, keeps=False, on_host=trunks.on_host)
+            self._store = LoanStore(self._steps, keeps=False, on_host=trunks.stats.on_host)
         self._stamp: ModelStamp | None = None
         if self._trains:
             # what layers that are recomputed read

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,8 @@ from benchmarks.lib import (
     timing,
 )
 from benchmarks.lib.kinds import KINDS
-from prefixtree import compile_layers
+from benchmarks.lib.workloads import code_agents
+from prefixtree import compile_layers, plan_micro_batches
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
@@ -89,19 +91,35 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
     assert parallel.main([*TINY, *some, "--backend", "sdpa", "--out", str(out)]) == 0
-    whole, cut, steps, kept = result(out)["rows"]
+    whole, cut, steps, kept, trunks = result(out)["rows"]
     assert [row["side"] for row in (whole, cut, steps)] == ["whole", "cut", "steps"]
     assert whole["computed"] == steps["computed"] == whole["tokens"] == 49 + 128 * 16
+    assert trunks["computed"] == whole["tokens"] and " trunks of 49 tokens" in trunks["trunks"]
     assert 0 < steps["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
     # cut trees repeat the prompt, and steps borrow it
     assert cut["computed"] > whole["tokens"]
-    for row in (cut, steps, kept):
+    for row in (cut, steps, kept, trunks):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         assert row["of_whole"] == pytest.approx(whole["seconds"] / row["seconds"])
     with pytest.raises(SystemExit):
         parallel.main([*TINY, *some, "--sides", "parts"])
     assert parallel.main(["--read", str(out)]) == 0
-    assert "4 green, 0 out of memory, 0 red" in capsys.readouterr().out
+    assert "5 green, 0 out of memory, 0 red" in capsys.readouterr().out
+
+
+def test_the_code_agents_are_as_stated() -> None:
+    forest = code_agents()
+    children = np.bincount(forest.node_parent[forest.node_parent >= 0])
+    assert forest.num_sequences == 233 and forest.num_nodes == 285 and forest.num_levels == 58
+    assert (children > 1).sum() == 101 and int(forest.sequence_lengths.max()) == 13_724
+    assert (forest.num_tokens, forest.num_replicated_tokens) == (146_684, 1_322_051)
+    lengths = forest.node_length
+    assert (lengths.min(), lengths.max(), np.median(lengths)) == (3, 7321, 427)
+    # the tokens that a rank computes
+    for budget in (8192, 16384, 32768):
+        stats = plan_micro_batches(forest, budget, trunks=True).stats
+        assert stats.packed_tokens == forest.num_tokens and stats.trunks.peak <= budget
+    assert plan_micro_batches(forest, 32768).stats.packed_tokens > 1.14 * forest.num_tokens
 
 
 def test_a_layer_of_parallel_is_the_difference_of_two_runs() -> None:
