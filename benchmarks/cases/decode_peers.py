@@ -2,9 +2,11 @@
 
     python -m benchmarks decode_peers --prompt 2048 --new 1024 --out peers.json   # on a GPU
     python -m benchmarks decode_peers --rollouts ROLLOUTS --out histories.json    # on a GPU
+    python -m benchmarks decode_peers --shape qwen3.5-9b --new 256 --sides tree tree-compiled
     python -m benchmarks decode_peers --device cpu --scale 0.01                   # every code path
 
-Qwen3-0.6B's shape with random weights. Prompts are equally long, so that no side pays for padding,
+The shape of --shape with random weights: Qwen3-0.6B's, or that of a hybrid (Qwen3.5, Qwen3-Next),
+whose rows carry states. Prompts are equally long, so that no side pays for padding,
 and `generate` gets every prompt as many times as it has samples, as TRL gives it. No sequence stops
 early. With --rollouts the prompts are all histories of the agent rollouts (579), each with 4
 samples of 256 new tokens; then the sides are tree and rows.
@@ -22,6 +24,10 @@ samples of 256 new tokens; then the sides are tree and rows.
                  transformers that do not read the variable skip these sides
 
 With --padding every second prompt has as many tokens of padding before it.
+
+"GB/step" is what a step of `TreeSampler` must at least read and write: weights, every row's states
+twice, keys once for all rows that share them (at the middle of the generation). "x bound" is the
+median step over the time of so many bytes at --bandwidth.
 
 "prefill ms" lasts until the logits of the first new token are there; "ms/step" is the mean over all
 later tokens. "compile s" is what the first calls took beyond the time of as many steps, and
@@ -52,7 +58,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import CompileConfig
 from transformers.integrations import sdpa_attention
 
-from benchmarks.lib.policy import config
+from benchmarks.lib.layers import HYBRIDS
+from benchmarks.lib.layers import config as layers_config
+from benchmarks.lib.policy import SHAPES, config
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.sampling import SIDES as OURS
 from benchmarks.lib.sampling import Clock, sampled, sampler_of, wrong
@@ -69,8 +77,11 @@ from benchmarks.lib.tables import (
 )
 from benchmarks.lib.workloads import airline_sequences
 from prefixtree import PrefixForest
+from prefixtree.sampling import TreeSampler
 
 SIDES = ("tree", "tree-compiled", "dynamic", "static", "static+gqa")
+# of a hybrid: every fourth layer attends
+HYBRID_LAYERS, HYBRID_CHECKED = 32, 4
 # of the rollouts, where `generate` would copy every history
 HISTORY_SIDES, HISTORY_SAMPLES, HISTORY_NEW = ("tree", "rows"), 4, 256
 GQA = "TRANSFORMERS_SDPA_FORCE_GQA"
@@ -120,8 +131,13 @@ def knows_gqa() -> bool:
 
 
 def model_of(options: argparse.Namespace, attention: str, layers: int | None, dtype: str) -> Any:
-    """Qwen3-0.6B's shape with an attention."""
-    settings = config(options.is_tiny)
+    """The shape with an attention."""
+    if options.shape in HYBRIDS:
+        most = HYBRID_CHECKED if options.is_tiny else HYBRID_LAYERS
+        settings = layers_config(most, options.is_tiny, shape=options.shape)
+        layers = layers and max(layers, HYBRID_CHECKED)
+    else:
+        settings = config(options.is_tiny)
     settings._attn_implementation = attention
     return random_model(settings, layers, dtype, options.device)
 
@@ -240,7 +256,21 @@ def compare_ours(side: str, options: argparse.Namespace) -> Row:
     if {int(mask.sum()) for mask in samples.loss_masks} != {options.new} or len(ms) != options.new:
         return {"side": side, "red": [f"{len(ms)} steps"]}
     every = [run[0] for run in found]
-    return times_of(side, every, seconds, ms, rows, max(0.0, warm - seconds), options)
+    row = times_of(side, every, seconds, ms, rows, max(0.0, warm - seconds), options)
+    gb = step_bytes(model, sampler, keys - rows * options.new // 2, rows) / 1e9
+    return row | {"step_gb": gb, "over_bound": row["median_step_ms"] * options.bandwidth / gb}
+
+
+def step_bytes(model: Any, sampler: TreeSampler, keys: int, rows: int) -> int:
+    """What a step moves at least: weights, keys read once, and states read and written."""
+    weights = {id(p): p.nbytes for p in model.parameters()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head.weight is not embedding.weight:
+        # a row of it per token
+        weights.pop(id(embedding.weight))
+    cache = sampler._forward.cache
+    of_key = sum(pool[0].nbytes for pools in cache._pools for pool in pools)
+    return sum(weights.values()) + keys * of_key + 2 * rows * cache.states.slot_bytes
 
 
 def prompts_of(options: argparse.Namespace, vocabulary: int) -> list[np.ndarray]:
@@ -302,6 +332,8 @@ def tables(*runs: Row) -> Parts:
         Column("prefill ms", lambda row: number(row, "prefill_ms", ".1f")),
         Column("ms/step", lambda row: number(row, "step_ms", ".2f")),
         Column("median ms/step", lambda row: number(row, "median_step_ms", ".2f"), is_detail=True),
+        Column("GB/step", lambda row: number(row, "step_gb", ".2f"), is_detail=True),
+        Column("x bound", lambda row: number(row, "over_bound", ".2f"), is_detail=True),
         Column("whole s", lambda row: number(row, "seconds", ".2f")),
         Column("tokens/s", lambda row: number(row, "tokens_per_second", ",.0f")),
         Column("of the steps", lambda row: number(row, "decode_tokens_per_second", ",.0f")),
@@ -335,7 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--padding", type=int, default=0, help="tokens before every second prompt")
     what.add_argument("--new", type=int, help="new tokens per sample; default: 1024, or 256")
     what.add_argument("--rollouts", help="JSONL.gz, whose histories are the prompts")
-    what.add_argument("--layers", type=int, help="default: 28")
+    what.add_argument("--layers", type=int, help="default: 28, of a hybrid 32")
+    what.add_argument("--shape", choices=(SHAPES[0], *HYBRIDS), default=SHAPES[0])
+    what.add_argument("--bandwidth", type=float, default=4.0, help="TB/s; default: 4, an H200's")
     what.add_argument("--compile-backend", default="inductor", help="on a CPU")
     what.set_defaults(repeats=1)
     options = parse(what, arguments)
@@ -358,6 +392,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"skipped: {options.skipped} (transformers does not read {GQA})")
     prompts = "histories" if by_history else f"{options.prompts} prompts of {options.prompt} tokens"
     workload = f"{prompts} x {options.samples} samples of {options.new} new tokens, {options.dtype}"
+    if options.shape in HYBRIDS:
+        workload = f"{options.shape}, {workload}"
     if options.padding:
         workload += f", {options.padding} tokens of padding before every second prompt"
     report = Report(options, workload=workload)

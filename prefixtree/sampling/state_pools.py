@@ -174,6 +174,11 @@ class StatePools:
         return [pool.data_ptr() for pool in self._all]
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, over all layers."""
+        return sum(pool[0].nbytes for pool in self._all if len(pool))
+
+    @property
     def _all(self) -> list[torch.Tensor]:
         return self._states.pools + self._tails.pools
 
@@ -209,8 +214,7 @@ class StatePools:
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
                 raise
-            of_slot = sum(p[0].nbytes for p in self._all if len(p))
-            of_slot = of_slot or like.itemsize * math.prod(shape)
+            of_slot = self.slot_bytes or like.itemsize * math.prod(shape)
             least = "at least " * self._filling
             raise MemoryError(
                 f"{self._slots - 1:,} states of rows, {of_slot / 1e6:,.1f} MB each, need {least}"

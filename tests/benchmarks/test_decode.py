@@ -137,6 +137,11 @@ def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[
         assert row["red"] == [] and row["tokens_per_second"] == pytest.approx(
             4 * 5 / row["seconds"]
         )
+    hybrid = ["--shape", "qwen3.5-9b", "--sides", "tree", "dynamic"]
+    assert decode_peers.main([*TINY, "--scale", "0.005", *hybrid, "--out", str(out)]) == 0
+    data = result(out)
+    assert data["workload"].startswith("qwen3.5-9b, 2 prompts")
+    assert data["rows"][0]["red"] == [] and data["rows"][0]["over_bound"] > 0
     assert decode_peers.main([*small, "--rollouts", str(rollouts)]) == 0
     data = result(out)
     assert data["workload"].startswith("histories x 2 samples of 3")

@@ -247,3 +247,33 @@ def test_the_numbers_of_new_tokens_may_be_unlike() -> None:
     rows.append({row: rng.integers(3, 90, n).tolist() for row, n in enumerate((1, 5, 2, 7, 0, 3))})
     rows.generate(4, Draws(seed=3))
     assert worst(model, rows.samples()) < 3e-5
+
+
+@pytest.mark.full
+def test_compiled_layers_keep_and_go_on_from_states() -> None:
+    model = build("qwen3_5").eval()
+    forest = [[3, 4, 5], [3, 4, 6, 7]]
+    expected = TreeSampler(model, 1000).sample(forest, 3, 5, Draws(seed=1))
+    torch._dynamo.reset()
+    pt.compile_layers(model, backend="aot_eager")
+    found = TreeSampler(model, 1000).sample(forest, 3, 5, Draws(seed=1))
+    assert same_samples(found, expected)
+    for new, old in zip(found.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(new, old, atol=3e-5, rtol=0)
+    torch._dynamo.reset()
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    model = build("qwen3_5").eval()
+    forest = pt.PrefixForest.from_sequences([[3, 4, 5], [3, 9]])
+    found = []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            rows = TreeSampler(model, 500).start(forest)
+        with torch.inference_mode(not mode):
+            rows.append({0: [7, 8]})
+            rows.branch(2)
+        with torch.inference_mode(mode):
+            rows.generate(3)
+            found.append(rows.samples())
+    assert same_samples(*found)

@@ -54,7 +54,7 @@ def tree_rollouts(
 
     Raises:
         UnsupportedError: images or a processor of them, `tools`, `repetition_penalty`,
-            `generation_kwargs`; what `TreeSampler` refuses (sharded parameters, recurrent layers).
+            `generation_kwargs`; what `TreeSampler` refuses (sharded parameters).
     """
     _check(trainer)
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from prefixtree import PrefixForest, UnsupportedError, pack, sequence_logprobs
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
 from prefixtree.sampling import TreeSampler
-from tests.integrations.trl.runs import make, prompts, save_model
+from tests.integrations.trl.runs import make, prompts, save_model, tiny_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,23 @@ def test_greedy_tokens_are_those_of_trl(folder: Path) -> None:
     ids, images, fields = trainer._tokenize_prompts(chats(2))
     want, _ = trainer._generate_single_turn(ids, images, fields, 2)
     assert tree_rollouts(chats(2), trainer)["completion_ids"] == want
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_models_with_states(family: str, tmp_path: Path) -> None:
+    """Greedy tokens are TRL's, and log-probabilities those of training, over turns with replies."""
+    folder = save_model(tmp_path, tiny_hybrid(family))
+    trainer = make(PrefixTreeGRPOTrainer, folder, temperature=1e-5, max_completion_length=6)
+    ids, images, fields = trainer._tokenize_prompts(chats(2))
+    want, _ = trainer._generate_single_turn(ids, images, fields, 2)
+    assert tree_rollouts(chats(2), trainer)["completion_ids"] == want
+    trainer = make(PrefixTreeGRPOTrainer, folder, temperature=0.8, max_completion_length=12)
+    trainer.eos_token_ids = list(range(0, 256, 5))
+    found = tree_rollouts(chats(3), trainer, reply=lambda row, said: [7, 8][: row % 3])
+    sampled = torch.tensor([m for row in found["env_mask"] for m in row]).bool()
+    assert sampled.any() and not sampled.all()
+    want, got = logprobs_of(trainer, found, 0.8)
+    torch.testing.assert_close(got[sampled], want[sampled], atol=3e-5, rtol=0)
 
 
 def test_prompts_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
