@@ -64,7 +64,7 @@ test-trl: .venvs/trl-$(TRL)/.ready
 	$(TEST_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.venvs/trl-$(TRL)/extensions \
 	  .venvs/trl-$(TRL)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integrations/trl $(ARGS)
 
-# DeepSpeed, compiled layers and more ranks; as test-full
+# DeepSpeed, compiled layers, more ranks, settings and families; as test-full
 test-full-trl:
 	$(MAKE) --no-print-directory test-trl ARGS="--full -m full $(ARGS)"
 

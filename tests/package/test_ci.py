@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.full import asked_for, quick_ones_run, tell_ranks
 from tools import ci
 
 REPORT = """<testsuites><testsuite>
@@ -121,6 +123,24 @@ def test_a_target_is_left_out_while_its_files_stay(folder: Path) -> None:
     assert ci.Costs(1.0).unchanged(target)
     ci.COSTS.write_text(json.dumps({"t": {"files": "other"}}))
     assert not ci.Costs(1.0).unchanged(target)
+
+
+@pytest.mark.parametrize(
+    "options, made",
+    [
+        ({"--full": False, "markexpr": ""}, ["a"]),
+        ({"--full": True, "markexpr": ""}, ["a", "b"]),
+        # as test-full runs them
+        ({"--full": True, "markexpr": "full"}, ["b"]),
+    ],
+)
+def test_ranks_run_what_tests_read(
+    options: dict[str, Any], made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    tell_ranks(SimpleNamespace(getoption=options.get))  # type: ignore[arg-type]
+    assert asked_for(["a", "b"], {"a"}) == made
+    assert quick_ones_run() == ("a" in made)
 
 
 def test_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
