@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.mutate import ordered
+from tools.mutate import ordered, swap_code
 from tools.mutations import ROOMS, ROOT, Mutation, mutations, room_of, room_tests
 
 TEXT = '''
@@ -66,6 +72,31 @@ def test_the_tests_that_reach_a_function_run() -> None:
     assert list(ordered(tests, "x.py", 3)) == ["t.py::quick", "t.py::slow"]
     # no test is seen there
     assert list(ordered(tests, "x.py", 9)) == ["t.py::other", "t.py::quick", "t.py::slow"]
+
+
+def test_a_function_that_is_there_is_changed(tmp_path: Path) -> None:
+    """Although tests/conftest.py has frozen what the collector sees."""
+    file = tmp_path / "m.py"
+    file.write_text("def f(x):\n    return x + 1\n\n\ndef g(x):\n    return x\n")
+    made: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec", dont_inherit=True), made)
+    gc.freeze()
+    text = file.read_text()
+    assert swap_code(str(file), text, text.replace("x + 1", "x - 1")) and made["f"](1) == 0
+    assert not swap_code(str(tmp_path / "other.py"), text, text.replace("x + 1", "x - 1"))
+
+
+def test_tests_are_named_from_the_root(tmp_path: Path) -> None:
+    """Those of a folder with a pytest.ini of its own, too."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "inner" / "test_x.py").write_text("def test_x() -> None:\n    assert 0\n")
+    code = "from tools.mutate import *; import sys; w = Watch(''); "
+    code += "pytest_main([], ['inner/test_x.py'], w); print('failed', w.failed)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("failed inner/test_x.py::test_x\n"), done.stderr
 
 
 def test_rooms_have_files_and_tests() -> None:

@@ -164,7 +164,7 @@ def test_a_part_without_tokens() -> None:
 
 
 def test_nothing_is_given_back_where_no_key_needs_a_gradient() -> None:
-    """As with adapters on the queries of the first layer alone."""
+    """As with adapters on the queries of the first layer alone, or on sinks beside them."""
     packed = pack(PrefixForest.from_sequences([[1, 2, 3], [1, 2, 4]]))
     parts = Parts(packed, [0, 1, 0, 1], 2)
     case = random_case(packed.num_tokens)
@@ -177,6 +177,9 @@ def test_nothing_is_given_back_where_no_key_needs_a_gradient() -> None:
         out = part_attention(query, k[part.index], v[part.index], part, exchange)
         (dq,) = torch.autograd.grad(out, query, part.own(case[3]))
         torch.testing.assert_close(dq, part.own(expected))
+        sinks = torch.zeros(4, dtype=query.dtype, requires_grad=True)
+        out = part_attention(query, k[part.index], v[part.index], part, exchange, sinks=sinks)
+        torch.autograd.grad(out, [query, sinks], part.own(case[3]))
 
 
 def test_what_is_saved_for_the_backward() -> None:

@@ -302,6 +302,15 @@ def logits_of(output: torch.Tensor, inputs: dict[str, Any], count: int) -> list[
     return [output[0, s : s + n] for s, n in zip(starts, lengths, strict=True)]
 
 
+def gaps(inputs: dict[str, Any]) -> list[int]:
+    """The tokens of a THD batch that no sequence has."""
+    params = inputs["packed_seq_params"]
+    first, lengths = params.cu_seqlens_q_padded.tolist(), params.cu_seqlens_q.diff().tolist()
+    return [
+        t for s, n, end in zip(first, lengths, first[1:], strict=False) for t in range(s + n, end)
+    ]
+
+
 def alone(model: Any, sequence: Sequence[int], multiple: int | None) -> torch.Tensor:
     """The output of a model for one sequence, padded on the right, by Megatron's own attention."""
     row = [*sequence, *[0] * (-len(sequence) % (multiple or 1))]
@@ -318,7 +327,10 @@ def run_forest(
     if case.way == "pack_batches":
         pack_batches(ddp)
         inputs = thd(sequences, gap)
-        logits = logits_of(ddp(**inputs), inputs, len(sequences))
+        output = ddp(**inputs)
+        logits = logits_of(output, inputs, len(sequences))
+        # what is behind sequences is no copy of a token
+        assert not gap or not torch.stack([output[0, s] for s in gaps(inputs)]).any()
         both = [columns(x, s) for x, s in zip(logits, sequences, strict=True)]
         logprobs, entropy = [b[0] for b in both], [b[1] for b in both]
     else:
