@@ -38,6 +38,7 @@ from benchmarks.lib.tables import (
 from prefixtree.kernels.lm_head import eager as lm_head
 from prefixtree.kernels.lm_head import logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.options import ScoreOptions
 
 SIDES = ("triton", "torch", "eager")
 # rows scored, vocabulary, hidden size
@@ -83,7 +84,7 @@ class Case:
         if side == "eager":
             return textbook(self.hidden, self.weight, self.target, self.rule, torch.float32)
         temperature = self.upstream.new_ones(()).expand(len(self.target))
-        rest = (self.target, temperature, self.rule, False)
+        rest = (self.target, temperature, ScoreOptions(rule=self.rule))
         return logprobs.linear_logprobs(self.hidden, self.weight, None, *rest)
 
     def results(self, side: str) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from prefixtree._numbers import numbers
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
@@ -170,24 +171,22 @@ def scores_of(
     scores: torch.Tensor,
     to_sequences: GatherIndex,
     lengths: list[int],
-    with_entropy: bool,
-    statistics: Sequence[str] = (),
+    options: ScoreOptions,
 ) -> SequenceScores:
     """Copies the scores of edges to the sequences that hold them.
 
     Args:
-        scores: [U, 1 + entropy + statistics].
+        scores: [U, columns].
         to_sequences: to [R - S] rows, every sequence but its first token.
         lengths: n - 1 of each sequence.
-        with_entropy: whether the second column has entropies.
-        statistics: the names of the columns behind.
+        options: what the columns are.
     """
     columns = gather(scores, to_sequences).split(lengths)
     others = {
         name: [c[:, at].detach() for c in columns]
-        for at, name in enumerate(statistics, 1 + with_entropy)
+        for at, name in enumerate(options.statistics, options.with_gradients)
     }
-    entropy = [c[:, 1] for c in columns] if with_entropy else None
+    entropy = [c[:, 1] for c in columns] if options.with_entropy else None
     return SequenceScores([c[:, 0] for c in columns], entropy, others)
 
 

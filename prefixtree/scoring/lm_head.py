@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_hook
 from prefixtree.models.families import family_of
@@ -191,10 +192,7 @@ def logit_rule(causal_lm: Any) -> LogitRule:
 def scoring_lm_head(
     causal_lm: Any,
     edges: DeviceEdges,
-    rule: LogitRule,
-    with_entropy: bool,
-    chunk_size: int | None,
-    statistics: Sequence[str],
+    options: ScoreOptions,
     loss: RouterLoss | None = None,
 ) -> Iterator[Handed]:
     """While open, the output embedding scores `edges` and the model's logits are the scores; its
@@ -216,12 +214,15 @@ def scoring_lm_head(
             _check_whole(hidden, lm_head.weight if plain else None)
             _check_rows(causal_lm, hidden, len(edges.predictors))
             rows = gather(hidden[0], edges.to_predictors)
-            rest = (edges.target, edges.temperature, rule, with_entropy, chunk_size, statistics)
+            rest = (edges.target, edges.temperature, options)
+            # statistics need whole rows
+            slices = not plain and not options.statistics
+            head = sliced_head(lm_head, lm_head_forward) if slices else None
             vocabulary = causal_lm.config.get_text_config().vocab_size
             if plain:
                 _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
                 result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
-            elif not statistics and (head := sliced_head(lm_head, lm_head_forward)) is not None:
+            elif head is not None:
                 result = linear_logprobs(rows, head.weight, head.bias, *rest, head.vocabulary)
             else:
                 _check_rows_of_logits(lm_head, lm_head_forward, hidden[0], vocabulary)

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree._numbers import integer
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.lm_head.logit_statistics import check_statistics
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
@@ -53,18 +52,22 @@ def sequence_logprobs(
     packed: PackedForest,
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
+    pictures: Pictures | None = None,
     return_entropy: bool = False,
-    chunk_size: int | None = None,
-    recompute: Recompute = None,
     return_statistics: Sequence[str] = (),
     output_router_logits: bool | None = None,
+    chunk_size: int | None = None,
+    recompute: Recompute = None,
     group: ProcessGroup | None = None,
     group_mode: GroupMode = "parts",
     max_tokens: int | None = None,
     borrow_cost: BorrowCost | None = None,
-    pictures: Pictures | None = None,
 ) -> SequenceScores:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
+
+    The keywords down to `output_router_logits` say what is scored; those from `chunk_size` on say
+    how the model runs, and change no result.
 
     Log-probabilities and entropies are differentiable. The gradients are those of the replicated
     batch, up to rounding.
@@ -87,7 +90,17 @@ def sequence_logprobs(
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.
+        pictures: the images and videos of a batch that the forest's sequences belong to; the forest
+            is then one of `pictures.sequences`, or of some of them. Each distinct picture is
+            encoded once. Not together with `group`, or with `max_tokens` below the forest. Ranks of
+            DDP and FSDP2 either all pass pictures or none does. Default: text alone.
         return_entropy: whether to compute entropies too. Default: False.
+        return_statistics: which statistics of the distributions to compute too, without gradients:
+            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
+            "is_top1", 1 where the token has the largest logit (the first of equal ones);
+            "log_sum_sq_probs", log sum p^2. Default: none.
+        output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
+            `scores.aux_loss`. Default: what `config.output_router_logits` says.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the
             Triton kernels, about 512 MiB of logits; otherwise about 2^26 / vocabulary edges
             (2^22 / vocabulary on a CPU).
@@ -96,12 +109,6 @@ def sequence_logprobs(
             checkpointing), "all_but_attention" (outputs of attention and of recurrences are kept)
             or "nothing": the same in all layers. Or a `RecomputePlan`. Default: None, as the model
             is set.
-        return_statistics: which statistics of the distributions to compute too, without gradients:
-            "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
-            "is_top1", 1 where the token has the largest logit (the first of equal ones);
-            "log_sum_sq_probs", log sum p^2. Default: none.
-        output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
-            `scores.aux_loss`. Default: what `config.output_router_logits` says.
         group: the ranks that compute this forest together. Default: this process alone computes it.
         group_mode: what the ranks of a group exchange in every layer. "parts": the keys and values
             of the ancestors that a rank's tokens see. "heads" (Ulysses): each rank computes some
@@ -112,10 +119,6 @@ def sequence_logprobs(
             Where the forests of all fit, each is computed in one forward. Not together with
             `group`. Default: the forest in one forward.
         borrow_cost: bytes of own and borrowed tokens, for max_tokens. Default: read from the model.
-        pictures: the images and videos of a batch that the forest's sequences belong to; the forest
-            is then one of `pictures.sequences`, or of some of them. Each distinct picture is
-            encoded once. Not together with `group`, or with `max_tokens` below the forest. Ranks of
-            DDP and FSDP2 either all pass pictures or none does. Default: text alone.
 
     Returns:
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
@@ -167,9 +170,8 @@ def sequence_logprobs(
 
     def check() -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
-        check_statistics(return_statistics)
-        if chunk_size is not None:
-            integer("chunk_size", chunk_size, 1, or_none=True)
+        # refuses, on all ranks of a group
+        ScoreOptions(return_entropy, return_statistics, chunk_size)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures, recompute)
@@ -197,7 +199,8 @@ def sequence_logprobs(
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
     prepare_states(causal_lm)
-    rule, statistics = logit_rule(causal_lm), check_statistics(return_statistics)
+    rule = logit_rule(causal_lm)
+    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, rule)
     loss = router_loss(causal_lm, packed, output_router_logits)
     keywords = router_keywords(causal_lm.config, loss)
     held_bytes = 0 if loss is None else loss.held_bytes()
@@ -211,9 +214,7 @@ def sequence_logprobs(
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
             encoded(),
-            scoring_lm_head(
-                causal_lm, edges, rule, return_entropy, chunk_size, statistics, loss
-            ) as handed,
+            scoring_lm_head(causal_lm, edges, wanted, loss) as handed,
         ):
             if loss is not None:
                 loss.check()
@@ -229,7 +230,7 @@ def sequence_logprobs(
         arguments = model, causal_lm, packed, found, local
         options_of_steps = max_tokens, borrow_cost, recompute
         scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
-    found_scores = scores_of(scores, local.to_sequences, local.lengths, return_entropy, statistics)
+    found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted)
     if loss is None:
         return found_scores
     logits = tuple(output.router_logits)

@@ -371,7 +371,11 @@ def test_gradients_accumulate_over_calls():
     model = build("qwen3")
     once = run_packed(model, ragged_packed(), ragged_objective()).gradients
     scores = sequence_logprobs(
-        model, ragged_packed(), ragged_objective().temperatures, ragged_objective().loss_masks, True
+        model,
+        ragged_packed(),
+        ragged_objective().temperatures,
+        ragged_objective().loss_masks,
+        return_entropy=True,
     )
     ragged_objective().loss(scores.logprobs, scores.entropy).backward()
     for name, gradient in gradients(model).items():

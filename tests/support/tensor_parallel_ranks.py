@@ -22,6 +22,7 @@ from transformers.distributed import DistributedConfig
 from prefixtree import PrefixForest, pack
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -292,7 +293,7 @@ def _operator(rank: int, sizes: tuple[int, int], dtype: torch.dtype, columns: in
     bias, grad = torch.randn(49, generator=g), torch.randn(29, columns, generator=g)
     target = torch.randint(0, 49, (29,), generator=g)
     temperature = torch.rand(29, generator=g) + 0.5
-    rest = (target, temperature, LogitRule(1.3, 20.0), columns == 2, 8, ())
+    rest = (target, temperature, ScoreOptions(columns == 2, (), 8, LogitRule(1.3, 20.0)))
 
     def run(part: slice, *more: Any) -> list[torch.Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight[part], bias[part])]

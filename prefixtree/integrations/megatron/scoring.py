@@ -27,8 +27,8 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model
 from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
 from prefixtree.packing.arguments import check_packed
@@ -50,6 +50,7 @@ def tree_logprobs(
     packed: PackedForest,
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
     return_entropy: bool = False,
     chunk_size: int | None = None,
 ) -> SequenceScores | torch.Tensor:
@@ -92,15 +93,16 @@ def tree_logprobs(
     language_model = find_model(model)
     check_model(language_model)
     _check_forest(language_model, packed)
+    options = ScoreOptions(return_entropy, chunk_size=chunk_size)
     found = find_edges(packed, temperature, loss_mask)
     if not language_model.post_process:
         return tree_outputs(model, packed)
     _check_head(language_model)
     edges = edges_on_device(packed, found, None, found.predictor)
-    with _scoring(language_model.output_layer, edges, return_entropy, chunk_size) as handed:
+    with _scoring(language_model.output_layer, edges, options) as handed:
         output = tree_outputs(model, packed)
     to_sequences = GatherIndex(found.of_copies, found.count, packed.device)
-    return scores_of(_returned(output, handed), to_sequences, found.lengths, return_entropy)
+    return scores_of(_returned(output, handed), to_sequences, found.lengths, options)
 
 
 def tree_outputs(model: Any, packed: PackedForest) -> Any:
@@ -208,15 +210,13 @@ def _returned(output: Any, handed: Handed) -> torch.Tensor:
 
 
 @contextmanager
-def _scoring(
-    layer: Any, edges: DeviceEdges, with_entropy: bool, chunk_size: int | None
-) -> Iterator[Handed]:
+def _scoring(layer: Any, edges: DeviceEdges, options: ScoreOptions) -> Iterator[Handed]:
     """While open, the output layer scores `edges` and returns [U, 1, columns]."""
     handed = Handed()
 
     def forward(hidden: torch.Tensor, weight: Any = None, **_: Any) -> tuple[torch.Tensor, None]:
         weight = layer.weight if weight is None else weight
-        scores = _head_scores(layer, hidden, weight, edges, with_entropy, chunk_size)
+        scores = _head_scores(layer, hidden, weight, edges, options)
         # the model turns it to [1, U, columns] again, in the same memory
         return handed.give(scores).transpose(0, 1), None
 
@@ -230,8 +230,7 @@ def _head_scores(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     edges: DeviceEdges,
-    with_entropy: bool,
-    chunk_size: int | None,
+    options: ScoreOptions,
 ) -> torch.Tensor:
     """Hidden states [T, 1, d], or this rank's part of them, and weight [W, d] -> [U, columns]."""
     group, size = layer.tp_group, layer.tp_group.size()
@@ -250,9 +249,7 @@ def _head_scores(
         layer.bias,
         edges.target,
         edges.temperature,
-        LogitRule(),
-        with_entropy,
-        chunk_size,
-        vocabulary=vocabulary,
+        options,
+        vocabulary,
         accumulate=torch.promote_types(hidden.dtype, torch.float32),
     )

@@ -6,7 +6,7 @@ Legend: E rows to score, V vocabulary, d hidden size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from prefixtree._numbers import integer
 from prefixtree.kernels import device_info
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logit_statistics import write_statistics
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 
 # The number of logits held at once, beside float32 copies of them. On a CPU these are blocks of
@@ -39,10 +39,7 @@ def linear_logprobs(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     temperature: torch.Tensor,
-    rule: LogitRule,
-    with_entropy: bool,
-    chunk: int | None = None,
-    statistics: Sequence[str] = (),
+    options: ScoreOptions,
     vocabulary: VocabularySlice | None = None,
     accumulate: torch.dtype = torch.float32,
 ) -> torch.Tensor:
@@ -58,11 +55,7 @@ def linear_logprobs(
         bias: [V] or None.
         target: int64 [E], the token whose log-probability each row gives.
         temperature: float32 [E], the divisor of the logits.
-        rule: the family's change to the logits.
-        with_entropy: whether to compute the entropy too.
-        chunk: rows per chunk. Default: with the Triton kernels, as many as keep the logits near
-            512 MiB; without them, chunk x V is near 2^26 (2^22 on a CPU).
-        statistics: names of `lm_head.logit_statistics`, which have no gradients. Default: none.
+        options: what is computed of each row of logits.
         vocabulary: which part of the vocabulary the weight and the bias are, where ranks share it.
             All ranks then give the same hidden states, targets, temperatures and chunk, and get the
             same scores. The gradient of hidden is whole on every rank, that of the weight is the
@@ -76,34 +69,28 @@ def linear_logprobs(
     Raises:
         ValueError: statistics of a part of the vocabulary.
     """
-    if vocabulary is not None and statistics:
+    if vocabulary is not None and options.statistics:
         raise ValueError(
             "statistics need whole rows of logits, and this lm_head is spread over ranks: gather "
-            f"its output, or ask for none of {', '.join(statistics)}"
+            f"its output, or ask for none of {', '.join(options.statistics)}"
         )
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     # ranks exchange sums per chunk, so all of them cut the rows alike
     width = weight.shape[0] if vocabulary is None else vocabulary.widest
-    rows = chunk_rows(width, hidden.device, chunk)
-    if chunk is None and _scorer(hidden, vocabulary, accumulate) not in (eager, vocabulary):
+    rows = options.chunk_size or chunk_rows(width, hidden.device)
+    fused = _scorer(hidden, vocabulary, accumulate) not in (eager, vocabulary)
+    if fused and options.chunk_size is None:
         rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
     scores, others = _LinearLogprobs.apply(
-        *(hidden, weight, bias, target, temperature, rule, with_entropy, rows, dtype),
-        *(tuple(statistics), vocabulary, accumulate),
+        *(hidden, weight, bias, target, temperature, options, rows, dtype, vocabulary, accumulate),
     )
-    return torch.cat([scores, others], 1) if statistics else scores
+    return torch.cat([scores, others], 1) if options.statistics else scores
 
 
-def chunk_rows(vocabulary: int, device: torch.device, chunk: int | None = None) -> int:
-    """The number of rows per chunk.
-
-    Raises:
-        ValueError: a chunk that is neither None nor an integer >= 1.
-    """
-    if chunk is not None:
-        return integer("chunk_size", chunk, 1, or_none=True)
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """The number of rows per chunk where none is given."""
     return max(1, (_CPU_CHUNK if device.type == "cpu" else _CHUNK) // vocabulary)
 
 
@@ -113,10 +100,7 @@ def lm_head_logprobs(
     hidden: torch.Tensor,
     target: torch.Tensor,
     temperature: torch.Tensor,
-    rule: LogitRule,
-    with_entropy: bool,
-    chunk: int | None = None,
-    statistics: Sequence[str] = (),
+    options: ScoreOptions,
 ) -> torch.Tensor:
     """`linear_logprobs` for an lm_head that is more than a weight and a bias.
 
@@ -126,16 +110,16 @@ def lm_head_logprobs(
 
     def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
         x = lm_head(h)
-        z = rule.apply(x.float()) / temp[:, None]
+        z = options.rule.apply(x.float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
         columns = [logp.gather(1, t[:, None])[:, 0]]
-        if with_entropy:
+        if options.with_entropy:
             columns.append(-(logp.exp() * logp).sum(-1))
-        others = z.new_empty(len(z), len(statistics))
-        write_statistics(x, t, temp, rule, statistics, others)
+        others = z.new_empty(len(z), len(options.statistics))
+        write_statistics(x, t, temp, options.rule, options.statistics, others)
         return torch.cat([torch.stack(columns, -1), others], 1)
 
-    rows = chunk_rows(vocabulary, hidden.device, chunk)
+    rows = options.chunk_size or chunk_rows(vocabulary, hidden.device)
     parts = [
         checkpoint(score, h, t, temp, use_reentrant=False)
         # an empty batch still runs the lm_head once, so that wrappers see it take part
@@ -155,16 +139,14 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         target: torch.Tensor,
         temperature: torch.Tensor,
-        rule: LogitRule,
-        with_entropy: bool,
+        options: ScoreOptions,
         rows: int,
         dtype: torch.dtype,
-        statistics: tuple[str, ...],
         vocabulary: VocabularySlice | None,
         accumulate: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = hidden.new_empty(hidden.shape[0], 2 if with_entropy else 1, dtype=accumulate)
-        others = out.new_empty(len(out), len(statistics))
+        out = hidden.new_empty(hidden.shape[0], options.with_gradients, dtype=accumulate)
+        others = out.new_empty(len(out), len(options.statistics))
         # a temperature for all rows may come expanded
         target, temperature = target.contiguous(), temperature.to(accumulate).contiguous()
         kernels = _scorer(hidden, vocabulary, accumulate)
@@ -173,14 +155,14 @@ class _LinearLogprobs(torch.autograd.Function):
             for at in range(0, hidden.shape[0], rows):
                 part = slice(at, at + rows)
                 logits = F.linear(hidden[part].to(dtype), *weights)
-                rest = (target[part], temperature[part], rule)
+                rest = (target[part], temperature[part], options.rule)
                 # first: the logits are overwritten as they are scored
-                write_statistics(logits, *rest, statistics, others[part])
+                write_statistics(logits, *rest, options.statistics, others[part])
                 kernels.score(logits, *rest, out[part])
                 # not beside the next chunk's
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
-        ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = rule, rows, dtype, vocabulary
+        ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = options.rule, rows, dtype, vocabulary
         ctx.mark_non_differentiable(others)
         return out, others
 
@@ -220,7 +202,7 @@ class _LinearLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 9,
+            *[None] * 7,
         )
 
 

@@ -22,6 +22,7 @@ from prefixtree.kernels.lm_head import eager as eager_head
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head import logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.attention_checks import Case, assert_numerics, eager, ours, run
 from tests.support.gpu_cases import (
@@ -379,9 +380,7 @@ def test_a_head_holds_a_chunk_and_no_float32_copies() -> None:
 
     def update() -> None:
         temperature = torch.ones((), device="cuda").expand(4000)
-        out = logprobs.linear_logprobs(
-            hidden, weight, None, target, temperature, LogitRule(), False
-        )
+        out = logprobs.linear_logprobs(hidden, weight, None, target, temperature, ScoreOptions())
         torch.autograd.grad(out.sum(), (hidden, weight))
 
     peak = peak_bytes(update)
@@ -402,7 +401,7 @@ def test_sanitize_head(vocabulary: int) -> None:
         torch.randint(vocabulary, (37,), device="cuda"),
         torch.rand(37, device="cuda") + 0.5,
     )
-    rest = (target, temperature, LogitRule(softcap=20.0), True, 5)
+    rest = (target, temperature, ScoreOptions(True, (), 5, LogitRule(softcap=20.0)))
     out = logprobs.linear_logprobs(hidden, weight, None, *rest)
     gradients = torch.autograd.grad(out.sum(), (hidden, weight))
     assert all(x.isfinite().all() for x in (out, *gradients))

@@ -11,6 +11,7 @@ from prefixtree.kernels.lm_head import logit_statistics, logprobs
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logit_statistics import check_statistics, write_statistics
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.triton_tiles import DEVICE
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
@@ -69,7 +70,8 @@ def test_they_stand_beside_the_scores(
 
     def scored(*statistics: str) -> torch.Tensor:
         h, w, b = inputs
-        rest = (target.to(device), temperature, rule, with_entropy, chunk, statistics)
+        options = ScoreOptions(with_entropy, statistics, chunk, rule)
+        rest = (target.to(device), temperature, options)
         if head == "callable":
             return lm_head_logprobs(lambda h: F.linear(h, w, b), V, h, *rest)
         return linear_logprobs(h, w, b, *rest)
@@ -115,7 +117,7 @@ def test_the_first_of_equal_logits() -> None:
 @pytest.mark.parametrize("head", ["linear", "callable"])
 def test_no_rows(head: str) -> None:
     hidden, weight = torch.zeros(0, D), torch.randn(V, D)
-    rest = (torch.zeros(0).long(), torch.ones(0), LogitRule(), True, None, NAMES)
+    rest = (torch.zeros(0).long(), torch.ones(0), ScoreOptions(True, NAMES))
     if head == "linear":
         assert linear_logprobs(hidden, weight, None, *rest).shape == (0, 5)
     else:

@@ -16,6 +16,7 @@ from prefixtree.kernels.lm_head import eager, logprobs
 from prefixtree.kernels.lm_head import kernels as fused
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import chunk_rows, linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.head_checks import columns_of, exact_columns
 from tests.support.triton_tiles import DEVICE, DTYPES
 
@@ -80,7 +81,7 @@ def scored(case, head, rule, with_entropy=True, chunk=None):
         None if x is None else x.to(device)
         for x in (case.hidden, case.weight, case.bias, case.target, case.temperature)
     )
-    rest = (target, temperature, rule, with_entropy, chunk)
+    rest = (target, temperature, ScoreOptions(with_entropy, (), chunk, rule))
     if head == "callable":
         return lm_head_logprobs(lambda h: F.linear(h, weight, bias), V, hidden, *rest)
     return linear_logprobs(hidden, weight, bias, *rest).cpu()
@@ -150,7 +151,7 @@ def test_accumulates_in_float64_where_asked(rule, monkeypatch):
     monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: fused)
     case = make_case()
     inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias)]
-    rest = (case.target, case.temperature, _RULES[rule], True, 3)
+    rest = (case.target, case.temperature, ScoreOptions(True, (), 3, _RULES[rule]))
     out = linear_logprobs(*inputs, *rest, accumulate=torch.float64)
     expected, expected_grads = oracle(case, _RULES[rule])
     assert out.dtype == torch.float64
@@ -175,7 +176,7 @@ def test_chunks_hold_about_2_to_the_26_logits_and_less_on_a_cpu():
     assert chunk_rows(151_936, cuda) == 2**26 // 151_936
     assert chunk_rows(151_936, cpu) == 2**22 // 151_936
     assert chunk_rows(2**27, cuda) == chunk_rows(2**27, cpu) == 1
-    assert chunk_rows(151_936, cpu, 12) == chunk_rows(151_936, cpu, np.int64(12)) == 12
+    assert ScoreOptions(chunk_size=np.int64(12)) == ScoreOptions(chunk_size=12)
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
@@ -523,7 +524,7 @@ def test_who_scores(monkeypatch):
 def test_a_second_derivative_is_refused_rather_than_wrong():
     case = make_case()
     out = linear_logprobs(
-        case.hidden, case.weight, case.bias, case.target, case.temperature, LogitRule(), False
+        case.hidden, case.weight, case.bias, case.target, case.temperature, ScoreOptions()
     )
     factor = torch.ones(E, 1, requires_grad=True)
     (grad,) = torch.autograd.grad((out * factor).sum(), case.hidden, create_graph=True)
