@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any, Protocol, TypeVar
 

@@ -5,6 +5,7 @@ Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, D and Dv hea
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from prefixtree.kernels.attention.choice import choose
 from prefixtree.kernels.attention.protocol import AttentionCall, Options
 from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.first_calls import first_call
 from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
 from prefixtree.packing.host_mask import host_of
 
@@ -38,7 +40,9 @@ def _forward(
     note_call(mask, "attention")
     call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used)
     with as_given(q):
-        return choose(given.backend, call).backend.kernels.forward(call)
+        backend = choose(given.backend, call).backend
+        with _first("forward", backend.name, call):
+            return backend.kernels.forward(call)
 
 
 @uncompiled
@@ -57,9 +61,22 @@ def _backward(
     given = Options(*options)
     call = AttentionCall.of(q, k, v, sinks, host_of(handle), given)
     with as_given(q):
-        kernels = choose(given.backend, call).backend.kernels
-        *grads, dsinks = kernels.backward(call, dout, dlse, out, lse)
+        backend = choose(given.backend, call).backend
+        with _first("backward", backend.name, call):
+            *grads, dsinks = backend.kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
+
+
+def _first(direction: str, backend: str, call: AttentionCall) -> AbstractContextManager[Any]:
+    """Around what may compile: on a CPU nothing does."""
+    q, k, v = call.q, call.k, call.v
+    if not q.is_cuda:
+        return nullcontext()
+    return first_call(
+        f"tree_attention's {direction}, backend {backend!r},",
+        q.dtype,
+        f"{q.shape[1]} heads, {k.shape[1]} kv heads, dims {q.shape[2]} and {v.shape[2]}",
+    )
 
 
 def _fake_forward(q, k, v, *_):

@@ -7,13 +7,16 @@ forest.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from prefixtree.kernels.backend import Backend
 from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.first_calls import first_call
 from prefixtree.kernels.recurrence.backends import choose, warn_if_slow
-from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, SsdCall
+from prefixtree.kernels.recurrence.protocol import Call, ConvCall, DeltaCall, Kernels, SsdCall
 from prefixtree.kernels.torch_library import as_given, new_library, register, uncompiled
 from prefixtree.packing.host_mask import host_of
 
@@ -60,7 +63,7 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         backend = choose(arguments[-1], call)
         if arguments[-1] == "auto":
             warn_if_slow(call, backend)
-        with as_given(arguments[0]):
+        with as_given(arguments[0]), _first(f"{name}'s forward", backend, call):
             out, saved, final = backend.kernels.forward(call)
             return out, [] if final is None else [final], saved
 
@@ -72,8 +75,9 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
         *arguments: Any,
     ) -> list[torch.Tensor]:
         call = as_call(arguments, host_of(arguments[num_tensors]))
-        with as_given(dout):
-            return choose(arguments[-1], call).kernels.backward(call, dout, saved, dfinal)
+        backend = choose(arguments[-1], call)
+        with as_given(dout), _first(f"{name}'s backward", backend, call):
+            return backend.kernels.backward(call, dout, saved, dfinal)
 
     def fake_forward(*arguments: Any) -> _Results:
         call = as_call(arguments, None)
@@ -121,6 +125,15 @@ def _register(name: str, call_type: Callable[..., Call], tensors: str, options: 
 
     _library.impl(name, differentiable, "Autograd")
     return found
+
+
+def _first(of: str, backend: Backend[Kernels], call: Call) -> AbstractContextManager[Any]:
+    """Around what may compile: on a CPU nothing does."""
+    first: torch.Tensor = call[0]
+    if not first.is_cuda:
+        return nullcontext()
+    sizes = "x".join(map(str, first.shape[1:]))
+    return first_call(f"{of}, backend {backend.name!r},", first.dtype, f"sizes {sizes}")
 
 
 class _Recurrence(torch.autograd.Function):

@@ -13,11 +13,11 @@ from typing import Any
 
 import cutlass.cute as cute
 from flash_attn.cute import interface
-from flash_attn.cute.cache_utils import JITCache
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
-from prefixtree.kernels.attention.flash.copied_call import copied
+from prefixtree.kernels.attention.flash import copied_call
+from prefixtree.kernels.attention.flash.disk_cache import cache_of
 
 
 class HeadsFirst(SingleTileScheduler):
@@ -50,10 +50,8 @@ class HeadsFirstBackward(FlashAttentionBackwardSm90):
         return TurnedLaunch(super().kernel(*turned))
 
 
-# compiled kernels stay in memory, even where flash-attn-4 caches on disk: its keys there would not
-# contain our text
-flash_attn_bwd = copied(
+flash_attn_bwd = copied_call.copied(
     interface._flash_attn_bwd,
-    JITCache(),
+    cache_of("heads_first", __file__, copied_call.__file__),
     {FlashAttentionBackwardSm90.__name__: HeadsFirstBackward},
 )

@@ -18,6 +18,7 @@ import torch
 from prefixtree.kernels import device_info
 from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.attention.flash.chains import chains_of
+from prefixtree.kernels.attention.flash.disk_cache import keep_on_disk
 from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.row_runs import RowRuns
@@ -121,6 +122,7 @@ def installed() -> str | None:
 @cache
 def import_problem() -> str | None:
     """Why flash-attn-4, though installed, cannot be imported; None where it can."""
+    keep_on_disk()
     try:
         # packages that it imports warn of deprecations, which must not fail where warnings raise
         with warnings.catch_warnings(action="ignore"):
