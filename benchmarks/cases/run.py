@@ -7,7 +7,8 @@
 
 Needs TRL: `tools/gpu_check.sh run` brings it. Qwen3-0.6B's shape with random weights in bf16,
 prompts of random words, AdamW, and a reward that can be learnt: the share of tokens whose embedding
-lies on one side of a plane. Every side starts from the same weights, and TRL draws the same prompts for it.
+lies on one side of a plane. Every side starts from the same weights, and TRL draws the same prompts
+for it.
 
     trl            TRL's GRPOTrainer with its defaults, sdpa attention
     trl+static     with cache_implementation="static", which TRL does not compile

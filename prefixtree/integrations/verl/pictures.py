@@ -22,10 +22,9 @@ from prefixtree.models.checks import transformer_of
 from prefixtree.models.vision import positions_alone, tower_of
 from prefixtree.pictures import Pictures
 
-# pixels and grids, per modality
-_READ = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
-# what follows from tokens and grids. verl's agent loop computes positions without the seconds
-_LEFT_OUT = ("images_seqlens", "mm_token_type_ids", "second_per_grid_ts")
+_PIXELS, _GRIDS = "pixel_values", "image_grid_thw"
+# what follows from tokens and grids
+_LEFT_OUT = ("images_seqlens", "mm_token_type_ids")
 
 
 def pictures_of(data: TensorDict, config: Any, group: Any) -> Pictures | None:
@@ -39,35 +38,33 @@ def pictures_of(data: TensorDict, config: Any, group: Any) -> Pictures | None:
         ForestError, ValueError: see `Pictures.from_batch`.
     """
     rows = shown_of(data)
-    taken = {*_LEFT_OUT, *(name for names in _READ for name in names)}
+    taken = {_PIXELS, _GRIDS, *_LEFT_OUT}
     if unknown := sorted({name for row in rows for name in row} - taken):
         raise UnsupportedError(
-            f"multi_modal_inputs has {', '.join(unknown)}: only images and videos with a grid "
-            "(image_grid_thw, video_grid_thw, of Qwen's processors) are verified"
+            f"multi_modal_inputs has {', '.join(unknown)}: under verl only images with a grid "
+            f"({_GRIDS}, of Qwen's processors) are verified"
         )
-    arguments: dict[str, Any] = {}
-    for pixels, grids in _READ:
-        held = [row for row in rows if pixels in row]
-        # copies of a row hold one tensor, whose pictures are then hashed once
-        known = {id(row[pixels]): _apart(row, pixels, grids) for row in held}
-        arguments[pixels] = [picture for row in held for picture in known[id(row[pixels])]] or None
-        arguments[grids] = torch.cat([row[grids] for row in held]) if held else None
-    pictures = Pictures.from_batch(sequences_of(data), config=config, **arguments)
+    held = [row for row in rows if _PIXELS in row]
+    # copies of a row hold one tensor, whose pictures are then hashed once
+    known = {id(row[_PIXELS]): _apart(row) for row in held}
+    pixels = [picture for row in held for picture in known[id(row[_PIXELS])]]
+    grids = torch.cat([row[_GRIDS] for row in held]) if held else None
+    pictures = Pictures.from_batch(sequences_of(data), pixels or None, grids, config)
     (shown,) = largest([len(pictures)], group)
     return pictures if shown else None
 
 
-def _apart(row: dict[str, Any], pixels: str, grids: str) -> tuple[torch.Tensor, ...]:
+def _apart(row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """[patches, values] of each picture of a sequence."""
-    if grids not in row:
-        raise ValueError(f"multi_modal_inputs has {pixels} without {grids}, which says their sizes")
-    counts = row[grids].prod(-1).tolist()
-    if sum(counts) != len(row[pixels]):
+    if _GRIDS not in row:
+        raise ValueError(f"multi_modal_inputs has {_PIXELS} without {_GRIDS}: their sizes")
+    counts = row[_GRIDS].prod(-1).tolist()
+    if sum(counts) != len(row[_PIXELS]):
         raise ValueError(
-            f"multi_modal_inputs of a sequence has {len(row[pixels])} patches in {pixels} and "
-            f"{sum(counts)} by {grids} ({row[grids].tolist()})"
+            f"multi_modal_inputs of a sequence has {len(row[_PIXELS])} patches in {_PIXELS} and "
+            f"{sum(counts)} by {_GRIDS} ({row[_GRIDS].tolist()})"
         )
-    return row[pixels].split(counts)
+    return row[_PIXELS].split(counts)
 
 
 def check_positions(data: TensorDict, pictures: Pictures | None, module: nn.Module) -> None:

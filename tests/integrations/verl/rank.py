@@ -104,7 +104,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
-        for vendor in (cases[name].beside, "prefixtree"):
+        for vendor in dict.fromkeys((cases[name].beside, "prefixtree")):
             try:
                 with counted_exchanges() as calls:
                     results[name, vendor] = run(vendor, folder, cases[name], rank, world)

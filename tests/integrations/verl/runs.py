@@ -181,7 +181,7 @@ class Settings:
         same_steps: both engines make the same micro-batches, so that every metric must agree;
             otherwise those are left out that verl averages over micro-batches.
         pictures: whose rollouts hold pictures, "all" ranks' or the "first" one's, or None.
-        beside: the engine to compare with: verl's ("stock") or each sequence "alone".
+        beside: the engine to compare with: verl's ("stock"), or each sequence "alone".
         epochs: of two updates each.
         tolerance: of parameters and metrics.
         score_tolerance: of log-probabilities, entropies and values.
@@ -326,6 +326,10 @@ VISION_CASES: dict[str, Settings] = {
         lr=1.0,
     ),
     "qwen3_vl, one rank sees": Settings(model="qwen3_vl", pictures="first", tokens=120, lr=0.3),
+    # beside one rank: verl's tower would run the tests' stand-in for flash attention, a causal one
+    "qwen3_vl, text, two ranks a forest": Settings(
+        model="qwen3_vl", engine=_TWO_RANKS, tokens=30, beside="prefixtree"
+    ),
     "qwen3_vl, fixed size": Settings(model="qwen3_vl", pictures="all", tokens=None, size=2),
 }
 

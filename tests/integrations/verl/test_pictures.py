@@ -5,17 +5,30 @@ or its gradient is another's."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from verl.utils import tensordict_utils as tu
 
 from prefixtree.integrations.verl import pictures as room
 from prefixtree.models import vision
 from prefixtree.packing.placements import Placements
 from tests.integrations.verl.compare import check_same, difference
-from tests.integrations.verl.runs import VISION_CASES, run, run_ranks
+from tests.integrations.verl.picture_runs import shown
+from tests.integrations.verl.runs import (
+    VISION_CASES,
+    actor_loss,
+    batch_of,
+    jagged,
+    make_worker,
+    parameters,
+    rollouts,
+    run,
+    run_ranks,
+)
 from tests.support.full import asked_for, mostly
 
 # every time
@@ -25,7 +38,9 @@ ONE = (
     "qwen2_5_vl, pictures",
     "qwen3_vl_moe, pictures",
 )
-TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora")
+TOGETHER = "qwen3_vl, text, two ranks a forest"
+TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora", TOGETHER)
+ALONE = [name for name in VISION_CASES if name != TOGETHER]
 RED = "qwen3_vl, pictures"
 
 
@@ -34,7 +49,7 @@ def two_ranks(sees: Path) -> list[dict[Any, Any]]:
     return run_ranks(sees, asked_for(VISION_CASES, TWO))
 
 
-@pytest.mark.parametrize("name", mostly(VISION_CASES, ONE))
+@pytest.mark.parametrize("name", mostly(ALONE, ONE))
 def test_one_rank(name: str, sees: Path, record_property: Callable[..., None]) -> None:
     settings = VISION_CASES[name]
     packed = run("prefixtree", sees, settings)
@@ -43,7 +58,7 @@ def test_one_rank(name: str, sees: Path, record_property: Callable[..., None]) -
     record_property("differences", differences)
 
 
-@pytest.mark.parametrize("name", mostly(VISION_CASES, TWO))
+@pytest.mark.parametrize("name", mostly(ALONE, TWO[:2]))
 def test_two_ranks(
     name: str, two_ranks: list[dict[Any, Any]], record_property: Callable[..., None]
 ) -> None:
@@ -54,6 +69,57 @@ def test_two_ranks(
         )
         record_property(f"differences of rank {rank}", differences)
         print("DIFF", name, rank, {k: f"{v:.1e}" for k, v in differences.items()})
+
+
+def test_text_of_a_forest_on_two_ranks(two_ranks: list[dict[Any, Any]], sees: Path) -> None:
+    """Which have the same data, so that one rank gives their updates."""
+    settings = VISION_CASES[TOGETHER]
+    one = run("stock", sees, replace(settings, engine={}))
+    for results in two_ranks:
+        packed = results[TOGETHER, "prefixtree"]
+        assert packed["exchanges"].keys() == {"keys"}
+        print("DIFF", TOGETHER, check_same(one, packed, settings))
+
+
+@pytest.mark.parametrize(
+    ("engine", "override"),
+    [
+        ({"strategy": "fsdp", "use_orig_params": True}, {}),
+        ({}, {"prefixtree_recompute": "auto"}),
+        pytest.param({}, {"prefixtree_compile": True}, marks=pytest.mark.full),
+    ],
+    ids=["fsdp1", "auto", "compiled"],
+)
+def test_text_alone_under_what_pictures_are_refused_with(
+    engine: dict[str, Any], override: dict[str, Any], sees: Path
+) -> None:
+    """One update with weight decay, which moves the tower too."""
+    plain = VISION_CASES["qwen3_vl, text, decay"]
+    options = {"override_config": {"attn_implementation": "prefixtree", **override}}
+    ends = []
+    for settings in (plain, replace(plain, engine=engine, model_options=options)):
+        worker = make_worker("prefixtree", sees / "qwen3_vl", settings)
+        worker.set_loss_fn(actor_loss(replace(plain, algorithm="ppo")))
+        rows = shown(rollouts(10, groups=4, size=4), sees / "qwen3_vl", False)
+        flat = [torch.zeros(len(row)) for row in rows["responses"]]
+        score = {"old_log_probs": jagged([row - 4 for row in flat])}
+        score["advantages"] = jagged([row + i % 3 - 1 for i, row in enumerate(flat)])
+        data = batch_of(rows, temperature=0.7, global_token_num=None, **score)
+        tu.assign_non_tensor(
+            data,
+            calculate_entropy=True,
+            global_batch_size=16,
+            mini_batch_size=16,
+            epochs=1,
+            seed=3,
+            dataloader_kwargs={"shuffle": False},
+        )
+        start = parameters(worker)
+        worker.train_mini_batch(data)
+        ends.append(parameters(worker))
+    tower = [name for name in start if "visual." in name and "bias" not in name]
+    assert tower and all(difference([ends[1][n]], [start[n]]) > 1e-3 for n in tower)
+    assert difference([*ends[0].values()], [ends[1][name] for name in ends[0]]) < 1e-6
 
 
 # ---- red -----------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def test_positions_of_text_where_there_are_pictures(sees: Path, seeing: Any) -> 
     ("extra", "error", "message"),
     [
         ({"image_bound": torch.zeros(1, 2)}, UnsupportedError, "multi_modal_inputs has image_bou"),
-        ({"input_features": torch.zeros(1, 2)}, UnsupportedError, "has input_features: only"),
+        ({"input_features": torch.zeros(1, 2)}, UnsupportedError, "has input_features: under verl"),
+        ({"video_grid_thw": torch.zeros(1, 3)}, UnsupportedError, "has video_grid_thw: under verl"),
         ({"pixel_values": torch.zeros(3, 96)}, ValueError, "has 3 patches in pixel_values and 32"),
         ({"image_grid_thw": None}, ValueError, "pixel_values without image_grid_thw"),
         ({"image_grid_thw": torch.tensor([[1, 4, 8]] * 2)}, ValueError, "32 patches .* and 64 by"),
