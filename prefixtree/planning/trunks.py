@@ -320,7 +320,7 @@ def _parts(first: np.ndarray, last: np.ndarray) -> _Parts:
 
 
 class _Held:
-    """What is held while parts run, in own tokens.
+    """The memory that is held while parts run, in own tokens.
 
     Attributes:
         alive: int64 [micro-batches], trunk tokens that are kept while each runs.

@@ -243,7 +243,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         else:
             members = np.sort(np.concatenate([batch.sequence_indices for batch in batches]))
             num_planned = batches[0].num_planned
-            if np.ndim(temperature):
+            if isinstance(temperature, (list, tuple)) or getattr(temperature, "ndim", 0) > 0:
                 given = per_sequence("temperature", temperature, num_planned)
                 temperature = [given[i] for i in members.tolist()]
             if loss_mask is not None:
@@ -269,7 +269,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             self._stamp = ModelStamp(model, read, for_backward=True)
 
     def _order_of_runs(self) -> Iterator[str]:
-        """What this rank runs, forwards and backwards."""
+        """The forwards and backwards of this rank, in order."""
         backward = BACKWARD if self._trains else ""
         for at, batch in enumerate(self._batches):
             if self._trunks is None or batch.is_empty:
@@ -440,7 +440,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         return scores
 
     def _run_dummies(self, kind: str | None) -> None:
-        """What other ranks run before the next forward or backward of this one; None: all."""
+        """Runs dummies where other ranks run others before this rank's next run; None: all."""
         while self._order:
             upcoming = self._order.pop(0)
             if upcoming == kind:

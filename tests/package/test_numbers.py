@@ -80,6 +80,12 @@ def of_model(call: Callable[..., Any], *others: Any) -> Callable[..., Any]:
     return called
 
 
+def kept(**given: Any) -> Any:
+    batches = pt.plan_micro_batches(FOREST, 64, trunks=True)[0]
+    # it reads them at once
+    return pt.kept_trunks(model(), batches, **given).__enter__()
+
+
 def sampled(**given: Any) -> Any:
     return TreeSampler(model(), 99).sample(
         **{"prompts": SEQUENCES, "n": 1, "max_new_tokens": 1} | given
@@ -230,6 +236,7 @@ add(
     value_dim=K.FROM_0,
     element_bytes=K.FROM_0,
     token_bytes=K.POSITIVE,
+    graph_bytes=K.AT_LEAST_0,
     kept_copies=K.SHARE,
     lm_head=K.AT_LEAST_0,
     linear_rate=K.POSITIVE,
@@ -298,6 +305,7 @@ add("Draws", Draws, top_p=K.SHARE, min_p=K.SHARE)
 scored = of_model(pt.sequence_logprobs, PACKED)
 add("sequence_logprobs", scored, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
 add("sequence_logprobs", scored, 1, max_tokens=K.COUNT)
+add("kept_trunks", kept, 2, temperature=K.NUMBERS, loss_mask=K.MASKS, chunk_size=K.COUNT)
 planned = of_model(pt.plan_recomputation, PACKED)
 add("plan_recomputation", planned, 2, memory=K.REAL, scored=K.FROM_0)
 fitting = of_model(pt.max_micro_batch_tokens)
@@ -317,7 +325,14 @@ RESULTS = (
     "Rows",
 )
 RESULTS += ("PlanStats", "ReuseStats", "StepStats", "PackedForest", "RecomputePlan", "Samples")
-RESULTS += ("Rollouts", "RolloutPicture", "PictureBatch", "Conversation", "SequenceScores")
+RESULTS += (
+    "TrunkStats",
+    "Rollouts",
+    "RolloutPicture",
+    "PictureBatch",
+    "Conversation",
+    "SequenceScores",
+)
 # arguments of public things that no caller's number reaches, and why
 ELSEWHERE = {
     "PrefixForest": "arrays that its invariants check",
@@ -343,6 +358,8 @@ ELSEWHERE = {
     "ChatTokenizer.place": "ids of its own",
     "Draws.choose": "of a decode step",
     "sequence_logprobs(return_statistics)": "names",
+    "kept_trunks(return_statistics)": "names",
+    "kept_trunks(batches)": "of a plan",
 }
 # how a message names an argument, where it is a part that is wrong or another function reads it
 NAMED = {

@@ -27,7 +27,7 @@ from prefixtree.scoring import lm_head as scoring_lm_head
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_cases
-from tests.support.interrupts import codes_of, interrupted_at_each_line
+from tests.support.interrupts import interrupted_at_each_line
 from tests.support.models import build, pack_sequences
 from tests.support.replay import drawn_routes
 
@@ -91,7 +91,7 @@ _CALLS = [model_checks.every_layer_attends, call_counter.counted_calls]
 def test_scoring() -> None:
     model, packed = tiny()
     run = lambda: sequence_logprobs(model, packed, recompute="all").logprobs  # noqa: E731
-    (forward,) = (c for c in codes_of(scoring.sequence_logprobs) if c.co_name == "forward")
+    forward = scoring.ModelForward.__call__
     functions = [scoring_lm_head.scoring_lm_head, layers.recomputing, forward]
     check(model, run, *_CHANGES, *_CALLS, *functions)
 
