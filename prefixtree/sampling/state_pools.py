@@ -162,7 +162,7 @@ class StatePools:
                     "replaced module or a patched forward)"
                 )
         self._filling = False
-        if isinstance(self._now, RowSlots):
+        if isinstance(self._now, RowSlots) and self._all:
             rows = self._now
             rows.source.copy_(torch.where(rows.live, rows.target, rows.source))
 
@@ -201,8 +201,10 @@ class StatePools:
             for kind in (self._states, self._tails):
                 for at, pool in enumerate(kind.pools):
                     if len(pool) < self._slots:
-                        kind.pools[at] = self._made(pool, tuple(pool.shape[1:]))
-                        kind.pools[at][: len(pool)] = pool
+                        larger = self._made(pool, tuple(pool.shape[1:]))
+                        larger[: len(pool)] = pool
+                        # at last, so that an interruption loses nothing
+                        kind.pools[at] = larger
         except MemoryError:
             self._slots = min(len(pool) for pool in self._all)
             raise

@@ -19,6 +19,7 @@ from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling.graphs import StepGraphs
 from prefixtree.sampling.step import DecodeStep
 from tests.sampling.cases import GREEDY, words
+from tests.support.models import build
 
 pytestmark = pytest.mark.gpu
 
@@ -143,6 +144,27 @@ def test_logprobs_are_those_of_training() -> None:
         scores = pt.sequence_logprobs(model, packed, 0.8, loss_mask=samples.loss_masks)
     for new, old in zip(scores.logprobs, samples.logprobs, strict=True):
         torch.testing.assert_close(new.cpu(), old, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm3"])
+def test_states_move_in_graphs(family: str) -> None:
+    """Bit by bit as steps that are not captured, with rows that stop; and log-probabilities are
+    those of training."""
+    model = build(family).eval().cuda()
+    captured, plain = TreeSampler(model, 20_000), TreeSampler(model, 20_000)
+    how = Draws(0.9, seed=5), [5, 11, 17]
+    with counted_replays() as replays:
+        found = [grown(captured, seed, *how) for seed in (0, 1)]
+    assert len(replays) > 40 and graphs_of(captured).num_captured > 0
+    with never_captured():
+        expected = [grown(plain, seed, *how) for seed in (0, 1)]
+    for one, two in zip(found, expected, strict=True):
+        close(one, two, 0.0, ties=0)
+    packed = pt.pack(found[1].forest).to("cuda")
+    with torch.no_grad():
+        scores = pt.sequence_logprobs(model, packed, 0.9, loss_mask=found[1].loss_masks)
+    for new, old in zip(scores.logprobs, found[1].logprobs, strict=True):
+        torch.testing.assert_close(new.cpu(), old, atol=5e-4, rtol=0)
 
 
 def test_greedy_equals_generate() -> None:
