@@ -381,8 +381,9 @@ def redirect(log: Path) -> None:
 def pytest_main(options: list[str], files: Iterable[str], plugin: object) -> None:
     # hypothesis is imported already
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    # a folder with a pytest.ini of its own would name its tests from there
-    options += ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={Path.cwd()}"]
+    # a folder with a pytest.ini of its own would name its tests, and what they import, from there
+    options += ["-q", "--tb=short", "-p", "no:cacheprovider"]
+    options += [f"--rootdir={Path.cwd()}", "-o", "pythonpath="]
     importlib.import_module("pytest").main([*options, *files], plugins=[plugin])
 
 

@@ -210,10 +210,17 @@ def test_modes_of_recomputation_and_sharding(sharded, modes):
 
 
 @pytest.mark.parametrize("limit, wanted", [(8, 64), (100, 100)])
-def test_graphs_of_all_modes_are_kept(limit, wanted, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", limit)
-    compile_layers(build("qwen3"))
-    assert torch._dynamo.config.recompile_limit == wanted
+def test_graphs_of_all_modes_are_kept(limit, wanted):
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        compile_layers(build("qwen3"))
+        assert torch._dynamo.config.recompile_limit == wanted
+
+
+def test_the_dense_backend_is_not_counted_in_compiled_layers():
+    model, packed = build("qwen3"), ragged_packed().with_options(backend="reference")
+    want = run_packed(model, packed, ragged_objective())
+    compile_layers(model, backend="eager")
+    assert_same(run_packed(model, packed, ragged_objective()), want, tolerance("qwen3"))
 
 
 def test_a_model_that_cannot_be_compiled_by_layers():

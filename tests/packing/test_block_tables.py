@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from prefixtree import BlockTables, PrefixForest, TileShape, TreeMask
 from prefixtree.loops import block_tables as loops
+from prefixtree.loops.mask_compares import CAUSAL, END, WINDOW
 from tests.support.strategies import (
     ancestors_or_self,
     forests,
@@ -137,6 +138,10 @@ def test_lengths_at_a_tile_and_one_off(length: int) -> None:
     for shape in [*SHAPES, TileShape(64, 64, cut=True, piece_tiles=1)]:
         for window in (None, length):
             assert_tables_exact(mask_of(forest), shape, window)
+
+
+def test_compares_are_bits_of_their_own() -> None:
+    assert (CAUSAL, END, WINDOW) == (1, 2, 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
