@@ -1,5 +1,5 @@
-"""Writes the tables of README.md, of results.md here and of docs/verl.md and docs/megatron.md from
-the JSON under results/.
+"""Writes the tables of README.md, of results.md here and of docs/trl.md, docs/verl.md and
+docs/megatron.md from the JSON under results/.
 
 python -m benchmarks.write_tables
 """
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import verl_update
+from benchmarks.cases import run, verl_update
 from benchmarks.lib.tables import Column, Parts, Table, machine, markdown
 from benchmarks.lib.update_tables import cases_by_side
 
 HERE = Path(__file__).parent
 PAGE = HERE / "results.md"
 README = HERE.parent / "README.md"
+TRL = HERE.parent / "docs" / "trl.md"
 VERL = HERE.parent / "docs" / "verl.md"
 MEGATRON = HERE.parent / "docs" / "megatron.md"
 # what stands between the markers of a name: the function of a case, and its files under results/
@@ -43,6 +44,7 @@ TABLES = {
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
+    "run": ("run.tables", "h200/run.json", "h200/run_*.json"),
     "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
@@ -225,7 +227,10 @@ def main() -> None:
     headline = verl_update.headline(*read(*TABLES["verl_update"][1:]))
     VERL.write_text(replaced(VERL.read_text(), "verl_update", markdown(headline)))
     MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
-    README.write_text(replaced(README.read_text(), "speed", markdown(speed())))
+    readme = replaced(README.read_text(), "speed", markdown(speed()))
+    steps = markdown(run.headline(*read(*TABLES["run"][1:])))
+    README.write_text(replaced(readme, "run", steps))
+    TRL.write_text(replaced(TRL.read_text(), "run", steps))
 
 
 if __name__ == "__main__":

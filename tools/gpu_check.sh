@@ -553,7 +553,7 @@ run_turns() {
 
 # twenty steps of either, whose rewards are drawn
 run_curves() {
-  on_trl run_curves 570 1 --prompt 256 --new 128 --repeats 19 --sides trl prefixtree+tree+auto+compiled
+  on_trl run_curves 570 1 --prompt 256 --new 64 --lr 5e-4 --repeats 19 --sides trl prefixtree+tree+auto+compiled
 }
 
 sanitize() {

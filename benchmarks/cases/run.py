@@ -7,8 +7,7 @@
 
 Needs TRL: `tools/gpu_check.sh run` brings it. Qwen3-0.6B's shape with random weights in bf16,
 prompts of random words, AdamW, and a reward that can be learnt: the share of tokens whose embedding
-lies on one side of a plane. Every side starts from the same weights, and TRL draws the same prompts
-for it.
+lies on one side of a plane. Every side starts from the same weights and gets the same prompts.
 
     trl            TRL's GRPOTrainer with its defaults, sdpa attention
     trl+static     with cache_implementation="static", which TRL does not compile
@@ -48,6 +47,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib import sampling
+from benchmarks.lib.plots import figure, name, save, ticks
 from benchmarks.lib.policy import config
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import (
@@ -81,9 +81,11 @@ PARTS = ("generate", "score", "update", "rest")
 MISSING = "Not measured yet."
 
 
-def run_side(name: str, work: Work, checked: Row, options: argparse.Namespace, folder: Path) -> Row:
+def run_side(
+    written: str, work: Work, checked: Row, options: argparse.Namespace, folder: Path
+) -> Row:
     """The times of one side's steps, or what is red."""
-    side = Side.of(name)
+    side = Side.of(written)
     red = list(checked["red"]) if side.trainer == "prefixtree" else []
     if "tree" in side.words and not red:
         red = wrong_samples(side, options)
@@ -146,21 +148,21 @@ def tables(*runs: Row) -> Parts:
             head, lambda line: text(line[1]) if "seconds" in line[1] else "", is_detail=is_detail
         )
 
-    def part(name: str) -> Column:
-        return of_row(f"{name}, s", lambda row: f"{row[name]:.2f}")
+    def part(of: str) -> Column:
+        return of_row(f"{of}, s", lambda row: f"{row[of]:.2f}")
 
     yield Table(
         [
             Column("work", lambda line: line[0]["work"]),
             Column("trainer", lambda line: line[1]["side"]),
             Column("step, s", lambda line: seconds(line[1])),
-            *(part(name) for name in PARTS),
+            *(part(of) for of in PARTS),
             of_row("speed-up", lambda row: times_cell(row.get("speedup"))),
             of_row("first step, s", lambda row: f"{row['first_seconds']:.1f}"),
             of_row("sampled tokens/s", lambda row: f"{row['sampled_per_s']:,.0f}"),
             of_row("GiB", lambda row: gib(row["peak_bytes"])),
             of_row("replication ratio", lambda row: number(row, "replication_ratio", ".1f")),
-            of_row("reward at first, at last", lambda row: rewards(row)),
+            of_row("reward at first, at last", lambda row: rewards(row), is_detail=True),
             Column("", lambda line: verdict_column().cell(line[1]), is_detail=True),
         ],
         lines,
@@ -170,7 +172,7 @@ def tables(*runs: Row) -> Parts:
         "Losses, gradient norms and entropies: relative. Parameters: how far apart they end over "
         "how far they went."
     )
-    names = {
+    trainers = {
         "trl, bf16": "TRL's, bf16",
         "prefixtree, bf16": "prefixtree's, bf16",
         "prefixtree, float32": "prefixtree's, float32",
@@ -180,10 +182,10 @@ def tables(*runs: Row) -> Parts:
     yield Table(
         [
             Column("work", lambda line: line[0]["check"]["work"]),
-            Column("trainer", lambda line: names[line[1]]),
-            *(Column(head, partial(_error, name)) for name, head in heads.items()),
+            Column("trainer", lambda line: trainers[line[1]]),
+            *(Column(head, partial(_error, of)) for of, head in heads.items()),
         ],
-        [(run, name) for run in runs for name in names],
+        [(run, which) for run in runs for which in trainers],
     )
 
 
@@ -208,14 +210,42 @@ def headline(*runs: Row) -> Parts:
     yield Table(
         [
             Column("GRPO step in TRL (generation + update)", lambda line: line[0]["work"]),
-            Column("TRL's trainer at its best", lambda line: split(line[1])),
+            Column("TRL's trainer", lambda line: split(line[1])),
             Column("class replaced", lambda line: split(line[2]) if line[2] else ""),
-            Column("prefixtree at its best", lambda line: split(line[3])),
+            Column("prefixtree, all set", lambda line: split(line[3])),
             Column("gain", lambda line: f"{line[1]['seconds'] / line[3]['seconds']:.1f}x"),
             Column("GiB", lambda line: " / ".join(gib(r["peak_bytes"], ".0f") for r in line[1::2])),
         ],
         lines,
     )
+
+
+def curves(runs: Sequence[Row], path: Path) -> None:
+    """Draws the rewards of every side by step, and where the seconds of a step go."""
+    fig, axes = figure(2, "GRPO in TRL, from the same weights on one GPU")
+    lines = [(run, row) for run in runs for row in run["rows"] if "seconds" in row]
+    longest = max(lines, key=lambda line: len(line[1]["rewards"]))[0]
+    for row in longest["rows"]:
+        if "rewards" in row:
+            axes[0].plot(range(1, len(row["rewards"]) + 1), row["rewards"], label=label(row))
+    name(axes[0], "optimizer step", "reward", longest["work"])
+    for at, (_, row) in enumerate(lines):
+        bottom = 0.0
+        for part, colour in zip(PARTS, ("#225ea8", "#7fcdbb", "#fdae61", "#777777"), strict=True):
+            shown_as = part if at == 0 else None
+            axes[1].bar(at, row[part], bottom=bottom, color=colour, label=shown_as)
+            bottom += row[part]
+    labels = [f"{label(row)}\n{run['work'].split(' x ')[0]}" for run, row in lines]
+    ticks(axes[1], range(len(lines)), labels)
+    axes[1].tick_params(axis="x", labelsize=6)
+    name(axes[1], "", "seconds of a step")
+    save(fig, path)
+
+
+def label(row: Row) -> str:
+    """What a picture calls a side."""
+    known = {"trl": "TRL", "prefixtree": "class replaced", BEST: "prefixtree"}
+    return known.get(row["side"], row["side"])
 
 
 def about(run: Row) -> str:
@@ -233,10 +263,10 @@ def rewards(row: Row) -> str:
     return f"{row['rewards'][0]:.2f}, {row['rewards'][-1]:.2f}"
 
 
-def _error(name: str, line: Any) -> str:
+def _error(of: str, line: Any) -> str:
     run, which = line
     errors = run["check"]["errors"]
-    return f"{errors[which][name]:.2g}" if which in errors else ""
+    return f"{errors[which][of]:.2g}" if which in errors else ""
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -261,11 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--compile-backend", default="inductor", help="of compiled layers")
     options = parse(what, arguments)
     if options.read is not None:
-        return Report.read(options).finish(tables)
+        report = Report.read(options)
+        if options.plot is not None:
+            curves([report.result()], options.plot)
+        return report.finish(tables)
     if find_spec("trl") is None:
         what.error("TRL is not installed: pip install trl, or bash tools/gpu_check.sh run")
     try:
-        every = [Side.of(name) for name in options.sides]
+        every = [Side.of(written) for written in options.sides]
     except ValueError as problem:
         what.error(str(problem))
     if find_spec("flash_attn") is None:
@@ -305,19 +338,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             accelerate=installed("accelerate"),
             check=checked,
         )
-        for name in options.sides:
-            run = partial(run_side, name, work, checked, options, Path(folder))
-            row = report.attempt({"side": name}, run)
-            print(f"{name}: {verdict(row) or shown(row)}", flush=True)
+        for side in options.sides:
+            run = partial(run_side, side, work, checked, options, Path(folder))
+            row = report.attempt({"side": side}, run)
+            print(f"{side}: {verdict(row) or shown(row)}", flush=True)
     base = next((row["seconds"] for row in report.rows if "seconds" in row), None)
     for row in report.rows:
         if base is not None and "seconds" in row:
             row["speedup"] = base / row["seconds"]
+    if options.plot is not None:
+        curves([report.result()], options.plot)
     return report.finish(tables)
 
 
 def shown(row: Row) -> str:
-    parts = ", ".join(f"{name} {row[name]:.2f}" for name in PARTS)
+    parts = ", ".join(f"{of} {row[of]:.2f}" for of in PARTS)
     return f"{row['seconds']:.2f} s ({parts}), first {row['first_seconds']:.1f} s"
 
 

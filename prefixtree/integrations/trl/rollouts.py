@@ -54,7 +54,8 @@ def tree_rollouts(
 
     Raises:
         UnsupportedError: images or a processor of them, `tools`, `repetition_penalty`,
-            `generation_kwargs`; what `TreeSampler` refuses (sharded parameters).
+            `generation_kwargs`, FSDP; what `TreeSampler` refuses (parameters sharded in another
+            way).
     """
     _check(trainer)
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -92,6 +93,13 @@ def tree_rollouts(
 
 def _check(trainer: GRPOTrainer) -> None:
     """Refuses settings of generation that the sampler does not have."""
+    if trainer.is_fsdp_enabled:
+        # a rank whose rows have ended takes no more steps, and gathers no more layers for the
+        # others; and a step reads all weights, which to gather for every token takes longer
+        raise UnsupportedError(
+            "tree_rollouts samples with whole parameters, and FSDP shards them: leave rollout_func "
+            "out (TRL's generate gathers them), or set use_vllm=True"
+        )
     served: dict[str, list[Any]] = {"repetition_penalty": [1.0], "generation_kwargs": [None, {}]}
     for name, values in served.items():
         if (value := getattr(trainer.args, name)) not in values:

@@ -43,8 +43,8 @@ def own_folder() -> Path | None:
     """
     folder = Path(tempfile.gettempdir()) / f"prefixtree-{os.getuid()}" / "flash-attn-4"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in (folder.parent, folder):
+            part.mkdir(mode=0o700, exist_ok=True)
             found = part.lstat()
             is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             if not is_ours or found.st_mode & 0o022:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
+from pathlib import Path
 from types import FunctionType
 
 import cutlass
 import pytest
 import torch
-from flash_attn.cute import block_sparsity, interface
+from flash_attn.cute import block_sparsity, cache_utils, interface
 from flash_attn.cute.flash_bwd_postprocess import FlashAttentionBackwardPostprocess
 from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefixtree.kernels.attention.flash import (
     dense_tiles_backward,
+    disk_cache,
     heads_first_backward,
     launch,
     mask_mods,
@@ -313,3 +315,23 @@ def test_kernels_of_both_tilings_have_keys_of_their_own() -> None:
     assert all(re.search(rf"\b{name},", key) for name in differ)
     for call in (interface._flash_attn_bwd, heads_first_backward.flash_attn_bwd):
         assert dense_tiles_backward.in_dense_tiles(call).compile_cache is call.compile_cache
+
+
+def test_our_kernels_are_kept_apart_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside flash-attn-4's, and apart by the text that makes them others."""
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path))
+    ours, text = heads_first_backward.__file__, tmp_path / "text.py"
+    text.write_text("changed")
+    made = [disk_cache.cache_of("heads_first", *files) for files in ((ours,), (ours, str(text)))]
+    theirs = cache_utils.get_jit_cache("bwd")
+    assert all(type(cache) is cache_utils.JITPersistentCache for cache in (*made, theirs))
+    assert len({cache.cache_path for cache in (*made, theirs)}) == 3
+    assert {cache.cache_path.parent for cache in (*made, theirs)} == {theirs.cache_path.parent}
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
+    assert type(disk_cache.cache_of("heads_first", ours)) is cache_utils.JITCache
+    # what keep_on_disk sets before the import
+    source = inspect.getsource(cache_utils)
+    assert all(f'os.getenv("{name}"' in source for name in (disk_cache.ENABLED, disk_cache.FOLDER))
