@@ -96,7 +96,7 @@ class DividedMask:
         raise NotImplementedError
 
     def of_layer(self, layer: nn.Module) -> Any:
-        """What a recurrent layer's forward gets in the place of this mask.
+        """The keyword that a recurrent layer's forward gets in the place of this mask.
 
         Args:
             layer: the module.

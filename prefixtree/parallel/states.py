@@ -306,7 +306,7 @@ class LayerStates:
 
 
 class _Borrowed(torch.autograd.Function):
-    """What a call borrows; its gradient goes back to the lenders."""
+    """Gives what a call borrows; its gradient goes back to the lenders."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *tensors: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,7 @@ class StepExchanges:
         return StepExchange(self, layer)
 
     def states_of(self, layer: nn.Module) -> LayerStates:
-        """What a recurrent layer's forward gets in the place of the mask.
+        """The keyword that a recurrent layer's forward gets in the place of the mask.
 
         Raises:
             UnsupportedError: a layer that runs twice per forward, in a step's first forward.

@@ -76,7 +76,7 @@ class PartStates:
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
 
     def tails(self, width: int) -> Tails:
-        """What a convolution with `width` taps reads; made once and kept."""
+        """The tokens that a convolution with `width` taps reads; made once and kept."""
         if width not in self._tails:
             predictor, at = self.part.host.predictor, self.entered
             found = [at[:0]]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import prefixtree as pt
 from prefixtree.models import families, hybrids
@@ -24,6 +23,8 @@ from prefixtree.testing.verify import verify
 from tests.support.full import mostly
 from tests.support.hybrid_cases import (
     FEW,
+    Float64,
+    in_float64,
     logprobs_of,
     long_packed,
     long_sequences,
@@ -43,26 +44,6 @@ from tests.support.models import (
 )
 
 
-class Float64(TorchFunctionMode):
-    """A cast to float32 in a float64 run stays float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-
-        def swap(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
-
-
-def _in_float64(family: str, implementation: str = "prefixtree") -> Any:
-    model = build(family, implementation).double()
-    # grouped products know no float64
-    model.set_experts_implementation("eager")
-    return model
-
-
 @needs_states
 @pytest.mark.parametrize("family", mostly_full(HYBRIDS))
 def test_float64_is_exact(family: str, record_property: Any) -> None:
@@ -71,14 +52,14 @@ def test_float64_is_exact(family: str, record_property: Any) -> None:
     assert packed.mask.host.segments.level.max() >= 3
     weights = [torch.randn(len(s) - 1, dtype=torch.float64) for s in sequences]
     with Float64():
-        eager = _in_float64(family, "eager")
+        eager = in_float64(family, "eager")
         expected = []
         for tokens, weight in zip(sequences, weights, strict=True):
             ids = torch.from_numpy(tokens)
             logits = eager(input_ids=ids[None], use_cache=False).logits[0]
             expected.append(logprobs_of(logits[:-1], ids[1:]))
             (expected[-1] * weight).sum().backward()
-        tree = pt.prepare(_in_float64(family))
+        tree = pt.prepare(in_float64(family))
         inputs = packed.model_inputs()
         rows = families.family_of(tree.config).position_rows
         if rows > 1:

@@ -28,11 +28,12 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.in_steps import part_inputs, step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.models.test_hybrids import Float64, _in_float64
 from tests.scoring.steps_cases import MAX_TOKENS, compare, number_of_steps, run, score
 from tests.support.hybrid_cases import (
     FEW,
     SERVED,
+    Float64,
+    in_float64,
     logprobs_of,
     long_packed,
     long_sequences,
@@ -78,14 +79,14 @@ def test_float64_is_exact(family: str, checkpointed: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(len(s) - 1, dtype=torch.float64, generator=draw) for s in sequences]
     with Float64():
-        eager = _in_float64(family, "eager")
+        eager = in_float64(family, "eager")
         expected = []
         for tokens, weight in zip(sequences, weights, strict=True):
             ids = torch.from_numpy(tokens)
             logits = eager(input_ids=ids[None], use_cache=False).logits[0]
             expected.append(logprobs_of(logits[:-1], ids[1:]))
             ((expected[-1] * weight).sum() + expected[-1].square().sum() / 10).backward()
-        model = pt.prepare(_in_float64(family))
+        model = pt.prepare(in_float64(family))
         if checkpointed:
             _checkpointed(model)
         # a borrowed token counts a tenth of an own one

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from packaging import version
+from torch.overrides import TorchFunctionMode
 
 import prefixtree as pt
 from prefixtree.models import families
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
-from tests.support.models import TRANSFORMERS, ragged_packed
+from tests.support.models import TRANSFORMERS, build, ragged_packed
 
 SERVED = version.parse(OLDEST_WITH_STATES) <= TRANSFORMERS
 needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
@@ -54,3 +55,23 @@ def packed_inputs(model: Any) -> dict[str, Any]:
         if rows > 1
         else inputs
     )
+
+
+class Float64(TorchFunctionMode):
+    """A cast to float32 in a float64 run stays float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+
+        def swap(x: Any) -> Any:
+            return torch.float64 if x is torch.float32 else x
+
+        return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
+
+
+def in_float64(family: str, implementation: str = "prefixtree") -> Any:
+    model = build(family, implementation).double()
+    # grouped products know no float64
+    model.set_experts_implementation("eager")
+    return model

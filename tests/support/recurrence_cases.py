@@ -1,4 +1,5 @@
-"""Shared by the tests of the recurrent layers: forests, random calls, sequences one by one."""
+"""Shared by the tests of the recurrent layers: forests, random calls, sequences one by one, parts
+one after another."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from prefixtree import PrefixForest, TreeMask
+from prefixtree import PackedForest, PrefixForest, TreeMask
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.recurrence.decode import conv_step, delta_rule_step, ssd_step
 from prefixtree.kernels.recurrence.protocol import RowSlots
+from prefixtree.planning.part_states import PartStates
+from prefixtree.planning.parts import Parts
+from prefixtree.planning.steps import Steps
 from tests.support.strategies import Sequences, mask_of, packed_path
 
 Leaves = list[torch.Tensor]
@@ -233,3 +237,25 @@ def worst_errors(
         for mine, theirs in zip(ours, alone, strict=True)
     )
     return out, grads
+
+
+def runs(packed: PackedForest, num_parts: int) -> Steps:
+    """Parts of neighbouring tokens."""
+    owner = np.arange(packed.num_tokens) * num_parts // packed.num_tokens
+    return Steps(packed, owner, num_parts)
+
+
+def of_parts(op: Operator, parts: Parts, leaves: Leaves, backend: str) -> torch.Tensor:
+    """out of the whole forest; autograd leads from part to part through states."""
+    outs, behind = [], {}
+    for part in parts:
+        states = PartStates(part)
+        own = torch.from_numpy(part.own_tokens).long()
+        mine = [x[own] if i < op.per_token else x for i, x in enumerate(leaves)]
+        entering = [behind[token] for token in states.entered.tolist()]
+        initial = torch.stack(entering) if entering else None
+        out, final = op.run(states.borders, mine, backend, initial=initial)
+        behind.update(zip(states.left.tolist(), final, strict=True))
+        outs.append(out)
+    order = torch.from_numpy(np.argsort(np.concatenate([part.own_tokens for part in parts])))
+    return torch.cat(outs)[order]

@@ -384,5 +384,6 @@ def test_padding_tokens_change_nothing() -> None:
 def test_public_names() -> None:
     import prefixtree.kernels.recurrence as room
 
-    assert room.__all__ == ["explain_recurrence", "tree_conv", "tree_delta_rule", "tree_ssd"]
+    operators = ["tree_conv", "tree_delta_rule", "tree_ssd"]
+    assert room.__all__ == ["StateBorders", "explain_recurrence", *operators]
     assert tree_conv.__doc__ and tree_ssd.__doc__

@@ -22,10 +22,11 @@ from tests.kernels.recurrence.test_recurrence import cut_small
 from tests.support.recurrence_cases import (
     OPERATORS,
     RECURRENCES,
-    Leaves,
     Operator,
     forest_of,
+    of_parts,
     relative,
+    runs,
 )
 from tests.support.strategies import forests, mask_of
 
@@ -40,28 +41,6 @@ def in_order(packed: PackedForest, num_parts: int, seed: int) -> Steps:
         least = 0 if above < 0 else owner[above]
         owner[token] = least if rng.random() < 0.7 else rng.integers(least, num_parts)
     return Steps(packed, owner, num_parts)
-
-
-def runs(packed: PackedForest, num_parts: int) -> Steps:
-    """Parts of neighbouring tokens."""
-    owner = np.arange(packed.num_tokens) * num_parts // packed.num_tokens
-    return Steps(packed, owner, num_parts)
-
-
-def of_parts(op: Operator, parts: Parts, leaves: Leaves, backend: str) -> torch.Tensor:
-    """out of the whole forest; autograd leads from part to part through states."""
-    outs, behind = [], {}
-    for part in parts:
-        states = PartStates(part)
-        own = torch.from_numpy(part.own_tokens).long()
-        mine = [x[own] if i < op.per_token else x for i, x in enumerate(leaves)]
-        entering = [behind[token] for token in states.entered.tolist()]
-        initial = torch.stack(entering) if entering else None
-        out, final = op.run(states.borders, mine, backend, initial=initial)
-        behind.update(zip(states.left.tolist(), final, strict=True))
-        outs.append(out)
-    order = torch.from_numpy(np.argsort(np.concatenate([part.own_tokens for part in parts])))
-    return torch.cat(outs)[order]
 
 
 def errors(

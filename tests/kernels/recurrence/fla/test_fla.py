@@ -12,7 +12,6 @@ import torch
 
 from prefixtree import UnsupportedError, pack
 from prefixtree.kernels.recurrence import fla, fla_rules, states, tree_delta_rule, tree_ssd
-from tests.kernels.recurrence.test_state_borders import of_parts, runs
 from tests.support.recurrence_cases import (
     Leaves,
     Operator,
@@ -21,8 +20,10 @@ from tests.support.recurrence_cases import (
     cotangents_for,
     forest_of,
     gradients,
+    of_parts,
     one_by_one,
     relative,
+    runs,
 )
 from tests.support.strategies import mask_of
 

@@ -10,8 +10,7 @@ import torch
 
 from prefixtree import pack
 from prefixtree.kernels.recurrence import explain_recurrence, flash_qla, tree_delta_rule
-from tests.kernels.recurrence.test_state_borders import of_parts, runs
-from tests.support.recurrence_cases import FORESTS, Operator, forest_of, relative
+from tests.support.recurrence_cases import FORESTS, Operator, forest_of, of_parts, relative, runs
 from tests.support.strategies import mask_of
 
 pytestmark = [
