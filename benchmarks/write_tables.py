@@ -44,6 +44,7 @@ TABLES = {
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
+    "first_step": ("first_step.tables", "h200/first_step*.json"),
     "run": ("run.tables", "h200/run.json", "h200/run_*.json"),
     "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),

@@ -10,6 +10,8 @@ with TRL's own trainer instead: the losses are the same, and it is slower.
         --model Qwen/Qwen3-8B     # sharded over 8 GPUs; --num_processes 2 for 2
     # DeepSpeed, or zero2.yaml
     accelerate launch --config_file examples/configs/zero3.yaml examples/trl_grpo.py
+    # one GPU, everything set that makes a step fast; prints tokens per second
+    python examples/trl_grpo.py --model Qwen/Qwen3-0.6B --fast
     python examples/trl_grpo.py --tiny     # a random model on a CPU, in seconds, without network
 """
 
@@ -28,11 +30,13 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    TrainerCallback,
     set_seed,
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+import prefixtree
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, tree_rollouts
 
 TASK = "Solve the problem step by step. End with '#### ' and the number."
 
@@ -79,6 +83,29 @@ def digits(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+class Rate(TrainerCallback):
+    """Prints a line per step: reward, seconds, and tokens (prompts and completions) per second.
+
+    Every generation is trained on `num_iterations` times; the later times sample nothing.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        if not logs or "step_time" not in logs or not state.is_world_process_zero:
+            return
+        seconds = logs["step_time"]
+        line = f"step {state.global_step}: {seconds:.2f} s"
+        if "num_tokens" in logs:
+            rate = (logs["num_tokens"] - self.tokens) / seconds
+            self.tokens = logs["num_tokens"]
+            line += f", reward {logs['reward']:.3f}, {rate:,.0f} tokens/s"
+        if "prefixtree/replication_ratio" in logs:
+            line += f", {logs['prefixtree/replication_ratio']:.1f} tokens per distinct one"
+        print(line, flush=True)
+
+
 def save_tiny_model(folder: Path) -> str:
     """The main process saves a Qwen3 with random weights and a tokenizer of bytes; its folder."""
     process = PartialState(cpu=True)
@@ -118,7 +145,14 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in this process")
     parser.add_argument("--stock", action="store_true", help="TRL's own GRPOTrainer")
     parser.add_argument("--tiny", action="store_true", help="a random model on a CPU")
+    parser.add_argument(
+        "--fast",
+        action="store_true",
+        help="one GPU: sampling on the forest, compiled layers, as little recomputed as fits",
+    )
     options = parser.parse_args(arguments)
+    if options.fast and (options.stock or options.vllm):
+        parser.error("--fast is a setting of prefixtree's trainer without vLLM")
     if options.tiny:
         options.model = save_tiny_model(Path(options.output) / "model")
         sums = [{"question": f"{a} + {a}?", "answer": f"#### {2 * a}"} for a in range(36)]
@@ -144,14 +178,19 @@ def main(arguments: list[str] | None = None) -> GRPOTrainer:
         report_to="none",
         **{"learning_rate": 1e-6, **sizes},
     )
-    trainer_class = GRPOTrainer if options.stock else PrefixTreeGRPOTrainer
+    trainer_class: Any = GRPOTrainer if options.stock else PrefixTreeGRPOTrainer
+    fast = {"rollout_func": tree_rollouts, "recompute": "auto"} if options.fast else {}
     trainer = trainer_class(
         model=options.model,
         reward_funcs=reward,
         args=config,
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(options.model, padding_side="left"),
+        callbacks=[Rate()],
+        **fast,
     )
+    if options.fast and not options.tiny:
+        prefixtree.compile_layers(trainer.model)
     trainer.train()
     trainer.save_model()
     return trainer

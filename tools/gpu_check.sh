@@ -45,6 +45,8 @@
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
 #   run          ?     whole GRPO steps in TRL, its trainer and ours, prompts of 2K; run_256 and run_8k; run_turns,
 #                      an environment that replies; run_curves, the rewards of 20 steps
+#   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
+#                      FIRST_STEP_ARGS="--models qwen3-0.6b"
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        3     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
@@ -72,7 +74,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, RECURRENCE_ARGS,
+# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
 # HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -541,6 +543,8 @@ on_trl() {
 
 run() { on_trl run 570 1; }
 
+first_step() { benchmark first_step 575 ${FIRST_STEP_ARGS:-}; }
+
 # prompts of 8K for which a cache of keys per row leaves room
 run_8k() { on_trl run_8k 570 1 --prompt 8192 --prompts 2; }
 
@@ -572,7 +576,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

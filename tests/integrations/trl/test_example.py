@@ -13,7 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixtree.cli import app
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, PrefixTreeSFTTrainer
+from prefixtree.integrations.trl import (
+    PrefixTreeGRPOTrainer,
+    PrefixTreeSFTTrainer,
+    tree_rollouts,
+)
 from tests.integrations.trl.runs import make, prompts, reward
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +58,22 @@ def test_the_example_and_trls_own(example: ModuleType, tmp_path: Path) -> None:
     # prompts of 4 worked examples, in micro-batches of two groups of 4
     assert ours.state.log_history[0]["prefixtree/replication_ratio"] > 4
     assert (tmp_path / "ours" / "model.safetensors").exists()
+
+
+def test_on_one_gpu(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --fast, whose lines docs/recipe.md shows."""
+    ran = example.main(["--tiny", "--fast", "--output", str(tmp_path)])
+    assert ran.rollout_func is tree_rollouts and len(ran.state.log_history) == 5
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [("tokens/s" in line, "reward" in line) for line in said] == 2 * [
+        (True,) * 2,
+        (False,) * 2,
+    ]
+    assert all(re.search(r", \d\.\d tokens per distinct one", line) for line in said)
+    with pytest.raises(SystemExit):
+        example.main(["--tiny", "--fast", "--stock"])
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
