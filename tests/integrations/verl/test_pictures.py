@@ -19,7 +19,6 @@ from prefixtree.packing.placements import Placements
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.picture_runs import shown
 from tests.integrations.verl.runs import (
-    VISION_CASES,
     actor_loss,
     batch_of,
     jagged,
@@ -29,6 +28,7 @@ from tests.integrations.verl.runs import (
     run,
     run_ranks,
 )
+from tests.integrations.verl.vision_cases import VISION_CASES
 from tests.support.full import asked_for, mostly
 
 # every time
