@@ -96,9 +96,9 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         CASES,
         HYBRID_CASES,
         SEQUENCE_PARALLEL_CASES,
-        VISION_CASES,
         run,
     )
+    from tests.integrations.verl.vision_cases import VISION_CASES
 
     register_engines()
     cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
