@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from benchmarks.lib import plots
 from benchmarks.lib.groups import gathering, wire
-from benchmarks.lib.layers import checkpointed, config, faster_layers, model_of
+from benchmarks.lib.layers import HYBRIDS, checkpointed, config, faster_layers, model_of
 from benchmarks.lib.policy import Ranks, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machines, verdict
@@ -89,7 +89,7 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
 }
 GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept", "trunks")
 STEPPED = ("steps", "steps-kept")
-SHAPES = ("qwen3-8b", "qwen3-32b")
+SHAPES = ("qwen3-8b", "qwen3-32b", "qwen3.5-9b")
 VOCABULARY = 512
 # of log-probabilities and of gradients in float32, relative; of log-probabilities in bf16, nats
 FLOAT32, DRIFT = 1e-3, 0.05
@@ -122,6 +122,11 @@ def forest_named(case: str, options: argparse.Namespace) -> PrefixForest:
     else:
         found = WORKLOADS[case]()
     return with_tokens(scaled(found, options.scale, "input"))
+
+
+def fewest(shape: str) -> int:
+    """Layers that show all kinds: the fourth layer of a hybrid attends."""
+    return 4 if shape in HYBRIDS else 2
 
 
 class Work:
@@ -218,7 +223,8 @@ def gradients_of(model: Any, ranks: Ranks, averaged: bool) -> dict[str, torch.Te
 
 def check(side: str, options: argparse.Namespace, ranks: Ranks) -> Row:
     """Errors of a side in float32 over a small forest, against whole; `red` if one is too large."""
-    shape = config(2, options.is_tiny, vocabulary=VOCABULARY, shape=options.shape)
+    layers = min(options.layers, fewest(options.shape))
+    shape = config(layers, options.is_tiny, vocabulary=VOCABULARY, shape=options.shape)
     model = checkpointed(model_of(shape, options.device, "float32"))
     forest = with_tokens(forest_of(single(700, 5, 90)))
     whole = Work("whole", model, forest, 0, options)
@@ -551,7 +557,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not is_spread and (wrong := [side for side in options.sides if side in GROUPED]):
         what.error(f"{', '.join(wrong)}: run it by torchrun, with two processes or more")
     if options.is_tiny:
-        options.layers = min(2, options.layers)
+        options.layers = min(fewest(options.shape), options.layers)
         longest = max(
             int(forest_named(name, options).sequence_lengths.max()) for name in options.workloads
         )
