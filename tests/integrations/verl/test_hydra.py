@@ -149,7 +149,7 @@ def test_the_critic_has_flags_of_its_own(models: Path) -> None:
     ]
     critic = omega_conf_to_dataclass(configuration(models / "qwen3", [*STOCK, *flags]).critic)
     assert critic.model.hf_config._attn_implementation == "prefixtree"
-    check_settings(critic.model, critic.engine)
+    check_settings(critic.model, critic.engine, "values")
 
 
 def test_the_example_is_a_configuration_of_verl(models: Path, tmp_path: Path) -> None:
@@ -188,5 +188,5 @@ def test_the_example_is_a_configuration_of_verl(models: Path, tmp_path: Path) ->
     # what the engines would refuse is not set
     model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    check_settings(model_config, actor.engine)
+    check_settings(model_config, actor.engine, "log_probs")
     assert model_config.hf_config._attn_implementation == "prefixtree"
