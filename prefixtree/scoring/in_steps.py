@@ -112,7 +112,8 @@ def borrow_cost(
     Args:
         model: as `sequence_logprobs` takes it, on the device it trains on, in training mode if
             layers are recomputed.
-        recompute, recompute_trunks: as `kept_trunks` will get them.
+        recompute: as `kept_trunks` will get it.
+        recompute_trunks: as `kept_trunks` will get it.
 
     Returns:
         The bytes of an own token, of a borrowed one and of a kept trunk's.

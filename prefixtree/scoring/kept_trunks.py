@@ -81,8 +81,11 @@ def kept_trunks(
     Args:
         model: as in `sequence_logprobs`.
         batches: `plan[rank]` of a plan with `trunks=True`.
-        temperature, loss_mask, return_entropy, chunk_size, return_statistics: as in
-            `sequence_logprobs`. Numbers and masks per sequence are those of all S planned ones.
+        temperature: as in `sequence_logprobs`; one number, or one per planned sequence, [S].
+        loss_mask: as in `sequence_logprobs`, one mask per planned sequence.
+        return_entropy: as in `sequence_logprobs`.
+        chunk_size: as in `sequence_logprobs`.
+        return_statistics: as in `sequence_logprobs`.
         recompute: what layers compute again in the backward of a micro-batch: None, "all",
             "all_but_attention", "nothing" or a RecomputePlan. Default: None, as the model is set.
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
