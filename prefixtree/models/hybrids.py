@@ -114,8 +114,9 @@ def check_prepared(module: nn.Module) -> None:
 
 
 class KeepsStates(Protocol):
-    """What rows of a growing forest keep of recurrent layers (`sampling.state_pools`). With a tree
-    mask a forward is the prefill, without one it is of the rows' new tokens."""
+    """Takes states from beyond a call and hands them on: a growing forest's (`sampling.state_pools`;
+    with a tree mask a forward is the prefill, without one it is of the rows' new tokens), or those
+    of steps (`parallel.states`)."""
 
     def conv(
         self,

@@ -11,7 +11,7 @@ there are in `planning.trunks`. Legend: S sequences that were planned, U scored 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -426,7 +426,8 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         self._run_dummies(FORWARD)
         assert self._store is not None
         keeps_graph = self._trains and not self._runs_again
-        with self._store.keeping(part) as exchanges, torch.set_grad_enabled(keeps_graph):
+        graph: Any = nullcontext() if keeps_graph else torch.no_grad()
+        with self._store.keeping(part) as exchanges, graph:
             scores = self._run_part(part, exchanges, self._trunk_forward)
         leaf = scores.detach().requires_grad_(self._trains)
         self._graphs[part] = scores, leaf

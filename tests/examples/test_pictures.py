@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from prefixtree._picture_inputs import _GRIDS, _POSITIONS
+from prefixtree._picture_inputs import _POSITIONS, GRIDS
 from prefixtree.models.vision import alone_inputs
 from tests.support.spawn import ROOT
 
@@ -43,4 +43,4 @@ def test_the_page() -> None:
 
 def test_the_families_named_are_those_that_are_served() -> None:
     named = re.findall(r"^\| `(\w+)` \| images", PAGE.read_text(), re.MULTILINE)
-    assert sorted(named) == sorted((*_GRIDS, *_POSITIONS))
+    assert sorted(named) == sorted((*GRIDS, *_POSITIONS))

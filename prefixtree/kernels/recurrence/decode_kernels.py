@@ -152,5 +152,5 @@ def _slots(call: ConvStep | StateStep) -> tuple[Any, ...]:
 
 
 def _inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """What lies beside one another within a row; rows may be a part of longer ones."""
+    """The numbers of a row lie side by side; rows may be a part of longer ones."""
     return x if x[0].is_contiguous() else x.contiguous()
