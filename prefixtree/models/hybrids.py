@@ -114,9 +114,11 @@ def check_prepared(module: nn.Module) -> None:
 
 
 class KeepsStates(Protocol):
-    """Takes states from beyond a call and hands them on: a growing forest's (`sampling.state_pools`;
-    with a tree mask a forward is the prefill, without one it is of the rows' new tokens), or those
-    of steps (`parallel.states`)."""
+    """Takes states from beyond a call and hands them on.
+
+    Those of steps (`parallel.states`), or of a growing forest (`sampling.state_pools`): with a tree
+    mask its forward is the prefill, without one it is of the rows' new tokens.
+    """
 
     def conv(
         self,
