@@ -32,6 +32,7 @@ class Operator:
         run: (mask, leaves, backend) -> out. Of recurrences also (borders, leaves, backend,
             initial=) -> out, final.
         step: (leaves, pool, rows) -> out, of one token per row; the pool holds states or tails.
+            Default: none.
         state: the shape of a slot of the pool.
     """
 
@@ -39,8 +40,8 @@ class Operator:
     leaves: Callable[[int, torch.Generator], Leaves]
     per_token: int
     run: Callable[..., Any]
-    step: Callable[[Sequence[torch.Tensor], torch.Tensor, RowSlots], torch.Tensor]
-    state: tuple[int, ...]
+    step: Callable[[Sequence[torch.Tensor], torch.Tensor, RowSlots], torch.Tensor] | None = None
+    state: tuple[int, ...] = ()
 
     def random(self, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Leaves:
         """Leaves that require gradients, rounded to the dtype."""
