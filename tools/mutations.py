@@ -49,7 +49,7 @@ ROOMS = {
         "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py "
         "kernels/lm_head/vocabulary_parallel.py",
         "tests/parallel/test_*.py tests/scoring/test_in_groups.py "
-        "tests/scoring/test_tensor_parallel.py",
+        "tests/scoring/test_tensor_parallel.py tests/scoring/test_states_in_steps.py",
     ),
     "triton": (
         "kernels/attention/triton/*.py kernels/triton_primitives.py",
@@ -68,7 +68,8 @@ ROOMS = {
     "scoring": (
         "scoring/*.py",
         "tests/scoring/test_logprobs.py tests/scoring/test_in_steps.py "
-        "tests/scoring/test_backward_of_steps.py tests/scoring/test_training.py",
+        "tests/scoring/test_backward_of_steps.py tests/scoring/test_training.py "
+        "tests/scoring/test_states_in_steps.py tests/scoring/test_kept_trunks.py",
     ),
     "models": ("models/*.py", "tests/models/test_*.py"),
     "integrations": (
