@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -498,3 +499,21 @@ def test_short_nodes_choose_their_own_tiles() -> None:
     # a chain of nodes is one path: nothing is partial but the diagonal
     assert turns.host.partial_share(configs.PROBE, 0) < 0.3
     assert choice.of(leaves.host, 0) == (short, short, short)
+
+
+@pytest.mark.parametrize("of_keys, of_queries", [(128, 16), (16, 128)])
+def test_rows_are_dead_behind_the_last_tile_of_either_kernel(of_keys, of_queries, monkeypatch):
+    """A tile that starts at a head's last row reads as many rows as the larger tile has."""
+
+    class NoKernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(launch, "prepare_kernel", NoKernel())
+    problem = SimpleNamespace(
+        group=1, choice=SimpleNamespace(heads=1), k=torch.empty(33, 2, 4), v=torch.empty(33, 2, 4)
+    )
+    out, lse = torch.empty(33, 2, 4), torch.empty(2, 33)
+    keys, queries = (SimpleNamespace(rows=rows) for rows in (of_keys, of_queries))
+    rows, rows_a_block, _ = launch._prepare(problem, out, None, None, out, lse, keys, queries)
+    assert rows_a_block >= 33 + 128 and rows.shape[1] == 2 * rows_a_block
