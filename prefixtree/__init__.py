@@ -31,12 +31,14 @@ if TYPE_CHECKING:
         max_micro_batch_tokens,
         plan_recomputation,
     )
+    from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 
 __version__ = "0.2.0"
 __all__ = [
+    "BatchScores",
     "BlockTables",
     "BorrowCost",
     "CostModel",
@@ -59,6 +61,7 @@ __all__ = [
     "TreeMask",
     "TrunkStats",
     "UnsupportedError",
+    "batch_logprobs",
     "borrow_cost",
     "compile_layers",
     "explain",
@@ -77,6 +80,7 @@ __all__ = [
 _LATER = {
     "prefixtree.models.compiled": ("compile_layers",),
     "prefixtree.integrations.transformers": ("prepare",),
+    "prefixtree.scoring.batches": ("BatchScores", "batch_logprobs"),
     "prefixtree.scoring.in_steps": ("borrow_cost",),
     "prefixtree.scoring.kept_trunks": ("kept_trunks",),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),

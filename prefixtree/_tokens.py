@@ -135,3 +135,21 @@ def label_numbers(
         )
     except TypeError as problem:
         raise ForestError(f"{name} must be hashable: {problem}") from None
+
+
+def unbroken_runs(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first column and the number of tokens of each row, int64 [B], of a mask bool [B, L].
+
+    Raises:
+        ForestError: a row with a hole.
+    """
+    if not mask.size:
+        return np.zeros(len(mask), np.int64), np.zeros(len(mask), np.int64)
+    lengths, first = mask.sum(1), mask.argmax(1)
+    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    for bad in np.flatnonzero((lengths > 0) & (last - first + 1 != lengths))[:1]:
+        raise ForestError(
+            f"row {bad} of attention_mask has a hole between columns {first[bad]} and {last[bad]}; "
+            "expected one unbroken run of ones (left or right padding)"
+        )
+    return first, lengths

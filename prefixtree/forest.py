@@ -17,7 +17,7 @@ from prefixtree._hints import with_hints
 from prefixtree._invariants import check_invariants
 from prefixtree._numbers import entries, integer, integers, selection, to_numpy
 from prefixtree._routes import check_packed_routes, join_routes, numbers_of
-from prefixtree._tokens import check_tokens, flatten, is_nested, label_numbers
+from prefixtree._tokens import check_tokens, flatten, is_nested, label_numbers, unbroken_runs
 from prefixtree.errors import ForestError
 
 if TYPE_CHECKING:
@@ -160,16 +160,9 @@ class PrefixForest:
             raise ForestError(
                 f"from_padded expects at least one row and one column, got shape {list(ids.shape)}"
             )
-        lengths = mask.sum(1)
-        first = mask.argmax(1)
-        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        first, lengths = unbroken_runs(mask)
         for bad in np.flatnonzero(lengths == 0)[:1]:
             raise ForestError(f"row {bad} of attention_mask has no token; drop the row")
-        for bad in np.flatnonzero(last - first + 1 != lengths)[:1]:
-            raise ForestError(
-                f"row {bad} of attention_mask has a hole between columns {first[bad]} and "
-                f"{last[bad]}; expected one unbroken run of ones (left or right padding)"
-            )
         forest = cls._from_flat(check_tokens(ids[mask], "input_ids"), lengths, namespaces, order)
         columns = (ids.shape[1], first.astype(np.int64))
         return cls(**{**vars(forest), "columns": columns})

@@ -213,6 +213,21 @@ def _outermost(model: nn.Module) -> Any:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
+def set_attention(transformer: Any) -> None:
+    """Gives the text part of a transformers model attn_implementation="prefixtree"; a vision tower
+    keeps its own attention, with which the model generates."""
+    config = transformer.config
+    vision = getattr(config, "vision_config", None)
+    tower = getattr(vision, "_attn_implementation", None) or "sdpa"
+    if config.get_text_config()._attn_implementation == _NAME != tower:
+        return
+    if vision is None:
+        transformer.set_attn_implementation(_NAME)
+        return
+    tower = "sdpa" if tower == _NAME else tower
+    transformer.set_attn_implementation({"": _NAME, "text_config": _NAME, "vision_config": tower})
+
+
 def attention_modules(transformer: Any) -> list[tuple[str, nn.Module]]:
     """Name and module of every causal attention, a shared one once per place it stands in.
 

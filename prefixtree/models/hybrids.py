@@ -23,7 +23,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.models.checks import attention_modules, transformer_of
+from prefixtree.models.checks import attention_modules, set_attention, transformer_of
 from prefixtree.models.families import (
     FUSED,
     PACKING_KEYWORDS,
@@ -42,20 +42,21 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def prepare(model: _Model) -> _Model:
-    """Makes a model of transformers ready for forwards over packed forests.
+    """Makes a model of transformers ready for forwards over packed forests, however it was loaded.
 
-    `sequence_logprobs` does it by itself. A bare `model(**packed.model_inputs())` needs it where
-    layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others): their recurrent layers
-    get a class of their own, which runs the family's forward along the tree. On other models it
-    changes nothing. On all it checks what no single layer sees: that the type is verified, that
-    every layer runs attn_implementation="prefixtree", and that no dropout is active.
+    It sets attn_implementation="prefixtree" where the model has another attention; a vision tower
+    keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
+    recurrent layers get a class of their own, which runs the family's forward along the tree;
+    `sequence_logprobs` does that by itself. It checks what no single layer sees: that the type is
+    verified, that every layer runs this attention, and that no dropout is active.
+
+    The model still generates, and runs ordinary batches without gradients: as under "sdpa".
 
     A second call changes nothing. Copies and pickles of a prepared model are prepared;
     `from_pretrained` gives a model that is not.
 
     Args:
-        model: a model of transformers, wrapped (PEFT, DDP) or not, with
-            attn_implementation="prefixtree".
+        model: a model of transformers, wrapped (PEFT, DDP, FSDP2) or not.
 
     Returns:
         The same model.
@@ -68,6 +69,7 @@ def prepare(model: _Model) -> _Model:
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         check_config(part, transformer.training)
     check_modules(model)
+    set_attention(transformer)
     attention_modules(transformer)
     prepare_states(transformer)
     return model

@@ -117,6 +117,15 @@ def test_the_ten_steps(max_tokens, path):
     found = _weights(names["model"])
     assert max(float((found[n] - weights[n]).abs().max()) for n in weights) < 1e-6
     assert norm > 0.1
+    # the one call, with the weights after the step
+    rows = names["logprobs_of_rows"](names["model"])
+    full = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    full.load_state_dict(found)
+    for row, keep in enumerate(names["attention_mask"].bool()):
+        ids = names["input_ids"][row, keep]
+        logits = full(ids[None]).logits[0, :-1] / names["temperature"]
+        want = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(rows[row, keep[1:]][-len(want) :], want, atol=1e-5, rtol=0)
     # as many steps as the title says, each with a check
     text = PAGE.read_text()
     assert re.findall(r"^### (\d+)\. ", text, re.MULTILINE) == [str(i) for i in range(1, 11)]
@@ -130,7 +139,7 @@ def test_the_ten_steps(max_tokens, path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('attn_implementation="prefixtree"', 'attn_implementation="sdpa"'), "'sdpa'"),
+        (("model = pt.prepare(AutoModel", "model = (AutoModel"), "'sdpa'"),
         (("config.attention_dropout = 0.0", "model.train()"), "config.attention_dropout is 0.1"),
         (
             ("MixedPrecisionPolicy(output_dtype=torch.float32)",

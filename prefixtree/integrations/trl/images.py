@@ -101,12 +101,3 @@ def check_images(trainer: Any) -> None:
     for name in _ALONE:
         if value := getattr(trainer.args, name, None):
             raise UnsupportedError(f"{name}={value!r} is not verified with images: set it to False")
-
-
-def attention_beside_a_tower(config: Any) -> Any:
-    """An argument of `set_attn_implementation`: the text part runs on trees, and the vision
-    tower keeps its attention, with which the model generates."""
-    vision = getattr(config, "vision_config", None)
-    kept = getattr(vision, "_attn_implementation", None) or "sdpa"
-    tower = "sdpa" if kept == "prefixtree" else kept
-    return {"": "prefixtree", "text_config": "prefixtree", "vision_config": tower}

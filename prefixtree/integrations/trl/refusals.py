@@ -10,9 +10,9 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
 from prefixtree.integrations.trl.fsdp import check_fsdp
-from prefixtree.integrations.trl.images import attention_beside_a_tower, check_images
+from prefixtree.integrations.trl.images import check_images
 from prefixtree.models.adapters import check_adapters
-from prefixtree.models.checks import transformer_of
+from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.families import (
     DROPOUT_LAYERS,
     LIGER_LAYERS,
@@ -86,10 +86,7 @@ def prepare_trainer(
     for model in (m for m in models if m is not None):
         check_model(model)
         transformer = transformer_of(model)
-        attention: Any = "prefixtree"
-        if trainer._is_vlm:
-            attention = attention_beside_a_tower(transformer.config)
-        transformer.set_attn_implementation(attention)
+        set_attention(transformer)
         # generation runs it too, before anything is scored
         prepare_states(transformer)
 
