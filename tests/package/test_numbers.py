@@ -334,6 +334,7 @@ RESULTS += (
     "PictureBatch",
     "Conversation",
     "SequenceScores",
+    "BatchScores",
 )
 # arguments of public things that no caller's number reaches, and why
 ELSEWHERE = {
@@ -365,6 +366,7 @@ ELSEWHERE = {
     "sequence_logprobs(return_statistics)": "names",
     "kept_trunks(return_statistics)": "names",
     "kept_trunks(batches)": "of a plan",
+    "batch_logprobs": "arrays of one shape, in tests of its own",
 }
 # how a message names an argument, where it is a part that is wrong or another function reads it
 NAMED = {
