@@ -30,8 +30,8 @@ test-full: $(READY)
 test-benchmarks: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full tests/benchmarks $(ARGS)
 
-# the families in older transformers: the lowest version supported, and one between
-TRANSFORMERS ?= 5.5.0 5.17.0
+# the families in other transformers: the lowest version supported, one between, and the newest
+TRANSFORMERS ?= 5.5.0 5.17.0 5.24.0
 # the newer format has no place for figures
 RECORD := -o junit_family=xunit1 --junitxml
 test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
