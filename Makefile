@@ -30,14 +30,16 @@ test-full: $(READY)
 test-benchmarks: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --full tests/benchmarks $(ARGS)
 
-# the families in older transformers: the lowest version supported, and one between
-TRANSFORMERS ?= 5.5.0 5.17.0
+# the families in other transformers: the lowest version supported, one between, and the newest, of
+# which the sweep of fields is
+TRANSFORMERS ?= 5.5.0 5.17.0 5.24.0
 # the newer format has no place for figures
 RECORD := -o junit_family=xunit1 --junitxml
 test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	for v in $(TRANSFORMERS); do \
 	  $(TEST_ENV) .venvs/$$v/bin/python -m pytest -q --full tests/models/test_families.py $(RECORD)=.venvs/$$v.xml \
 	  || exit 1; done
+	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m pytest -q tests/models/test_config_fields.py
 
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers

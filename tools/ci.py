@@ -148,6 +148,14 @@ def targets() -> list[Target]:
             ),
             pins=("TORCH",),
         ),
+        Target(
+            "test-transformers",
+            files=(
+                *(f"prefixtree/{room}/*.py" for room in ("models", "scoring", "integrations")),
+                *("tests/models/test_families.py", "tests/support/*_configs.py"),
+            ),
+            pins=("TRANSFORMERS", "TORCH"),
+        ),
         Target("types"),
         Target("test-verl-hybrids", (verl,), has_more=True),
         Target(f"test-megatron MEGATRON={new}", (megatron[new],)),

@@ -15,6 +15,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its layers keep their state inside a loop of their own": ("rwkv", "xlstm"),
     "none of its layers attends, so that no attention takes the forest's mask": ("mamba2",),
     "it convolves along packed order inside its attention": (
+        "inkling2_loop_text",
         "inkling2_text",
         "inkling_text",
         "zaya",
@@ -35,7 +36,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "it sorts tokens into buckets by their hashes, in packed order": ("reformer",),
     "it chooses keys by a mask of its own, in packed order": ("doge",),
     "it attends twice per layer and subtracts": ("diffllama",),
-    "it calls each of its layers several times per forward": ("hrm_text",),
+    "it calls each of its layers several times per forward": ("dory", "hrm_text"),
     "it cuts bytes into patches in packed order": ("blt",),
     "ALiBi biases its scores by distance in packed order": ("bloom", "mpt"),
     "it biases its scores by relative positions in packed order": ("cpmant", "xlnet"),

@@ -87,6 +87,9 @@ def test_wrappers(wrapper):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # Liger passes it
 def test_ligers_forward():
     """It computes a loss where there are labels of either name, shift_labels included."""
     liger = pytest.importorskip("liger_kernel.transformers", reason="needs liger-kernel")

@@ -30,6 +30,9 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # Liger passes it
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_its_forward(model_type: str) -> None:
     """With its fused loss, which scoring does not ask for; again and again."""

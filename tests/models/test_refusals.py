@@ -18,6 +18,7 @@ from prefixtree.models import families
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import FAMILIES, PARTS, TINY
 from tests.support.models import (
+    CACHE,
     HIDDEN,
     AdaptedHead,
     assert_same,
@@ -127,7 +128,7 @@ def test_use_cache_where_it_cannot_be_seen(model_type, packed):
         output = model(**{**inputs, "use_cache": True})
         assert torch.equal(output.logits, expected)
         with pytest.raises(ValueError, match="rows, the mask has"):
-            model(**inputs, past_key_values=output.past_key_values)
+            model(**inputs, **{CACHE: output[CACHE]})
 
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))
@@ -135,10 +136,10 @@ def test_a_cache_that_is_already_filled(model_type, packed):
     """Whatever use_cache says: the keys of another call are not in the tree."""
     model = build(model_type, "eager").eval()
     with torch.no_grad():
-        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+        cache = model(torch.tensor([[5, 6, 7]]), use_cache=True)[CACHE]
     model.set_attn_implementation("prefixtree")
     with pytest.raises(ValueError, match=r"cache|rows, the mask has"):
-        model(**packed.model_inputs(), past_key_values=cache)
+        model(**packed.model_inputs(), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("model_type", cases(FAMILIES))

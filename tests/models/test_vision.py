@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 import torch
 from packaging import version
 from peft import LoraConfig, get_peft_model
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import prefixtree as pt
 from prefixtree.models import vision as adapter
@@ -499,7 +499,8 @@ def test_what_is_not_verified_is_refused():
     patched.model.visual.forward = lambda pixels, **kwargs: torch.zeros(20, 64)
     refused("and got Tensor", patched)
     idle = build("qwen3_vl")
-    none = SimpleNamespace(pooler_output=[torch.zeros(44, 64)], deepstack_features=[])
+    none = BaseModelOutputWithPooling(pooler_output=[torch.zeros(44, 64)])
+    none.deepstack_features = []
     idle.model.get_image_features = lambda *args, **kwargs: none
     refused("this one called it 1 times less", idle)
 

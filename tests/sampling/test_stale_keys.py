@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging import version
 from torch._dynamo.utils import counters
 
 import prefixtree as pt
@@ -18,7 +19,7 @@ from tests.sampling.cases import (
     models,
     same_samples,
 )
-from tests.support.models import build, enable_checkpointing
+from tests.support.models import TRANSFORMERS, build, enable_checkpointing
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of PEFT
@@ -39,8 +40,9 @@ def test_a_model_as_training_has_it():
     for _ in range(2):
         graphs = counters["stats"]["unique_graphs"]
         samples = sampler.sample([[3, 4, 5], [3, 4, 6, 7]], 3, 5, Draws(seed=1))
-        # torch compiles nothing below its own checkpointing
-        assert counters["stats"]["unique_graphs"] == graphs, "sampling compiled something"
+        if version.parse("5.24") > TRANSFORMERS:  # it checkpoints without gradients too
+            # torch compiles nothing below its own checkpointing
+            assert counters["stats"]["unique_graphs"] == graphs, "sampling compiled something"
         packed = pt.pack(samples.forest)
         scores = pt.sequence_logprobs(adapted, packed, loss_mask=samples.loss_masks)
         assert counters["stats"]["unique_graphs"] > 0

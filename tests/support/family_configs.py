@@ -135,6 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mup_enabled": True,
     },
     "apertus": {"hidden_act": "xielu", "rope_parameters": _LLAMA3},
+    "apertus1p5_text": {"output_vocab_size": None},
     "arcee": {"head_dim": 16, **_BIASES, "rope_parameters": _YARN},
     "aria_text": {**_BIASES, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": {
@@ -189,6 +190,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_layer_end_index": 2,
     },
+    "exaone": {"head_dim": 16, "rope_parameters": _LLAMA3},
     "exaone4": {"head_dim": 16, **_SLIDING},
     "exaone_moe": {
         "head_dim": 16,
@@ -430,6 +432,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 16,
         },
+    },
+    "sarvam_mla": {**_DEEPSEEK, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "sarvam_moe": {
+        "head_dim": 16,
+        **_ROUTED,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
     },
     "seed_oss": {
         "head_dim": 16,

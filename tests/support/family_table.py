@@ -23,12 +23,13 @@ from tests.support.family_configs import FAMILIES, PARTS
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/families.md"
 # types of causal language models in the newest transformers that is tested
-NEWEST, TOTAL = "5.23", 189
+NEWEST, TOTAL = "5.24", 196
 
 # models of the family, and what the proof covers besides RoPE, grouped queries and a gated MLP
 ABOUT: dict[str, tuple[str, str]] = {
     "afmoe": ("Trinity", "windows, gated attention, experts (shared too)"),
     "apertus": ("Apertus", "xIELU, normed queries and keys, llama3 RoPE"),
+    "apertus1p5_text": ("Apertus 1.5 (text)", "as apertus"),
     "arcee": ("AFM 4.5B", "squared ReLU, biases, YaRN"),
     "aria_text": ("Aria (text)", "experts (shared too), biases"),
     "axk1": ("A.X K1", "MLA (D != Dv), experts (grouped, shared), bias, YaRN"),
@@ -51,6 +52,7 @@ ABOUT: dict[str, tuple[str, str]] = {
     "dots1": ("dots.llm1", "windows, experts (grouped, shared)"),
     "ernie4_5": ("ERNIE 4.5 0.3B", "interleaved RoPE, biases"),
     "ernie4_5_moe": ("ERNIE 4.5 21B", "interleaved RoPE, biases, experts (shared too)"),
+    "exaone": ("EXAONE 3.0, 3.5", "llama3 RoPE"),
     "exaone4": ("EXAONE 4.0", "windows, full layers without RoPE, post-norm"),
     "exaone_moe": ("K-EXAONE", "windows, experts (grouped, shared)"),
     "falcon_h1": ("Falcon-H1", "states (Mamba-2) beside attention in each layer, multipliers"),
@@ -103,6 +105,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "kolibri1": ("Kolibri 1", "windows, experts (shared too), normed queries and keys"),
     "laguna": ("Laguna", "heads by layer, gated attention, windows, experts (shared too)"),
+    "lara_mini": (
+        "Lara mini",
+        "states (gated delta rule), windows, experts (gated shared one)",
+    ),
     "lfm2": ("LFM2", "convolutions (gated, 3 taps)"),
     "lfm2_moe": ("LFM2 8B-A1B", "convolutions (gated, 3 taps), experts"),
     "lfm3": ("LFM3", "convolutions (gated, 5 taps), windows, gated attention, sandwich norm"),
@@ -153,6 +159,8 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "qwen3_vl": ("Qwen3-VL", "interleaved 3-D RoPE, biases, [pictures](pictures.md)"),
     "qwen3_vl_moe": ("Qwen3-VL 30B-A3B, 235B", "as qwen3_vl, experts"),
+    "sarvam_mla": ("Sarvam 105B", "MLA (D != Dv), experts (grouped, shared), bias, YaRN"),
+    "sarvam_moe": ("Sarvam 30B", "experts (grouped, shared), bias"),
     "seed_oss": ("Seed-OSS 36B", "biases"),
     "smollm3": ("SmolLM 3", "layers without RoPE, windows, biases"),
     "solar_open": ("Solar Open", "experts (grouped, shared)"),
@@ -179,10 +187,11 @@ to 1e-11, gradients to 1e-10.
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.
 - **gradient** is the norm of the difference over the norm of the gradient, for the worst parameter.
   Both are the worst of all versions and kinds of checkpointing.
-- **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0 and 5.23.0. In
-  the others the type does not exist, or is refused.
-- Layers that carry a state need transformers 5.17 (LFM2: 5.23). `sequence_logprobs` prepares a
-  model by itself. Call `prefixtree.prepare(model)` before a bare `model(...)`.
+- **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0, 5.23.0 and
+  5.24.0. In the others the type does not exist, or is refused.
+- Layers that carry a state need transformers 5.17 (LFM2: 5.23, Lara mini: 5.24).
+  `sequence_logprobs` prepares a model by itself. Call `prefixtree.prepare(model)` before a bare
+  `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.
 - Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE, and
@@ -208,12 +217,14 @@ reason.
 
 
 def read(paths: list[str]) -> tuple[dict[str, dict[str, float]], dict[str, set[str]]]:
-    """The worst figures and the versions of each family; an error if any proof failed."""
+    """The worst figures and the versions of each family; an error if any proof failed (those of
+    the table itself are red until it is written)."""
     worst: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     versions: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
+            is_red = case.find("failure") is not None or case.find("error") is not None
+            if is_red and not str(case.get("name")).startswith("test_the_table"):
                 raise SystemExit(f"{path}: {case.get('name')} failed; mend it first")
             found = re.fullmatch(
                 r"test_equals_eager_one_by_one\[(.+?)-(none|reentrant|non-reentrant)\]",
@@ -244,6 +255,9 @@ def _ran(versions: set[str], tested: set[str]) -> str:
     """The versions in which a family ran, of those that were tested."""
     if versions == tested:
         return "all"
+    first = min(versions, key=parse)
+    if versions == {version for version in tested if parse(version) >= parse(first)}:
+        return f"from {first}"
     return ", ".join(sorted(versions, key=parse))
 
 

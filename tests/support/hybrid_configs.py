@@ -11,7 +11,7 @@ from typing import Any
 
 # older versions of transformers do not hand recurrent layers the tree: refused there
 OLDEST_WITH_STATES = "5.17"
-SINCE = {"lfm2": "5.23", "lfm2_moe": "5.23", "lfm3": "5.23"}
+SINCE = {"lara_mini": "5.24", "lfm2": "5.23", "lfm2_moe": "5.23", "lfm3": "5.23"}
 
 # tuples: transformers changes lists of layer types in place
 _DELTA_LAYERS = {
@@ -153,6 +153,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "num_dense_layers": 1,
+    },
+    "lara_mini": {
+        **_DELTA,
+        **_EXPERTS,
+        "sliding_window": 6,
+        "layer_types": (
+            "linear_attention",
+            "sliding_attention",
+            "linear_attention",
+            "full_attention",
+        ),
     },
     "lfm3": {
         "num_hidden_layers": 5,

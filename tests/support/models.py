@@ -48,6 +48,8 @@ TOWERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")
 
 # the transformers that is installed
 TRANSFORMERS = version.parse(transformers.__version__)
+# its name for keys and values of earlier calls, as an argument and in what a model returns
+CACHE = "cache" if version.parse("5.24") <= TRANSFORMERS else "past_key_values"
 
 
 def cases(names: Iterable[str]) -> list[Any]:

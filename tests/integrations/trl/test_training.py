@@ -344,6 +344,9 @@ def test_compiled_layers(folder: Path) -> None:
 
 @FULL
 @pytest.mark.filterwarnings("ignore::UserWarning:liger_kernel.*")
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated:FutureWarning"
+)  # Liger passes it
 def test_ligers_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_liger_kernel=True` as TRL applies it, without its fused loss."""
     pytest.importorskip("liger_kernel")
