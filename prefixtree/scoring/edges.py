@@ -7,7 +7,8 @@ predictors, d hidden size, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,10 @@ class SequenceScores:
             transformers' forward gives it for one padded batch of all sequences with its
             attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
             it was not asked for.
+        measured: one float32 tensor [n - 1, C] per sequence: the values of `measure` at those
+            tokens, with gradients; 0 where the loss mask is 0. None without a measure.
+        measured_edges: float32 [U, C], the same once per scored edge, without gradients: row i is
+            that of `MeasuredEdges.scored_edge` i. None without a measure.
         router_logits: [T, E] per layer of experts, differentiable, the logits by which
             `aux_loss` was computed, for losses of your own: weigh each packed token by
             `packed.multiplicity`. Empty without `aux_loss`.
@@ -50,6 +55,8 @@ class SequenceScores:
     statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] = ()
+    measured: list[torch.Tensor] | None = None
+    measured_edges: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,11 @@ class ScoredEdges:
         """U."""
         return len(self.token)
 
+    @cached_property
+    def distinct_tokens(self) -> np.ndarray:
+        """The tokens of `packed.edges(loss_mask)`, ascending."""
+        return np.unique(self.token)
+
 
 @dataclass(frozen=True)
 class DeviceEdges:
@@ -85,12 +97,15 @@ class DeviceEdges:
             ascending.
         to_predictors: from hidden states [P, d] to one row per edge [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
+        numbers: int64 [U] twice, of each edge among the rows of `packed.edges(loss_mask)`, and
+            among all (edge, temperature) pairs.
     """
 
     predictors: torch.Tensor
     to_predictors: GatherIndex
     target: torch.Tensor
     temperature: torch.Tensor
+    numbers: tuple[torch.Tensor, torch.Tensor]
 
 
 def find_edges(
@@ -157,13 +172,17 @@ def edges_on_device(
     token = found.token if which is None else found.token[which]
     temperature = found.temperature if which is None else found.temperature[which]
     predictors, row = np.unique(rows, return_inverse=True)
-    both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
-    predictor_ids, token_ids = both.split([len(predictors), len(token)])
+    number = np.arange(found.count) if which is None else which
+    edge = np.searchsorted(found.distinct_tokens, token)
+    integers = np.concatenate([predictors, token, edge, number]).astype(np.int64)
+    moved = move(torch.from_numpy(integers), device)
+    predictor_ids, token_ids, *numbers = moved.split([len(predictors), *[len(token)] * 3])
     return DeviceEdges(
         predictors=predictor_ids,
         to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
         target=packed.model_inputs()["input_ids"][0, token_ids],
         temperature=move(torch.from_numpy(temperature), device),
+        numbers=(numbers[0], numbers[1]),
     )
 
 
@@ -172,14 +191,16 @@ def scores_of(
     to_sequences: GatherIndex,
     lengths: list[int],
     options: ScoreOptions,
+    order: torch.Tensor | None = None,
 ) -> SequenceScores:
     """Copies the scores of edges to the sequences that hold them.
 
     Args:
-        scores: [U, columns].
+        scores: [U, columns], at the rows that `to_sequences` reads.
         to_sequences: to [R - S] rows, every sequence but its first token.
         lengths: n - 1 of each sequence.
         options: what the columns are.
+        order: int64 [U], where each scored edge's row is. Default: they are in order.
     """
     columns = gather(scores, to_sequences).split(lengths)
     others = {
@@ -187,7 +208,15 @@ def scores_of(
         for at, name in enumerate(options.statistics, options.with_gradients)
     }
     entropy = [c[:, 1] for c in columns] if options.with_entropy else None
-    return SequenceScores([c[:, 0] for c in columns], entropy, others)
+    found = SequenceScores([c[:, 0] for c in columns], entropy, others)
+    if options.measure is None:
+        return found
+    of_edges = scores.detach()[:, options.columns :]
+    return replace(
+        found,
+        measured=[c[:, options.columns :] for c in columns],
+        measured_edges=of_edges if order is None else of_edges[order],
+    )
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:

@@ -196,9 +196,9 @@ def scored_rows(monkeypatch) -> list[int]:
     """Rows that the head scores, a call each."""
     rows: list[int] = []
 
-    def spy(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def spy(hidden: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         rows.append(len(hidden))
-        return original(hidden, *rest)
+        return original(hidden, *rest, **options)
 
     original = scoring_lm_head.linear_logprobs
     monkeypatch.setattr(scoring_lm_head, "linear_logprobs", spy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.family_configs import (
@@ -320,9 +321,11 @@ def run_packed(
     chunk_size: int | None = 7,
     recompute: Any = None,
     scale: float = 1.0,
+    measured: bool = False,
     **options: Any,
 ) -> Run:
-    """The same through `sequence_logprobs`; the loss is `scale` times the objective."""
+    """The same through `sequence_logprobs`; the loss is `scale` times the objective. Three quarters
+    of each score come from a measure where `measured`."""
     model.zero_grad(set_to_none=True)
     scores = sequence_logprobs(
         model,
@@ -333,11 +336,35 @@ def run_packed(
         chunk_size=chunk_size,
         recompute=recompute,
         output_router_logits=bool(objective.balance) or None,
+        measure=logprob_and_entropy if measured else None,
         **options,
     )
+    scores = with_measured(scores)
     backward_of(objective, scores, scale)
     assert scores.entropy is not None
     return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
+
+
+def logprob_and_entropy(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+    """A measure whose values are known."""
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(1, edges.token[:, None])[:, 0]
+    return torch.stack([taken, -(log_p.exp() * log_p).sum(-1)], -1)
+
+
+def with_measured(scores: SequenceScores) -> SequenceScores:
+    """Scores of which three quarters come from `logprob_and_entropy`, if it was the measure; each
+    part has its share of the gradient."""
+    if scores.measured is None:
+        return scores
+    assert scores.entropy is not None
+
+    def mixed(values: list[torch.Tensor], column: int) -> list[torch.Tensor]:
+        assert scores.measured is not None
+        pairs = zip(values, scores.measured, strict=True)
+        return [0.25 * v + 0.75 * m[:, column] for v, m in pairs]
+
+    return replace(scores, logprobs=mixed(scores.logprobs, 0), entropy=mixed(scores.entropy, 1))
 
 
 def backward_of(objective: Objective, scores: SequenceScores, scale: float = 1.0) -> None:
