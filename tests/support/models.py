@@ -352,6 +352,12 @@ def logprob_and_entropy(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Ten
     return torch.stack([taken, -(log_p.exp() * log_p).sum(-1)], -1)
 
 
+def numbers_and_logprob(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+    """The numbers of the edges, and log p of token 7."""
+    numbers = edges.edge, edges.scored_edge, logits.log_softmax(-1)[:, 7]
+    return torch.stack([n.float() for n in numbers], -1)
+
+
 def with_measured(scores: SequenceScores) -> SequenceScores:
     """Scores of which three quarters come from `logprob_and_entropy`, if it was the measure; each
     part has its share of the gradient."""

@@ -56,7 +56,7 @@ Measure = Callable[[torch.Tensor, MeasuredEdges], torch.Tensor]
 
 
 def measure_bytes(rows: int, vocabulary: int) -> int:
-    """What a measure of several tensors of a block's size takes beside the chunk's logits."""
+    """The bytes of a measure's own tensors, sixteen of a block's size, beside the chunk's logits."""
     return 16 * 4 * min(_BLOCK, rows * vocabulary)
 
 
@@ -172,7 +172,7 @@ class BoundMeasure:
         return values.shape[1]
 
     def _probed(self, z: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        """What the measure makes of these logits, checked but for its values."""
+        """The values at these logits, checked for anything but the values."""
         if not torch.is_grad_enabled():
             return self._call(z, edges)
         leaf = z.clone().requires_grad_()
