@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from prefixtree._numbers import numbers
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.per_sequence import check_lengths, per_sequence
 from prefixtree.packing.transfers import move
 
 # logits up to 3e8 divided by it are finite in float32
@@ -82,11 +82,6 @@ class ScoredEdges:
         """U."""
         return len(self.token)
 
-    @cached_property
-    def distinct_tokens(self) -> np.ndarray:
-        """The tokens of `packed.edges(loss_mask)`, ascending."""
-        return np.unique(self.token)
-
 
 @dataclass(frozen=True)
 class DeviceEdges:
@@ -97,19 +92,28 @@ class DeviceEdges:
             ascending.
         to_predictors: from hidden states [P, d] to one row per edge [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
-        numbers: int64 [U] twice, of each edge among the rows of `packed.edges(loss_mask)`, and
-            among all (edge, temperature) pairs.
+        found: all edges. which: int64 [U], which of them these are; None for all.
     """
 
     predictors: torch.Tensor
     to_predictors: GatherIndex
     target: torch.Tensor
     temperature: torch.Tensor
-    numbers: tuple[torch.Tensor, torch.Tensor]
+    found: ScoredEdges
+    which: np.ndarray | None
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a measure, int64 [U] twice: the number of each edge among the rows of
+        `packed.edges(loss_mask)`, and among all (edge, temperature) pairs."""
+        found = self.found
+        which = np.arange(found.count) if self.which is None else self.which
+        edge = np.searchsorted(np.unique(found.token), found.token[which])
+        both = move(torch.from_numpy(np.stack([edge, which])), self.target.device)
+        return both[0], both[1]
 
 
 def find_edges(
-    packed: PackedForest, temperature: float | Sequence[float], loss_mask: Sequence[Any] | None
+    packed: PackedForest, temperature: float | Sequence[Any], loss_mask: Sequence[Any] | None
 ) -> ScoredEdges:
     """Finds what is scored; arguments as in `sequence_logprobs`.
 
@@ -117,11 +121,13 @@ def find_edges(
         TypeError, ValueError, ForestError: as in `sequence_logprobs`.
     """
     forest = packed.forest
-    temperatures = _temperatures(temperature, forest.num_sequences)
     lengths = forest.sequence_lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     everything = np.empty(0, np.uint8)
     selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
+    if (per_token := _per_token(temperature, lengths)) is not None:
+        return _find_per_token(packed, per_token, selected, offsets)
+    temperatures = _temperatures(temperature, forest.num_sequences)
     predictor = packed.mask.host.predictor
     edge_of_copy = np.full(offsets[-1], -1, np.int32)
     tokens, edge_temperature, count = [], [], 0
@@ -157,6 +163,32 @@ def find_edges(
     )
 
 
+def _find_per_token(
+    packed: PackedForest, temperatures: np.ndarray, selected: np.ndarray, offsets: np.ndarray
+) -> ScoredEdges:
+    """The same for a temperature per replicated token, float32 [R]; `selected` is uint8 [R], or
+    empty for all."""
+    forest, predictor = packed.forest, packed.mask.host.predictor
+    index, _ = packed.copy_index(np.arange(forest.num_sequences), selected)
+    place = np.flatnonzero(selected) if len(selected) else np.arange(offsets[-1])
+    has_edge = predictor[index] >= 0
+    index, place = index[has_edge], place[has_edge]
+    values, number = np.unique(temperatures[place], return_inverse=True)
+    _check_temperatures(values)
+    # by temperature, then by token, as above
+    keys, edge = np.unique(number * packed.num_tokens + index, return_inverse=True)
+    token = keys % max(1, packed.num_tokens)
+    edge_of_copy = np.full(offsets[-1], -1, np.int32)
+    edge_of_copy[place] = edge
+    return ScoredEdges(
+        predictor[token].astype(np.int64),
+        token,
+        values[keys // max(1, packed.num_tokens)],
+        np.delete(edge_of_copy, offsets[:-1]),
+        (np.diff(offsets) - 1).tolist(),
+    )
+
+
 def edges_on_device(
     packed: PackedForest, found: ScoredEdges, which: np.ndarray | None, rows: np.ndarray
 ) -> DeviceEdges:
@@ -172,17 +204,15 @@ def edges_on_device(
     token = found.token if which is None else found.token[which]
     temperature = found.temperature if which is None else found.temperature[which]
     predictors, row = np.unique(rows, return_inverse=True)
-    number = np.arange(found.count) if which is None else which
-    edge = np.searchsorted(found.distinct_tokens, token)
-    integers = np.concatenate([predictors, token, edge, number]).astype(np.int64)
-    moved = move(torch.from_numpy(integers), device)
-    predictor_ids, token_ids, *numbers = moved.split([len(predictors), *[len(token)] * 3])
+    both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
+    predictor_ids, token_ids = both.split([len(predictors), len(token)])
     return DeviceEdges(
         predictors=predictor_ids,
         to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
         target=packed.model_inputs()["input_ids"][0, token_ids],
         temperature=move(torch.from_numpy(temperature), device),
-        numbers=(numbers[0], numbers[1]),
+        found=found,
+        which=which,
     )
 
 
@@ -219,19 +249,46 @@ def scores_of(
     )
 
 
+def _per_token(temperature: Any, lengths: np.ndarray) -> np.ndarray | None:
+    """Temperatures of all replicated tokens, float32 [R]; None where no sequence has more than one.
+
+    Raises:
+        ForestError: arrays of other lengths than the sequences.
+    """
+    is_array = getattr(temperature, "ndim", 0) == 2
+    if not is_array and not (
+        isinstance(temperature, (list, tuple))
+        and any(isinstance(t, (list, tuple)) or getattr(t, "ndim", 0) for t in temperature)
+    ):
+        return None
+    given = per_sequence("temperature", temperature, len(lengths))
+    expected = "a number, or one number or one array [n] per sequence"
+    each = [numbers(f"temperature[{i}]", t, expected, TypeError) for i, t in enumerate(given)]
+    # one number serves its whole sequence
+    each = [np.full(n, t) if t.ndim == 0 else t for t, n in zip(each, lengths, strict=True)]
+    check_lengths("temperature", [len(t) if t.ndim == 1 else -1 for t in each], lengths)
+    with np.errstate(over="ignore"):
+        return np.concatenate(each).astype(np.float32)
+
+
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         # float32, in which the logits are divided
-        expected = "a number or one number per sequence"
+        expected = "a number, or one number or one array [n] per sequence"
         values = numbers("temperature", temperature, expected, TypeError).astype(np.float32)
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
-            f"temperature must be one number or one per sequence ({count}), got shape "
-            f"{list(values.shape)}"
+            f"temperature must be one number, or one number or one array [n] per sequence "
+            f"({count}), got shape {list(values.shape)}"
         )
-    if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
+    _check_temperatures(values.reshape(-1))
+    return np.broadcast_to(values.astype(np.float64), count)
+
+
+def _check_temperatures(values: np.ndarray) -> None:
+    wrong = values[~(np.isfinite(values) & (values >= _LEAST_TEMPERATURE))]
+    if len(wrong):
         raise ValueError(
             f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
-            f"divided by them overflow float32), got {temperature}"
+            f"divided by them overflow float32), got {wrong[0]:g}"
         )
-    return np.broadcast_to(values.astype(np.float64), count)

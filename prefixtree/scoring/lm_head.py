@@ -219,17 +219,16 @@ def scoring_lm_head(
             slices = not (plain or options.statistics or options.measure)
             head = sliced_head(lm_head, lm_head_forward) if slices else None
             vocabulary = causal_lm.config.get_text_config().vocab_size
+            numbers = None if options.measure is None else edges.numbers()
             if plain:
                 _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
-                result = linear_logprobs(
-                    rows, lm_head.weight, lm_head.bias, *rest, numbers=edges.numbers
-                )
+                result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest, numbers=numbers)
             elif head is not None:
                 result = linear_logprobs(rows, head.weight, head.bias, *rest, head.vocabulary)
             else:
                 _check_rows_of_logits(lm_head, lm_head_forward, hidden[0], vocabulary)
                 whole = lm_head_forward, vocabulary, rows
-                result = lm_head_logprobs(*whole, *rest, numbers=edges.numbers)
+                result = lm_head_logprobs(*whole, *rest, numbers=numbers)
             return handed.give(result)
 
         def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

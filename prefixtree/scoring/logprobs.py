@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def sequence_logprobs(
     model: nn.Module,
     packed: PackedForest,
-    temperature: float | Sequence[float] = 1.0,
+    temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
     pictures: Pictures | None = None,
@@ -88,7 +88,9 @@ def sequence_logprobs(
             wrapped (DDP, FSDP, PEFT) or not.
         packed: the packed forest, on the model's device. Where it has routes, the model's routers
             take them in the place of their own choice.
-        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+        temperature: the divisor of the logits, above 0: one number, or per sequence one number or
+            an array [n] (entry t for the logits that token t was drawn from; entries of tokens that
+            are not scored are ignored). Copies of an edge with one temperature are scored once.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.

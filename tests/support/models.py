@@ -218,14 +218,14 @@ class Objective:
 
     Attributes:
         sequences: token ids.
-        temperatures: one per sequence.
+        temperatures: one per sequence, or [n] each.
         loss_masks: [n] each, or None.
         weights: [n - 1, 2] each: a and b.
         balance: the coefficient of the load-balancing loss; 0 leaves it out.
     """
 
     sequences: list[np.ndarray]
-    temperatures: list[float]
+    temperatures: list[Any]
     loss_masks: list[np.ndarray] | None
     weights: list[torch.Tensor]
     balance: float = 0.0
@@ -282,7 +282,11 @@ def run_replicated(model: Any, objective: Objective) -> Run:
     for i, tokens in enumerate(objective.sequences):
         ids = torch.from_numpy(tokens).to(device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        log_p = (logits.float() / objective.temperatures[i]).log_softmax(-1)
+        temperature = torch.as_tensor(objective.temperatures[i], device=device)
+        if temperature.ndim:
+            # the first token was not drawn
+            temperature = temperature[1:, None].float()
+        log_p = (logits.float() / temperature).log_softmax(-1)
         scored = torch.ones(len(tokens) - 1, device=device)
         if objective.loss_masks is not None:
             scored = torch.from_numpy(objective.loss_masks[i][1:]).to(scored)

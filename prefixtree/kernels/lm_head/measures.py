@@ -56,7 +56,7 @@ Measure = Callable[[torch.Tensor, MeasuredEdges], torch.Tensor]
 
 
 def measure_bytes(rows: int, vocabulary: int) -> int:
-    """The bytes of a measure's own tensors, sixteen of a block's size, beside the chunk's logits."""
+    """The bytes of sixteen tensors of a block's size, beside the chunk's logits."""
     return 16 * 4 * min(_BLOCK, rows * vocabulary)
 
 
