@@ -34,6 +34,7 @@ def rewards(model: nn.Module, packed: pt.PackedForest) -> torch.Tensor:
 
 def main() -> None:
     """One regression step of a critic on the returns of four rollouts."""
+    torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=100,
         hidden_size=64,
@@ -47,7 +48,7 @@ def main() -> None:
     rollouts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9, 9], [1, 2, 3, 7, 8], [1, 2, 3, 4]]
     returns = [1.0, 0.0, 0.5, 0.0]  # sequences that share tokens may have different returns
     packed = pt.pack(pt.PrefixForest.from_sequences(rollouts))
-    optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=2e-4)
     for step in range(5):
         values = token_values(critic, packed)
         losses = [((v - r) ** 2).mean() for v, r in zip(values, returns, strict=True)]

@@ -11,6 +11,7 @@ from prefixtree.errors import ForestError, InputError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.registration import register_when_imported as _register
 from prefixtree.kernels.attention import explain, tree_attention
+from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.packing.block_tables import BlockTables, MaskStats, TileShape
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
@@ -46,6 +47,7 @@ __all__ = [
     "ForestError",
     "InputError",
     "MaskStats",
+    "MeasuredEdges",
     "MicroBatch",
     "MicroBatchPlan",
     "PackedForest",

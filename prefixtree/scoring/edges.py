@@ -7,7 +7,7 @@ predictors, d hidden size, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from prefixtree._numbers import numbers
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.per_sequence import check_lengths, per_sequence
 from prefixtree.packing.transfers import move
 
 # logits up to 3e8 divided by it are finite in float32
@@ -40,6 +41,10 @@ class SequenceScores:
             transformers' forward gives it for one padded batch of all sequences with its
             attention_mask. It is not yet multiplied by `config.router_aux_loss_coef`. None where
             it was not asked for.
+        measured: one float32 tensor [n - 1, C] per sequence: the values of `measure` at those
+            tokens, with gradients; 0 where the loss mask is 0. None without a measure.
+        measured_edges: float32 [U, C], the same once per scored edge, without gradients: row i is
+            that of `MeasuredEdges.scored_edge` i. None without a measure.
         router_logits: [T, E] per layer of experts, differentiable, the logits by which
             `aux_loss` was computed, for losses of your own: weigh each packed token by
             `packed.multiplicity`. Empty without `aux_loss`.
@@ -50,6 +55,8 @@ class SequenceScores:
     statistics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] = ()
+    measured: list[torch.Tensor] | None = None
+    measured_edges: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,28 @@ class DeviceEdges:
             ascending.
         to_predictors: from hidden states [P, d] to one row per edge [U, d].
         target: int64 [U] token ids. temperature: float32 [U].
+        found: all edges. which: int64 [U], which of them these are; None for all.
     """
 
     predictors: torch.Tensor
     to_predictors: GatherIndex
     target: torch.Tensor
     temperature: torch.Tensor
+    found: ScoredEdges
+    which: np.ndarray | None
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For a measure, int64 [U] twice: the number of each edge among the rows of
+        `packed.edges(loss_mask)`, and among all (edge, temperature) pairs."""
+        found = self.found
+        which = np.arange(found.count) if self.which is None else self.which
+        edge = np.searchsorted(np.unique(found.token), found.token[which])
+        both = move(torch.from_numpy(np.stack([edge, which])), self.target.device)
+        return both[0], both[1]
 
 
 def find_edges(
-    packed: PackedForest, temperature: float | Sequence[float], loss_mask: Sequence[Any] | None
+    packed: PackedForest, temperature: float | Sequence[Any], loss_mask: Sequence[Any] | None
 ) -> ScoredEdges:
     """Finds what is scored; arguments as in `sequence_logprobs`.
 
@@ -102,11 +121,13 @@ def find_edges(
         TypeError, ValueError, ForestError: as in `sequence_logprobs`.
     """
     forest = packed.forest
-    temperatures = _temperatures(temperature, forest.num_sequences)
     lengths = forest.sequence_lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     everything = np.empty(0, np.uint8)
     selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
+    if (per_token := _per_token(temperature, lengths)) is not None:
+        return _find_per_token(packed, per_token, selected, offsets)
+    temperatures = _temperatures(temperature, forest.num_sequences)
     predictor = packed.mask.host.predictor
     edge_of_copy = np.full(offsets[-1], -1, np.int32)
     tokens, edge_temperature, count = [], [], 0
@@ -142,6 +163,32 @@ def find_edges(
     )
 
 
+def _find_per_token(
+    packed: PackedForest, temperatures: np.ndarray, selected: np.ndarray, offsets: np.ndarray
+) -> ScoredEdges:
+    """The same for a temperature per replicated token, float32 [R]; `selected` is uint8 [R], or
+    empty for all."""
+    forest, predictor = packed.forest, packed.mask.host.predictor
+    index, _ = packed.copy_index(np.arange(forest.num_sequences), selected)
+    place = np.flatnonzero(selected) if len(selected) else np.arange(offsets[-1])
+    has_edge = predictor[index] >= 0
+    index, place = index[has_edge], place[has_edge]
+    values, number = np.unique(temperatures[place], return_inverse=True)
+    _check_temperatures(values)
+    # by temperature, then by token, as above
+    keys, edge = np.unique(number * packed.num_tokens + index, return_inverse=True)
+    token = keys % max(1, packed.num_tokens)
+    edge_of_copy = np.full(offsets[-1], -1, np.int32)
+    edge_of_copy[place] = edge
+    return ScoredEdges(
+        predictor[token].astype(np.int64),
+        token,
+        values[keys // max(1, packed.num_tokens)],
+        np.delete(edge_of_copy, offsets[:-1]),
+        (np.diff(offsets) - 1).tolist(),
+    )
+
+
 def edges_on_device(
     packed: PackedForest, found: ScoredEdges, which: np.ndarray | None, rows: np.ndarray
 ) -> DeviceEdges:
@@ -164,6 +211,8 @@ def edges_on_device(
         to_predictors=GatherIndex(row.astype(np.int32), len(predictors), device),
         target=packed.model_inputs()["input_ids"][0, token_ids],
         temperature=move(torch.from_numpy(temperature), device),
+        found=found,
+        which=which,
     )
 
 
@@ -172,14 +221,16 @@ def scores_of(
     to_sequences: GatherIndex,
     lengths: list[int],
     options: ScoreOptions,
+    order: torch.Tensor | None = None,
 ) -> SequenceScores:
     """Copies the scores of edges to the sequences that hold them.
 
     Args:
-        scores: [U, columns].
+        scores: [U, columns], at the rows that `to_sequences` reads.
         to_sequences: to [R - S] rows, every sequence but its first token.
         lengths: n - 1 of each sequence.
         options: what the columns are.
+        order: int64 [U], where each scored edge's row is. Default: they are in order.
     """
     columns = gather(scores, to_sequences).split(lengths)
     others = {
@@ -187,22 +238,57 @@ def scores_of(
         for at, name in enumerate(options.statistics, options.with_gradients)
     }
     entropy = [c[:, 1] for c in columns] if options.with_entropy else None
-    return SequenceScores([c[:, 0] for c in columns], entropy, others)
+    found = SequenceScores([c[:, 0] for c in columns], entropy, others)
+    if options.measure is None:
+        return found
+    of_edges = scores.detach()[:, options.columns :]
+    return replace(
+        found,
+        measured=[c[:, options.columns :] for c in columns],
+        measured_edges=of_edges if order is None else of_edges[order],
+    )
+
+
+def _per_token(temperature: Any, lengths: np.ndarray) -> np.ndarray | None:
+    """Temperatures of all replicated tokens, float32 [R]; None where no sequence has more than one.
+
+    Raises:
+        ForestError: arrays of other lengths than the sequences.
+    """
+    is_array = getattr(temperature, "ndim", 0) == 2
+    if not is_array and not (
+        isinstance(temperature, (list, tuple))
+        and any(isinstance(t, (list, tuple)) or getattr(t, "ndim", 0) for t in temperature)
+    ):
+        return None
+    given = per_sequence("temperature", temperature, len(lengths))
+    expected = "a number, or one number or one array [n] per sequence"
+    each = [numbers(f"temperature[{i}]", t, expected, TypeError) for i, t in enumerate(given)]
+    # one number serves its whole sequence
+    each = [np.full(n, t) if t.ndim == 0 else t for t, n in zip(each, lengths, strict=True)]
+    check_lengths("temperature", [len(t) if t.ndim == 1 else -1 for t in each], lengths)
+    with np.errstate(over="ignore"):
+        return np.concatenate(each).astype(np.float32)
 
 
 def _temperatures(temperature: float | Sequence[float], count: int) -> np.ndarray:
     with np.errstate(over="ignore"):
         # float32, in which the logits are divided
-        expected = "a number or one number per sequence"
+        expected = "a number, or one number or one array [n] per sequence"
         values = numbers("temperature", temperature, expected, TypeError).astype(np.float32)
     if values.ndim > 1 or (values.ndim == 1 and len(values) != count):
         raise ValueError(
-            f"temperature must be one number or one per sequence ({count}), got shape "
-            f"{list(values.shape)}"
+            f"temperature must be one number, or one number or one array [n] per sequence "
+            f"({count}), got shape {list(values.shape)}"
         )
-    if not (np.isfinite(values) & (values >= _LEAST_TEMPERATURE)).all():
+    _check_temperatures(values.reshape(-1))
+    return np.broadcast_to(values.astype(np.float64), count)
+
+
+def _check_temperatures(values: np.ndarray) -> None:
+    wrong = values[~(np.isfinite(values) & (values >= _LEAST_TEMPERATURE))]
+    if len(wrong):
         raise ValueError(
             f"temperatures must be finite and above 0 (at least {_LEAST_TEMPERATURE}, or logits "
-            f"divided by them overflow float32), got {temperature}"
+            f"divided by them overflow float32), got {wrong[0]:g}"
         )
-    return np.broadcast_to(values.astype(np.float64), count)

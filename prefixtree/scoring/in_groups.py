@@ -49,6 +49,7 @@ class LocalPart:
         gathered: from the scores of `edges` to those that `to_sequences` reads.
         to_sequences: from these to every sequence but its first token.
         lengths: n - 1 of each sequence.
+        order: int64 [U], the row of each scored edge once gathered. Default: as they are.
     """
 
     inputs: dict[str, Any]
@@ -57,6 +58,7 @@ class LocalPart:
     gathered: Callable[[torch.Tensor], torch.Tensor]
     to_sequences: GatherIndex
     lengths: list[int]
+    order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def part_of_rank(
         gathered=gathered,
         to_sequences=GatherIndex(of_copies, found.count, packed.device),
         lengths=found.lengths,
+        order=torch.from_numpy(row_of_unit).to(packed.device),
     )
 
 

@@ -215,18 +215,20 @@ def scoring_lm_head(
             _check_rows(causal_lm, hidden, len(edges.predictors))
             rows = gather(hidden[0], edges.to_predictors)
             rest = (edges.target, edges.temperature, options)
-            # statistics need whole rows
-            slices = not plain and not options.statistics
+            # statistics and measures need whole rows
+            slices = not (plain or options.statistics or options.measure)
             head = sliced_head(lm_head, lm_head_forward) if slices else None
             vocabulary = causal_lm.config.get_text_config().vocab_size
+            numbers = None if options.measure is None else edges.numbers()
             if plain:
                 _check_width(lm_head, lm_head.weight.shape[0], vocabulary)
-                result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest)
+                result = linear_logprobs(rows, lm_head.weight, lm_head.bias, *rest, numbers=numbers)
             elif head is not None:
                 result = linear_logprobs(rows, head.weight, head.bias, *rest, head.vocabulary)
             else:
                 _check_rows_of_logits(lm_head, lm_head_forward, hidden[0], vocabulary)
-                result = lm_head_logprobs(lm_head_forward, vocabulary, rows, *rest)
+                whole = lm_head_forward, vocabulary, rows
+                result = lm_head_logprobs(*whole, *rest, numbers=numbers)
             return handed.give(result)
 
         def own_score(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

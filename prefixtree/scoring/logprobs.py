@@ -18,6 +18,7 @@ from torch import nn
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.hybrids import prepare_states
@@ -50,12 +51,13 @@ if TYPE_CHECKING:
 def sequence_logprobs(
     model: nn.Module,
     packed: PackedForest,
-    temperature: float | Sequence[float] = 1.0,
+    temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
     pictures: Pictures | None = None,
     return_entropy: bool = False,
     return_statistics: Sequence[str] = (),
+    measure: Measure | None = None,
     output_router_logits: bool | None = None,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -86,7 +88,9 @@ def sequence_logprobs(
             wrapped (DDP, FSDP, PEFT) or not.
         packed: the packed forest, on the model's device. Where it has routes, the model's routers
             take them in the place of their own choice.
-        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+        temperature: the divisor of the logits, above 0: one number, or per sequence one number or
+            an array [n] (entry t for the logits that token t was drawn from; entries of tokens that
+            are not scored are ignored). Copies of an edge with one temperature are scored once.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.
@@ -99,6 +103,10 @@ def sequence_logprobs(
             "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
             "is_top1", 1 where the token has the largest logit (the first of equal ones);
             "log_sum_sq_probs", log sum p^2. Default: none.
+        measure: a function of a chunk's logits [r, V] (float32, divided by the temperature) and its
+            `MeasuredEdges` that returns [r, C], for divergences to a teacher and other losses
+            beyond log p: `scores.measured`. Its gradient reaches the logits. It must treat each row
+            alone, and is called again in the backward. Default: none.
         output_router_logits: whether to compute the load-balancing loss of a mixture of experts,
             `scores.aux_loss`. Default: what `config.output_router_logits` says.
         chunk_size: the number of edges whose logits are in memory at once. Default: with the
@@ -124,15 +132,18 @@ def sequence_logprobs(
         SequenceScores: log-probabilities (entropies, statistics), one tensor per sequence.
 
     Raises:
-        TypeError: anything but a PackedForest or Pictures, or a temperature that is no number.
+        TypeError: anything but a PackedForest or Pictures, a temperature that is no number, or a
+            measure that is no function.
         UnsupportedError: a model that does not run exactly on packed forests, or not on a group,
-            with the reason.
+            with the reason; a measure whose values depend on other edges, on draws, or on tensors
+            that require a gradient.
         RuntimeError: on the other ranks of a group, where one rank raises before the forward.
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
             without token ids; a path that fits no steps of max_tokens; a forest that was not made
             of pictures.sequences.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
-            require a gradient, which they do not get; a chunk_size that is no integer >= 1; a
+            require a gradient, which they do not get; a measure that does not return [r, C]; a
+            chunk_size that is no integer >= 1; a
             statistic that is not known; an unknown `recompute`, or a plan for another model; routes
             of other numbers of layers or experts than the model has; ranks of a group with
             different forests or other arguments; an unknown group_mode, or heads that do not divide
@@ -171,7 +182,7 @@ def sequence_logprobs(
     def check() -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
-        ScoreOptions(return_entropy, return_statistics, chunk_size)
+        ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
             check_pictures(model, causal_lm, packed, pictures, recompute)
@@ -187,6 +198,7 @@ def sequence_logprobs(
         options = {
             "return_entropy": return_entropy,
             "return_statistics": tuple(return_statistics),
+            "a measure": measure is not None,
             "recompute": recompute,
         }
         causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode)
@@ -198,7 +210,7 @@ def sequence_logprobs(
         local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
-    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size)
+    wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
     forward.loss, forward.encoded = loss, encoded
@@ -208,7 +220,7 @@ def sequence_logprobs(
         arguments = model, causal_lm, packed, found, local
         options_of_steps = max_tokens, borrow_cost, recompute
         scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
-    found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted)
+    found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted, local.order)
     if loss is None:
         return found_scores
     output = forward.output
@@ -258,6 +270,8 @@ class ModelForward:
         keywords = router_keywords(causal_lm.config, loss)
         held_bytes = 0 if loss is None else loss.held_bytes()
         count = len(edges.target)
+        if self._options.measure is not None:
+            held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
         with (
             recomputed_forward(model, causal_lm, self._packed, count, self.recompute, held_bytes),
             every_layer_attends(causal_lm, mask),

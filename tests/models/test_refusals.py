@@ -514,17 +514,36 @@ def test_a_forest_without_tokens():
         sequence_logprobs(build("qwen3"), pt.pack(forest))
 
 
-@pytest.mark.parametrize("temperature", [[1.0], [1.0] * 13, [[1.0] * 12], []])
+@pytest.mark.parametrize("temperature", [[1.0], [1.0] * 13, []])
 def test_temperatures_of_another_shape(temperature, packed):
     with pytest.raises(
-        ValueError, match=r"temperature must be one number or one per sequence \(12\)"
+        ValueError, match=r"one number or one array \[n\] per sequence \(12\), got shape"
     ):
         sequence_logprobs(build("qwen3"), packed, temperature=temperature)
 
 
+@pytest.mark.parametrize(
+    ("bad", "error", "match"),
+    [
+        (np.ones(3), pt.ForestError, r"temperature\[4\] must have the sequence's length 27"),
+        (np.ones((27, 2)), pt.ForestError, r"temperature\[4\] must have .*got no 1-D array"),
+        (["warm"] * 27, TypeError, r"temperature\[4\] must be a number, or one number or one"),
+        (np.zeros(27), ValueError, "temperatures must be finite and above 0"),
+        (torch.ones(27, requires_grad=True), pt.ForestError, r"temperature\[4\] requires a grad"),
+    ],
+)
+def test_temperatures_per_token(bad, error, match, packed):
+    temperatures = [np.ones(len(s)) for s in ragged_sequences()]
+    temperatures[4] = bad
+    with pytest.raises(error, match=match):
+        sequence_logprobs(build("qwen3"), packed, temperature=temperatures)
+    with pytest.raises(pt.ForestError, match="one entry per sequence: expected 12, got 11"):
+        sequence_logprobs(build("qwen3"), packed, temperature=temperatures[1:])
+
+
 @pytest.mark.parametrize("temperature", [True, "warm", "0.5", [True] * 12, ["a"] * 12, 1j])
 def test_temperatures_that_are_no_numbers(temperature, packed):
-    match = "temperature must be a number or one number per sequence, got"
+    match = r"temperature must be a number, or one number or one array \[n\] per sequence, got"
     with pytest.raises(TypeError, match=match):
         sequence_logprobs(build("qwen3"), packed, temperature=temperature)
 

@@ -19,6 +19,7 @@ from tests.support.group_ranks import (
     HALF,
     MISTAKES,
     QUICK,
+    TEMPERATURES,
     WIDE_CASES,
     Case,
     documented_names,
@@ -32,6 +33,7 @@ from tests.support.models import (
     assert_same,
     build,
     errors,
+    numbers_and_logprob,
     pack_sequences,
     ragged_packed,
     run_packed,
@@ -219,8 +221,16 @@ def test_a_group_of_one_is_no_group(results):
 def test_statistics_without_gradients(results):
     names = ("is_top1", "log_sum_sq_probs")
     with torch.no_grad():
-        scores = sequence_logprobs(build("llama"), ragged_packed(), return_statistics=names)
-    expected = {"logprobs": scores.logprobs, **scores.statistics}
+        scores = sequence_logprobs(
+            build("llama"),
+            ragged_packed(),
+            TEMPERATURES,
+            return_statistics=names,
+            measure=numbers_and_logprob,
+        )
+    assert scores.measured_edges[:, 1].tolist() == list(range(len(scores.measured_edges)))
+    others = {"measured": scores.measured, "edges": [scores.measured_edges]}
+    expected = {"logprobs": scores.logprobs, **scores.statistics, **others}
     for result in results:
         for name, values in expected.items():
             torch.testing.assert_close(result["statistics"][name], values, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.models import (
     errors,
     gradients,
     make_objective,
+    numbers_and_logprob,
     pack_sequences,
     ragged_objective,
     ragged_packed,
@@ -196,9 +198,9 @@ def scored_rows(monkeypatch) -> list[int]:
     """Rows that the head scores, a call each."""
     rows: list[int] = []
 
-    def spy(hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def spy(hidden: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         rows.append(len(hidden))
-        return original(hidden, *rest)
+        return original(hidden, *rest, **options)
 
     original = scoring_lm_head.linear_logprobs
     monkeypatch.setattr(scoring_lm_head, "linear_logprobs", spy)
@@ -210,7 +212,7 @@ def _distinct(objective: Objective) -> int:
     masks = objective.loss_masks or [np.ones(len(s)) for s in objective.sequences]
     return len(
         {
-            (tuple(tokens[: i + 1]), temperature)
+            (tuple(tokens[: i + 1]), np.broadcast_to(np.float32(temperature), len(tokens))[i])
             for tokens, temperature, mask in zip(
                 objective.sequences, objective.temperatures, masks, strict=True
             )
@@ -242,6 +244,53 @@ def test_each_distinct_edge_and_temperature_is_scored_once(temperature, masked, 
     else:
         assert_same(run_packed(model, ragged_packed(), objective), run_eager(model, objective))
     assert scored_rows == [_distinct(objective)]
+
+
+def by_turns(objective: Objective) -> Objective:
+    """Each token's temperature: by its place, so that copies agree, and in every third sequence
+    another one behind token 12; 0 where nothing is scored."""
+    temperatures: list[Any] = []
+    for i, tokens in enumerate(objective.sequences):
+        place = np.arange(len(tokens))
+        each = np.where(place % 5 < 3, 0.7, 1.3) + 0.2 * ((place > 12) & (i % 3 == 1))
+        temperatures.append(each * (place > 0) * objective.loss_masks[i])
+    # one number, as good as an array of it
+    temperatures[2] = 0.9
+    return dataclasses.replace(objective, temperatures=temperatures)
+
+
+def test_a_temperature_per_token(scored_rows):
+    objective, model = by_turns(ragged_objective()), build("gemma2")
+    run = run_packed(model, ragged_packed(), objective, measured=True)
+    replicated = [np.where(np.asarray(t) == 0, 1.0, t) for t in objective.temperatures]
+    assert_same(run, run_eager(model, dataclasses.replace(objective, temperatures=replicated)))
+    assert scored_rows == [_distinct(objective)]
+    # a turn's temperature is not nothing
+    turned = [np.where(np.asarray(t) > 1.2, 1.0, t) for t in replicated]
+    assert (
+        errors(run, run_eager(model, dataclasses.replace(objective, temperatures=turned))).largest
+        > 0.05
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_same_temperature_for_all_tokens(masked):
+    """The bits and the order of numbers, and of rows of edges."""
+    objective, model = ragged_objective(), build("qwen3")
+    rest: dict[str, Any] = {"return_entropy": True, "measure": numbers_and_logprob}
+    if masked:
+        rest["loss_mask"] = objective.loss_masks
+    expected = sequence_logprobs(model, ragged_packed(), objective.temperatures, **rest)
+    pairs = zip(objective.temperatures, objective.sequences, strict=True)
+    for kind in (np.full, lambda n, t: torch.full((n,), t), lambda n, t: [t] * n):
+        arrays = [kind(len(s), t) for t, s in pairs]
+        got = sequence_logprobs(model, ragged_packed(), arrays, **rest)
+        assert torch.equal(got.measured_edges, expected.measured_edges)
+        for a, b in zip(
+            got.logprobs + got.entropy, expected.logprobs + expected.entropy, strict=True
+        ):
+            assert torch.equal(a, b)
+        pairs = zip(objective.temperatures, objective.sequences, strict=True)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])

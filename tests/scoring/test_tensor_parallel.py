@@ -159,6 +159,13 @@ def test_recorded_routes_are_refused(results, name):
         assert str(result[f"routes, {name}"]).startswith(message)
 
 
+def test_a_measure_gets_gathered_logits(results):
+    expected = run_replicated(build("llama", "eager", **CASES["llama"].changes), ragged_objective())
+    for result in results:
+        assert result["measured"]["head"] == ["gathered"]
+        assert_same(Run(**result["measured"]["run"]), expected)
+
+
 def test_an_adapted_head_scores_gathered_logits(results):
     model = build("llama", "eager", **CASES["llama"].changes)
     model.lm_head = AdaptedHead(model.lm_head)

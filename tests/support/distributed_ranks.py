@@ -31,11 +31,13 @@ from tests.support.models import (
     backward_of,
     build,
     enable_checkpointing,
+    logprob_and_entropy,
     make_objective,
     ragged_sequences,
     randomise,
     recurrent,
     text_parameters,
+    with_measured,
 )
 from tests.support.replay import drawn_routes
 
@@ -86,6 +88,8 @@ class Case:
     balance: float = 0.0
     # recorded routes, `drawn_routes`
     replays: bool = False
+    # three quarters of each score come from a measure
+    measured: bool = False
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
@@ -108,12 +112,12 @@ CASES: dict[str, Case] = {
     "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
     "ddp, find unused": Case("ddp", options=(("find_unused_parameters", True),)),
     "ddp, static graph": Case("ddp", options=(("static_graph", True),)),
-    "ddp, lora": Case("ddp", lora=True),
+    "ddp, lora": Case("ddp", lora=True, measured=True),
     "ddp, experts": Case("ddp", "qwen3_moe", balance=300.0),
     "fsdp2": Case("fsdp2"),
-    "fsdp2, checkpointing": Case("fsdp2", "gemma2", checkpointing=True),
-    "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True),
-    "fsdp2, lora": Case("fsdp2", lora=True),
+    "fsdp2, checkpointing": Case("fsdp2", "gemma2", checkpointing=True, measured=True),
+    "fsdp2, head alone": Case("fsdp2", head_alone=True, checkpointing=True, measured=True),
+    "fsdp2, lora": Case("fsdp2", lora=True, measured=True),
     "fsdp2, experts": Case("fsdp2", "qwen3_moe", balance=300.0),
     "fsdp2, experts, checkpointing": Case("fsdp2", "gpt_oss", True, balance=300.0),
     "ddp, replay": Case("ddp", "gpt_oss", replays=True),
@@ -121,7 +125,7 @@ CASES: dict[str, Case] = {
     "ddp, recompute": Case("ddp", recompute="differs"),
     "fsdp2, recompute": Case("fsdp2", recompute="differs"),
     "fsdp2, recompute, hybrid": Case("fsdp2", "qwen3_5", recompute="differs"),
-    "fsdp2, recompute, lora": Case("fsdp2", lora=True, recompute="auto"),
+    "fsdp2, recompute, lora": Case("fsdp2", lora=True, recompute="auto", measured=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "fsdp2, hybrid, bfloat16": Case("fsdp2", "qwen3_5", half=True),
     "ddp, hybrid, prepared before": Case("ddp", "nemotron_h", prepared="before"),
@@ -246,7 +250,9 @@ def _backward(
         chunk_size=7,
         recompute=recompute,
         output_router_logits=bool(objective.balance) or None,
+        measure=logprob_and_entropy if case.measured else None,
     )
+    scores = with_measured(scores)
     backward_of(objective, scores)
     return [p.detach() for p in scores.logprobs]
 

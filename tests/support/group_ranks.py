@@ -39,6 +39,7 @@ from tests.support.models import (
     enable_checkpointing,
     gradients,
     make_objective,
+    numbers_and_logprob,
     pack_sequences,
     ragged_sequences,
     run_packed,
@@ -61,6 +62,7 @@ class Case:
             graphs of the backward too, which takes seconds.
         forest: a key of FORESTS.
         group_mode: as `sequence_logprobs` takes it.
+        measured: whether three quarters of each score come from a measure.
         scattered: each token belongs to any rank, so that ranks borrow from one another.
         changes: of the model's configuration.
     """
@@ -76,6 +78,7 @@ class Case:
     forest: str = "ragged"
     group_mode: str = "parts"
     scattered: bool = False
+    measured: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
 
     def model(self) -> Any:
@@ -88,6 +91,7 @@ class Case:
         return model.double() if self.double else model
 
 
+TEMPERATURES = [(1.0, 0.7)[i % 2] for i in range(len(ragged_sequences()))]
 # on two ranks
 CASES: dict[str, Case] = {
     "float64": Case(double=True),
@@ -97,21 +101,23 @@ CASES: dict[str, Case] = {
     "sinks": Case("gpt_oss", recompute="all_but_attention"),
     "MLA": Case("deepseek_v3", recompute="all"),
     "experts, DDP": Case("qwen3_moe", "ddp"),
-    "adapters, DDP": Case(wrapper="ddp", lora=True),
+    "adapters, DDP": Case(wrapper="ddp", lora=True, measured=True),
     "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
     "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
     "scattered, FSDP2": Case("gemma2", "fsdp2", "not reentrant", scattered=True),
     "scattered, sinks": Case("gpt_oss", compiled="eager", recompute="all", scattered=True),
     "scattered, heads": Case("gpt_oss", group_mode="heads", scattered=True),
-    "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0)),
+    "FSDP2, a plan": Case("gemma2", "fsdp2", recompute=RecomputePlan(MODES, 0), measured=True),
     "FSDP2, checkpointing": Case("gemma2", "fsdp2", "not reentrant"),
     "FSDP1, checkpointing": Case("gpt_oss", "fsdp1", "not reentrant"),
     "shared keys": Case("gemma3n_text", "", "not reentrant"),
     "compiled layers": Case("gemma2", compiled="aot_eager", recompute="all"),
-    "one scores nothing": Case(wrapper="ddp", forest="one scores nothing"),
-    "one token": Case(wrapper="fsdp2", forest="one token"),
+    "one scores nothing": Case(wrapper="ddp", forest="one scores nothing", measured=True),
+    "one token": Case(wrapper="fsdp2", forest="one token", measured=True),
     "heads, windows, checkpointing": Case("gemma2", "ddp", "not reentrant", group_mode="heads"),
-    "heads, sinks, FSDP2": Case("gpt_oss", "fsdp2", recompute="all", group_mode="heads"),
+    "heads, sinks, FSDP2": Case(
+        "gpt_oss", "fsdp2", recompute="all", group_mode="heads", measured=True
+    ),
     "heads, MLA, compiled layers": Case(
         "deepseek_v3", compiled="eager", recompute="all_but_attention", group_mode="heads"
     ),
@@ -140,7 +146,7 @@ WIDE_CASES: dict[str, Case] = {
     "heads, groups, FSDP2, experts": Case(
         "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads"
     ),
-    "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups"),
+    "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
     "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups"),
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
 }
@@ -247,6 +253,7 @@ def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str
             scale=loss_scale,
             group=group,
             group_mode=case.group_mode,
+            measured=case.measured,
         )
     found = run.gradients
     if case.wrapper == "fsdp1":
@@ -310,8 +317,15 @@ def _mistaken(mistake: tuple[Any, str, Any], group: Any, rank: int) -> dict[str,
 
 def _statistics(rank: int, group: Any) -> Any:
     with torch.no_grad():
-        scores = scored(rank, group, return_statistics=("is_top1", "log_sum_sq_probs"))
-    return {"logprobs": scores.logprobs, **scores.statistics}
+        scores = scored(
+            rank,
+            group,
+            temperature=TEMPERATURES,
+            return_statistics=("is_top1", "log_sum_sq_probs"),
+            measure=numbers_and_logprob,
+        )
+    others = {"measured": scores.measured, "edges": [scores.measured_edges]}
+    return {"logprobs": scores.logprobs, **scores.statistics, **others}
 
 
 def _group_of_one(rank: int) -> bool:

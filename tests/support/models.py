@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.family_configs import (
@@ -219,14 +220,14 @@ class Objective:
 
     Attributes:
         sequences: token ids.
-        temperatures: one per sequence.
+        temperatures: one per sequence, or [n] each.
         loss_masks: [n] each, or None.
         weights: [n - 1, 2] each: a and b.
         balance: the coefficient of the load-balancing loss; 0 leaves it out.
     """
 
     sequences: list[np.ndarray]
-    temperatures: list[float]
+    temperatures: list[Any]
     loss_masks: list[np.ndarray] | None
     weights: list[torch.Tensor]
     balance: float = 0.0
@@ -283,7 +284,11 @@ def run_replicated(model: Any, objective: Objective) -> Run:
     for i, tokens in enumerate(objective.sequences):
         ids = torch.from_numpy(tokens).to(device)
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        log_p = (logits.float() / objective.temperatures[i]).log_softmax(-1)
+        temperature = torch.as_tensor(objective.temperatures[i], device=device)
+        if temperature.ndim:
+            # the first token was not drawn
+            temperature = temperature[1:, None].float()
+        log_p = (logits.float() / temperature).log_softmax(-1)
         scored = torch.ones(len(tokens) - 1, device=device)
         if objective.loss_masks is not None:
             scored = torch.from_numpy(objective.loss_masks[i][1:]).to(scored)
@@ -322,9 +327,11 @@ def run_packed(
     chunk_size: int | None = 7,
     recompute: Any = None,
     scale: float = 1.0,
+    measured: bool = False,
     **options: Any,
 ) -> Run:
-    """The same through `sequence_logprobs`; the loss is `scale` times the objective."""
+    """The same through `sequence_logprobs`; the loss is `scale` times the objective. Three quarters
+    of each score come from a measure where `measured`."""
     model.zero_grad(set_to_none=True)
     scores = sequence_logprobs(
         model,
@@ -335,11 +342,41 @@ def run_packed(
         chunk_size=chunk_size,
         recompute=recompute,
         output_router_logits=bool(objective.balance) or None,
+        measure=logprob_and_entropy if measured else None,
         **options,
     )
+    scores = with_measured(scores)
     backward_of(objective, scores, scale)
     assert scores.entropy is not None
     return Run(_detached(scores.logprobs), _detached(scores.entropy), gradients(model))
+
+
+def logprob_and_entropy(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+    """A measure whose values are known."""
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(1, edges.token[:, None])[:, 0]
+    return torch.stack([taken, -(log_p.exp() * log_p).sum(-1)], -1)
+
+
+def numbers_and_logprob(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+    """The numbers of the edges, and log p of token 7."""
+    numbers = edges.edge, edges.scored_edge, logits.log_softmax(-1)[:, 7]
+    return torch.stack([n.float() for n in numbers], -1)
+
+
+def with_measured(scores: SequenceScores) -> SequenceScores:
+    """Scores of which three quarters come from `logprob_and_entropy`, if it was the measure; each
+    part has its share of the gradient."""
+    if scores.measured is None:
+        return scores
+    assert scores.entropy is not None
+
+    def mixed(values: list[torch.Tensor], column: int) -> list[torch.Tensor]:
+        assert scores.measured is not None
+        pairs = zip(values, scores.measured, strict=True)
+        return [0.25 * v + 0.75 * m[:, column] for v, m in pairs]
+
+    return replace(scores, logprobs=mixed(scores.logprobs, 0), entropy=mixed(scores.entropy, 1))
 
 
 def backward_of(objective: Objective, scores: SequenceScores, scale: float = 1.0) -> None:

@@ -38,10 +38,12 @@ from tests.support.models import (
     build,
     counted,
     enable_checkpointing,
+    logprob_and_entropy,
     make_objective,
     pack_sequences,
     ragged_sequences,
     randomise,
+    with_measured,
 )
 from tests.support.replay import drawn_routes
 from tests.support.spawn import WORLD_SIZE
@@ -69,6 +71,8 @@ class Case:
     find_unused: bool = False
     # all micro-batches are scored before the first backward
     interleaved: bool = False
+    # in steps, three quarters of each score come from a measure
+    measured: bool = False
 
     def model(self) -> Any:
         """The model before it is wrapped."""
@@ -89,11 +93,13 @@ CASES = {
     "ddp": Case("ddp", micro_batches=2),
     "ddp, checkpointing": Case("ddp", "gemma2", checkpointing=True),
     "ddp, find unused": Case("ddp", find_unused=True),
-    "ddp, lora": Case("ddp", lora=True),
+    "ddp, lora": Case("ddp", lora=True, measured=True),
     "ddp, experts": Case("ddp", "qwen3_moe"),
     "ddp, interleaved": Case("ddp", micro_batches=2, interleaved=True),
     "fsdp2": Case("fsdp2", micro_batches=2),
-    "fsdp2, checkpointing": Case("fsdp2", "gpt_oss", checkpointing=True, micro_batches=2),
+    "fsdp2, checkpointing": Case(
+        "fsdp2", "gpt_oss", checkpointing=True, micro_batches=2, measured=True
+    ),
     "fsdp2, latent attention, experts": Case("fsdp2", "deepseek_v3"),
     "fsdp2, lora": Case("fsdp2", lora=True, checkpointing=True),
     "fsdp2, interleaved": Case("fsdp2", micro_batches=2, interleaved=True),
@@ -101,7 +107,7 @@ CASES = {
     "fsdp1, checkpointing": Case("fsdp1", "gpt_oss", checkpointing=True, micro_batches=2),
     "ddp, recurrent": Case("ddp", "nemotron_h", micro_batches=2),
     "fsdp2, recurrent": Case("fsdp2", "qwen3_5", checkpointing=True),
-    "tensor parallel": Case("tensor parallel", "llama", checkpointing=True),
+    "tensor parallel": Case("tensor parallel", "llama", checkpointing=True, measured=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
 # without those whose parts others have
@@ -140,6 +146,7 @@ def forward(model: nn.Module, objective: Objective, **options: Any) -> tuple[tor
         return_entropy=True,
         **options,
     )
+    scores = with_measured(scores)
     return loss_of(objective, scores), torch.cat(scores.logprobs).detach()
 
 
@@ -255,7 +262,12 @@ def _run(case: Case, rank: int, folder: Path) -> dict[str, Any]:
             is_last = number == case.micro_batches - 1
             with reduced(is_last), counted([model]) as forwards:
                 loss, logprobs = forward(
-                    model, objective, max_tokens=MAX_TOKENS, borrow_cost=LIGHT, chunk_size=7
+                    model,
+                    objective,
+                    max_tokens=MAX_TOKENS,
+                    borrow_cost=LIGHT,
+                    chunk_size=7,
+                    measure=logprob_and_entropy if case.measured else None,
                 )
                 losses.append(loss)
                 # the first ones first

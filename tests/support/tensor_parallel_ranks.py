@@ -178,13 +178,13 @@ def _heads() -> Iterator[list[str]]:
     """Which function scores: one name per call."""
     called: list[str] = []
 
-    def linear(*args: Any) -> torch.Tensor:
+    def linear(*args: Any, **options: Any) -> torch.Tensor:
         called.append("sliced" if isinstance(args[-1], VocabularySlice) else "whole")
-        return linear_logprobs(*args)
+        return linear_logprobs(*args, **options)
 
-    def gathered(*args: Any) -> torch.Tensor:
+    def gathered(*args: Any, **options: Any) -> torch.Tensor:
         called.append("gathered")
-        return original(*args)
+        return original(*args, **options)
 
     original = scoring_lm_head.lm_head_logprobs
     with (
@@ -195,10 +195,10 @@ def _heads() -> Iterator[list[str]]:
 
 
 def _run(
-    model: Any, objective: Objective, packed: Any, recompute: str | None = None
+    model: Any, objective: Objective, packed: Any, recompute: str | None = None, **options: Any
 ) -> dict[str, Any]:
     with _heads() as called:
-        run = run_packed(model, packed, objective, recompute=recompute)
+        run = run_packed(model, packed, objective, recompute=recompute, **options)
     whole = {
         name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         for name, gradient in run.gradients.items()
@@ -328,6 +328,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         results[name] = _mistaken(model, mistake)
     results["no gradients"] = _scores(model, ())
     results["statistics"] = _scores(model, STATISTICS)
+    results["measured"] = _run(model, ragged_objective(), ragged_packed(), measured=True)
     model.lm_head = AdaptedHead(model.lm_head)
     results["adapted head"] = _run(model, ragged_objective(), ragged_packed())
     for name in ROUTED:

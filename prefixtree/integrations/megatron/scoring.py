@@ -48,7 +48,7 @@ from prefixtree.scoring.lm_head import Handed
 def tree_logprobs(
     model: Any,
     packed: PackedForest,
-    temperature: float | Sequence[float] = 1.0,
+    temperature: float | Sequence[Any] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
     return_entropy: bool = False,
@@ -67,7 +67,7 @@ def tree_logprobs(
             Float16Module or not; one stage, or one virtual stage.
         packed: the packed forest, on the model's device; under sequence parallelism padded to a
             multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`).
-        temperature: the divisor of the logits, above 0: one number, or one per sequence.
+        temperature: the divisor of the logits, above 0: as in `sequence_logprobs`.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.kernels import device_info
 from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logit_statistics import write_statistics
+from prefixtree.kernels.lm_head.measures import BoundMeasure, MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 
@@ -32,6 +34,9 @@ _CHUNK, _CPU_CHUNK = 1 << 26, 1 << 22
 # (1.2 ms on an H200 with V 151,936 and d 4,096)
 _FUSED_BYTES = 1 << 29
 
+#: int64 [E] twice: `MeasuredEdges.edge` and `.scored_edge`.
+EdgeNumbers = tuple[torch.Tensor, torch.Tensor]
+
 
 def linear_logprobs(
     hidden: torch.Tensor,
@@ -42,6 +47,7 @@ def linear_logprobs(
     options: ScoreOptions,
     vocabulary: VocabularySlice | None = None,
     accumulate: torch.dtype = torch.float32,
+    numbers: EdgeNumbers | None = None,
 ) -> torch.Tensor:
     """log softmax(rule(hidden weight^T + bias) / temperature) at the targets, and the entropy.
 
@@ -59,16 +65,22 @@ def linear_logprobs(
         vocabulary: which part of the vocabulary the weight and the bias are, where ranks share it.
             All ranks then give the same hidden states, targets, temperatures and chunk, and get the
             same scores. The gradient of hidden is whole on every rank, that of the weight is the
-            rank's own. Takes no statistics. Default: the weight is whole.
+            rank's own. Takes no statistics and no measure. Default: the weight is whole.
         accumulate: float32 or float64. Default: float32.
+        numbers: of the edges, for a measure.
 
     Returns:
         [E, 1] in `accumulate`, or [E, 2] with the entropy of the whole distribution, in nats; and
-        one more column per statistic.
+        one more column per statistic, and those of a measure.
 
     Raises:
-        ValueError: statistics of a part of the vocabulary.
+        ValueError: statistics of a part of the vocabulary; a measure whose result is not [r, C].
+        UnsupportedError: a measure of a part of the vocabulary, or one that `BoundMeasure` refuses.
     """
+    if vocabulary is not None and options.measure is not None:
+        raise UnsupportedError(
+            "a measure needs whole rows of logits, and this lm_head is spread over ranks"
+        )
     if vocabulary is not None and options.statistics:
         raise ValueError(
             "statistics need whole rows of logits, and this lm_head is spread over ranks: gather "
@@ -83,10 +95,30 @@ def linear_logprobs(
     fused = _scorer(hidden, vocabulary, accumulate) not in (eager, vocabulary)
     if fused and options.chunk_size is None:
         rows = max(1, _FUSED_BYTES // (weight.shape[0] * dtype.itemsize))
-    scores, others = _LinearLogprobs.apply(
+    measure, columns = _bound(options, target, temperature, numbers, accumulate), 0
+    if measure is not None:
+        columns = measure.check(weight.shape[0])
+    scores, others, measured = _LinearLogprobs.apply(
         *(hidden, weight, bias, target, temperature, options, rows, dtype, vocabulary, accumulate),
+        *(measure, columns),
     )
-    return torch.cat([scores, others], 1) if options.statistics else scores
+    return torch.cat([scores, others, measured], 1) if options.statistics or columns else scores
+
+
+def _bound(
+    options: ScoreOptions,
+    target: torch.Tensor,
+    temperature: torch.Tensor,
+    numbers: EdgeNumbers | None,
+    dtype: torch.dtype,
+) -> BoundMeasure | None:
+    if options.measure is None:
+        return None
+    edge, scored_edge = numbers if numbers is not None else (torch.arange(len(target)),) * 2
+    edges = MeasuredEdges(
+        edge.to(target.device), scored_edge.to(target.device), target, temperature
+    )
+    return BoundMeasure(options.measure, edges, options.rule, dtype)
 
 
 def chunk_rows(vocabulary: int, device: torch.device) -> int:
@@ -101,6 +133,7 @@ def lm_head_logprobs(
     target: torch.Tensor,
     temperature: torch.Tensor,
     options: ScoreOptions,
+    numbers: EdgeNumbers | None = None,
 ) -> torch.Tensor:
     """`linear_logprobs` for an lm_head that is more than a weight and a bias.
 
@@ -108,7 +141,11 @@ def lm_head_logprobs(
     the backward.
     """
 
-    def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor) -> torch.Tensor:
+    measure = _bound(options, target, temperature, numbers, torch.float32)
+    if measure is not None:
+        measure.check(vocabulary)
+
+    def score(h: torch.Tensor, t: torch.Tensor, temp: torch.Tensor, at: int) -> torch.Tensor:
         x = lm_head(h)
         z = options.rule.apply(x.float()) / temp[:, None]
         logp = F.log_softmax(z, -1)
@@ -117,17 +154,22 @@ def lm_head_logprobs(
             columns.append(-(logp.exp() * logp).sum(-1))
         others = z.new_empty(len(z), len(options.statistics))
         write_statistics(x, t, temp, options.rule, options.statistics, others)
-        return torch.cat([torch.stack(columns, -1), others], 1)
+        found = [torch.stack(columns, -1), others]
+        if measure is not None:
+            found.append(measure.of(x, at))
+            # the second call for this chunk is in its backward
+            measure.check_repeated()
+        return torch.cat(found, 1)
 
     rows = options.chunk_size or chunk_rows(vocabulary, hidden.device)
-    parts = [
-        checkpoint(score, h, t, temp, use_reentrant=False)
-        # an empty batch still runs the lm_head once, so that wrappers see it take part
-        for h, t, temp in zip(
-            hidden.split(rows), target.split(rows), temperature.split(rows), strict=True
-        )
-    ]
-    return torch.cat(parts)
+    # an empty batch still runs the lm_head once, so that wrappers see it take part
+    parts = zip(hidden.split(rows), target.split(rows), temperature.split(rows), strict=True)
+    # values that are compared must all be computed again
+    with set_checkpoint_early_stop(measure is None):
+        scores = [
+            checkpoint(score, *part, i * rows, use_reentrant=False) for i, part in enumerate(parts)
+        ]
+    return torch.cat(scores)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -144,9 +186,12 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype: torch.dtype,
         vocabulary: VocabularySlice | None,
         accumulate: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        measure: BoundMeasure | None,
+        columns: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out = hidden.new_empty(hidden.shape[0], options.with_gradients, dtype=accumulate)
         others = out.new_empty(len(out), len(options.statistics))
+        measured = out.new_empty(len(out), columns)
         # a temperature for all rows may come expanded
         target, temperature = target.contiguous(), temperature.to(accumulate).contiguous()
         kernels = _scorer(hidden, vocabulary, accumulate)
@@ -158,17 +203,22 @@ class _LinearLogprobs(torch.autograd.Function):
                 rest = (target[part], temperature[part], options.rule)
                 # first: the logits are overwritten as they are scored
                 write_statistics(logits, *rest, options.statistics, others[part])
+                if measure is not None:
+                    measure.write(logits, at, measured[part])
                 kernels.score(logits, *rest, out[part])
                 # not beside the next chunk's
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
         ctx.rule, ctx.rows, ctx.dtype, ctx.vocabulary = options.rule, rows, dtype, vocabulary
+        ctx.measure = measure
         ctx.mark_non_differentiable(others)
-        return out, others
+        return out, others, measured
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, _: Any, of_measured: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, target, temperature, out = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad = grad.to(out.dtype).contiguous()
@@ -185,7 +235,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 dx = F.linear(h, *weights)
                 rest = (target[part], temperature[part], ctx.rule, out[part], grad[part])
                 # logits until here, and in their place their gradient
-                kernels.gradient(dx, *rest, dx)
+                if ctx.measure is None:
+                    kernels.gradient(dx, *rest, dx)
+                else:
+                    _both_gradients(kernels, ctx.measure, at, dx, rest, of_measured[part])
                 if dbias is not None:
                     dbias += dx.sum(0, dtype=out.dtype)
                 if dhidden is not None and vocabulary is None:
@@ -198,12 +251,41 @@ class _LinearLogprobs(torch.autograd.Function):
                     _add_product(dweight, dx.t(), h)
                 # not beside the next chunk's
                 del dx
+        if ctx.measure is not None:
+            ctx.measure.check_repeated()
         return (
             dhidden,
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(bias.dtype),
-            *[None] * 7,
+            *[None] * 9,
         )
+
+
+def _both_gradients(
+    kernels: Any,
+    measure: BoundMeasure,
+    at: int,
+    dx: torch.Tensor,
+    rest: tuple[Any, ...],
+    grad: torch.Tensor,
+) -> None:
+    """Puts the gradient of log p, the entropy and a measure in the place of logits.
+
+    Args:
+        kernels: those of log p.
+        measure: the measure.
+        at: the first edge.
+        dx: [R, V], the lm_head's output, overwritten.
+        rest: the arguments of `kernels.gradient` between both.
+        grad: [R, C], of the values of the measure.
+    """
+    target, temperature, rule, out, of_out = rest
+    for block in measure.blocks(*dx.shape):
+        more = measure.gradient(dx[block], at + block.start, grad[block].to(out.dtype))
+        values = target[block], temperature[block], rule, out[block], of_out[block]
+        kernels.gradient(dx[block], *values, dx[block])
+        if more is not None:
+            dx[block] += more
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

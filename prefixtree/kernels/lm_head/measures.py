@@ -1,0 +1,225 @@
+"""A caller's function of an edge's logits: divergences to a teacher, top-k, candidates.
+
+The forward keeps nothing of the vocabulary's size. The backward computes a chunk's logits again and
+calls the function again, under autograd.
+
+Legend: U scored edges, one per temperature, r of them in a block, V vocabulary, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head.eager import LogitRule
+
+# logits in float32 that a measure gets at once; under autograd it holds some eight times as many
+_BLOCK = 1 << 25
+# a multiple of this number of rows begins at 16 bytes, whatever the vocabulary: kernels that are
+# compiled for such addresses take every block
+_ALIGNED = 8
+# irrational steps: logits without two that are equal
+_STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
+
+
+@dataclass(frozen=True)
+class MeasuredEdges:
+    """The scored edges whose logits a measure gets.
+
+    Attributes:
+        edge: int64 [r], rows of `packed.edges(loss_mask)`.
+        scored_edge: int64 [r], rows of `SequenceScores.measured_edges`: the same as `edge` where
+            one temperature serves all.
+        token: int64 [r], the token ids that the edges score.
+        temperature: float32 [r], by which the logits are divided already.
+    """
+
+    edge: torch.Tensor
+    scored_edge: torch.Tensor
+    token: torch.Tensor
+    temperature: torch.Tensor
+
+    def rows(self, which: Any) -> MeasuredEdges:
+        """Some of them."""
+        return MeasuredEdges(
+            self.edge[which], self.scored_edge[which], self.token[which], self.temperature[which]
+        )
+
+
+#: (logits [r, V], edges) -> [r, C]. The logits are float32, after the family's scale and softcap,
+#: divided by the temperature; r may be 0.
+Measure = Callable[[torch.Tensor, MeasuredEdges], torch.Tensor]
+
+
+def measure_bytes(rows: int, vocabulary: int) -> int:
+    """The bytes of sixteen tensors of a block's size, beside the chunk's logits."""
+    return 16 * 4 * min(_BLOCK, rows * vocabulary)
+
+
+class BoundMeasure:
+    """A measure with the edges of one forward.
+
+    Args:
+        measure: the caller's function.
+        edges: all that the lm_head scores, [U].
+        rule: the family's change to the logits.
+        dtype: of the values, and of the logits that the measure gets.
+    """
+
+    def __init__(
+        self, measure: Measure, edges: MeasuredEdges, rule: LogitRule, dtype: torch.dtype
+    ) -> None:
+        self._measure, self._edges, self._rule, self._dtype = measure, edges, rule, dtype
+        # what the forward found, by the first edge of a block; and whether the backward does
+        self._found: dict[int, torch.Tensor] = {}
+        self._differs: torch.Tensor | None = None
+
+    def blocks(self, rows: int, vocabulary: int) -> Iterator[slice]:
+        """Cuts the rows of a chunk into those that a measure gets at once."""
+        most = max(1, _BLOCK // vocabulary)
+        most = max(_ALIGNED, most // _ALIGNED * _ALIGNED)
+        return (slice(at, min(at + most, rows)) for at in range(0, rows, most))
+
+    def of(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        """[r, C] of the lm_head's output x [r, V], for the edges from `at` on; differentiable.
+
+        The second call for a block, in the backward, is compared with the first.
+        """
+        edges = self._edges.rows(slice(at, at + len(x)))
+        z = self._rule.apply(x.to(self._dtype)) / edges.temperature[:, None].to(self._dtype)
+        values = self._call(z, edges)
+        found = self._found.get(at)
+        if found is None:
+            self._found[at] = values.detach()
+        elif values.requires_grad:
+            same = torch.isclose(values.detach(), found, rtol=1e-3, atol=1e-4, equal_nan=True)
+            differs = ~same.all()
+            self._differs = differs if self._differs is None else self._differs | differs
+        return values
+
+    def write(self, x: torch.Tensor, at: int, out: torch.Tensor) -> None:
+        """Writes out [r, C], block by block."""
+        for block in self.blocks(*x.shape):
+            out[block] = self.of(x[block], at + block.start)
+
+    def gradient(self, x: torch.Tensor, at: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """The gradient [r, V] of x, the output of the lm_head for one block.
+
+        Args:
+            x: [r, V]. at: its first edge. grad: [r, C], that of the values.
+
+        Returns:
+            In the dtype of the values; None where they do not depend on the logits.
+        """
+        with torch.enable_grad():
+            # rounded once, where it is added to others
+            leaf = x.detach().to(self._dtype, copy=True).requires_grad_()
+            values = self.of(leaf, at)
+        if not values.requires_grad:
+            return None
+        return torch.autograd.grad(values, leaf, grad)[0]
+
+    def check_repeated(self) -> None:
+        """Behind a backward.
+
+        Raises:
+            RuntimeError: the function gave other values than in the forward.
+        """
+        if self._differs is not None and bool(self._differs):
+            raise RuntimeError(
+                "the measure gave other values in the backward than in the forward, so gradients "
+                "would be those of another loss: it draws, or a tensor that it reads has changed "
+                "since; draw and copy before the call"
+            )
+
+    def check(self, vocabulary: int) -> int:
+        """The number of columns C, found with made-up logits.
+
+        Raises:
+            ValueError: a result that is not [r, C].
+            UnsupportedError: a result that depends on other edges, or on tensors whose gradient
+                would be lost, or that is drawn.
+        """
+        device = self._edges.edge.device
+        steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
+        made = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4
+        z = made.to(device, self._dtype)
+        few = self._edges.rows([0, -1]) if len(self._edges.edge) else self._edges
+        count = len(few.edge)
+        if count == 0:
+            return self._probed(z[:0], few).shape[1]
+        generators = _generators(device)
+        values = self._probed(z[:2], few)
+        if any(not torch.equal(a, b) for a, b in zip(generators, _generators(device), strict=True)):
+            raise UnsupportedError(
+                "the measure draws random numbers, and the backward would draw others: draw them "
+                "before the call, and index them by edges.edge"
+            )
+        # as many rows, since products of another number of rows may round otherwise
+        beside_another = self._probed(z[::2], few)
+        alone = self._probed(z[1:2], few.rows(slice(1, 2)))
+        is_same = torch.allclose(values[0], beside_another[0], 1e-3, 1e-5, equal_nan=True)
+        if not is_same or not torch.allclose(values[1], alone[0], 0.1, 0.05, equal_nan=True):
+            raise UnsupportedError(
+                "the measure gives an edge another value when other edges stand beside it, or when "
+                "it is called again: edges come in chunks, so it must treat each row alone and "
+                "draw nothing; reduce over tokens outside"
+            )
+        return values.shape[1]
+
+    def _probed(self, z: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        """The values at these logits, checked for anything but the values."""
+        if not torch.is_grad_enabled():
+            return self._call(z, edges)
+        leaf = z.clone().requires_grad_()
+        # not the leaf itself, which in-place arithmetic would refuse
+        values = self._call(leaf * 1, edges)
+        others = [t for t in _leaves(values.grad_fn) if t is not leaf]
+        if others:
+            raise UnsupportedError(
+                f"the measure uses a tensor of shape {list(others[0].shape)} that requires a "
+                "gradient, and only the logits get one: compute it under torch.no_grad(), detach "
+                "it, or compute that part of the loss from the values"
+            )
+        return values.detach()
+
+    def _call(self, z: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        # the same in every forward and backward, whatever surrounds them
+        with torch.autocast(z.device.type, enabled=False):
+            values: Any = self._measure(z, edges)
+        if not isinstance(values, torch.Tensor):
+            got = f"a {type(values).__name__}"
+        elif values.ndim != 2 or len(values) != len(z) or not values.is_floating_point():
+            got = f"{list(values.shape)} of {values.dtype}"
+        else:
+            return values.to(self._dtype)
+        raise ValueError(
+            f"a measure must return floating point numbers [r, C] for the r edges of its logits "
+            f"[r, V] (add [:, None] to one number per edge), got {got} for {list(z.shape)}"
+        )
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a draw would move."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The tensors that a graph adds gradients to."""
+    seen, stack, found = set[Any](), [node], list[torch.Tensor]()
+    while stack:
+        at = stack.pop()
+        if at is None or at in seen:
+            continue
+        seen.add(at)
+        if hasattr(at, "variable"):
+            found.append(at.variable)
+        stack += [parent for parent, _ in at.next_functions]
+    return found

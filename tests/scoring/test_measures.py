@@ -1,0 +1,171 @@
+"""`sequence_logprobs(measure=)` beside each sequence alone, in every way a model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prefixtree as pt
+from prefixtree.packing.gather import _Gather
+from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
+from tests.support.models import (
+    AdaptedHead,
+    assert_same,
+    build,
+    enable_checkpointing,
+    errors,
+    logprob_and_entropy,
+    numbers_and_logprob,
+    ragged_objective,
+    ragged_packed,
+    run_eager,
+    run_packed,
+)
+from tests.support.step_ranks import LIGHT
+
+
+def run(model: Any, **options: Any) -> Any:
+    return run_packed(model, ragged_packed(), ragged_objective(), measured=True, **options)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain head", "adapter"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5"])
+def test_each_sequence_alone(family, adapted):
+    """Three temperatures, masks, and a weight per copy; softcaps; a recurrence."""
+    model = build(family)
+    if adapted:
+        model.lm_head = AdaptedHead(model.lm_head)
+    assert_same(run(model), run_eager(model), 5e-5 if family == "qwen3_5" else 1e-5)
+
+
+def test_tied_embeddings():
+    model = build("llama", tie_word_embeddings=True)
+    assert_same(run(model), run_eager(model))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "all"])
+def test_recomputed(recompute):
+    model = build("gemma2")
+    assert_same(run(model, recompute=recompute), run_eager(model))
+
+
+def test_checkpointing():
+    model = build("gpt_oss")
+    expected = run_eager(model)
+    enable_checkpointing(model, use_reentrant=True)
+    assert_same(run(model), expected)
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers():
+    model = build("qwen3")
+    expected = run_eager(model)
+    pt.compile_layers(model, backend="eager")
+    assert_same(run(model), expected)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5"])
+def test_in_steps(family):
+    """A step measures its own edges, in both of its forwards."""
+    assert number_of_steps() > 2
+    model = build(family)
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
+    assert_same(run(model, **options), run_eager(model), 5e-5 if family == "qwen3_5" else 1e-5)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_the_gradient_of_one_copy_turns_it_red(steps, monkeypatch):
+    """In the place of the sum over the copies of an edge; the values are exact."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        rows = ctx.index.rows.long()
+        if grad.shape[-1] < 4:
+            return summed(ctx, grad)
+        # the first copy of each row
+        seen: set[int] = set()
+        first = [i for i, row in enumerate(rows.tolist()) if not (row in seen or seen.add(row))]
+        alone = torch.zeros_like(grad)
+        alone[first] = grad[first]
+        return summed(ctx, torch.cat([grad[:, :2], alone[:, 2:]], -1))
+
+    summed = _Gather.backward
+    model = build("qwen3")
+    options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT} if steps else {}
+    expected = run_eager(model)
+    monkeypatch.setattr(_Gather, "backward", staticmethod(backward))
+    found = errors(run(model, **options), expected)
+    print(found)
+    assert found.logprob < 1e-5 and found.gradient > 0.3
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_what_edges_are_called(steps):
+    """`edge` counts the rows of `packed.edges`, `scored_edge` those of `measured_edges`."""
+    packed, masks = ragged_packed(), ragged_objective().loss_masks
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT} if steps else {}
+    for temperatures in (0.7, ragged_objective().temperatures):
+        with torch.no_grad():
+            scores = sequence_logprobs(
+                build("qwen3"),
+                packed,
+                temperatures,
+                masks,
+                measure=numbers_and_logprob,
+                chunk_size=7,
+                **options,
+            )
+        found = scores.measured_edges
+        assert found.dtype == torch.float32 and not found.requires_grad
+        edge, scored_edge = found[:, 0].long(), found[:, 1].long()
+        assert scored_edge.tolist() == list(range(len(found)))
+        edges = packed.edges(masks)
+        assert set(edge.tolist()) == set(range(len(edges.token)))
+        if isinstance(temperatures, float):
+            assert torch.equal(edge, scored_edge)
+        packed_tokens = packed.unpack(torch.arange(packed.num_tokens))
+        for values, tokens, mask in zip(scores.measured, packed_tokens, masks, strict=True):
+            scored = torch.from_numpy(mask[1:] != 0)
+            assert values.shape == (len(tokens) - 1, 3)
+            assert not values[~scored].any()
+            assert torch.equal(edges.token[values[scored, 0].long()], tokens[1:][scored])
+            assert torch.equal(found[values[scored, 1].long()], values[scored])
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_only_where_asked(measured):
+    scores = sequence_logprobs(
+        build("qwen3"), ragged_packed(), measure=logprob_and_entropy if measured else None
+    )
+    assert (scores.measured is None) == (scores.measured_edges is None) == (not measured)
+    if measured:
+        for values, logprobs in zip(scores.measured, scores.logprobs, strict=True):
+            assert values.requires_grad
+            torch.testing.assert_close(values[:, 0], logprobs, atol=2e-6, rtol=1e-5)
+
+
+def test_nothing_scored():
+    masks = [np.zeros(len(s)) for s in ragged_objective().sequences]
+    scores = sequence_logprobs(
+        build("qwen3"), ragged_packed(), loss_mask=masks, measure=logprob_and_entropy
+    )
+    assert scores.measured_edges.shape == (0, 2)
+    assert not any(v.any() for v in scores.measured)
+    torch.cat(scores.measured).sum().backward()
+
+
+def test_refused():
+    """Before the model's backward, by the name of what is wrong."""
+    teacher = build("llama", "eager")
+
+    def measure(logits: torch.Tensor, edges: Any) -> torch.Tensor:
+        return (logits @ teacher.lm_head.weight).sum(-1, keepdim=True)
+
+    with pytest.raises(pt.UnsupportedError, match=r"uses a tensor of shape .* requires a gradient"):
+        sequence_logprobs(build("qwen3"), ragged_packed(), measure=measure)
+    with pytest.raises(TypeError, match="measure must be a function of logits"):
+        sequence_logprobs(build("qwen3"), ragged_packed(), measure="kl")  # type: ignore[arg-type]
