@@ -33,6 +33,7 @@ class BatchScores:
         packed: the forest that was computed.
         entropy: float32 [B, L], in nats; None without `return_entropy`.
         statistics: name -> float32 [B, L], without gradients.
+        measured: [B, L, C], what `measure` gave; None without it.
         aux_loss, router_logits: as in `SequenceScores`.
     """
 
@@ -41,6 +42,7 @@ class BatchScores:
     packed: PackedForest
     entropy: torch.Tensor | None = None
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+    measured: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     router_logits: tuple[torch.Tensor, ...] = ()
 
@@ -120,6 +122,7 @@ def batch_logprobs(
         packed=packed,
         entropy=None if scores.entropy is None else layout.spread(scores.entropy),
         statistics={name: layout.spread(of) for name, of in scores.statistics.items()},
+        measured=None if scores.measured is None else layout.spread(scores.measured),
         aux_loss=scores.aux_loss,
         router_logits=scores.router_logits,
     )

@@ -111,13 +111,16 @@ def test_the_code_of_your_own_loop() -> None:
 
 
 def test_the_families_named_are_the_families_verified() -> None:
-    """docs/families.md names them, README counts them."""
+    """docs/families.md names them, in its table and before it; README counts them."""
     from prefixtree.integrations.transformers import supported_model_types
 
     page = README.parent / "docs/families.md"
     marked = r"<!-- families -->(.*?)<!-- /families -->"
-    (named,) = re.findall(marked, page.read_text())
-    assert named.split(", ") == supported_model_types()
+    (parts,) = re.findall(marked, page.read_text())
+    rows = re.findall(
+        r"^\| `([^`,]+)` \| ", page.read_text().partition("## Refused")[0], re.MULTILINE
+    )
+    assert sorted([*parts.split(", "), *rows]) == supported_model_types()
     (counted,) = re.findall(marked, README.read_text())
     assert counted == f"{len(supported_model_types())} model types"
 

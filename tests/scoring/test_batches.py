@@ -76,6 +76,10 @@ def _spread(values: list[Any], place: np.ndarray, shape: Any) -> torch.Tensor:
     return out.view(shape)
 
 
+def _of_the_taken(logits: torch.Tensor, edges: Any) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, edges.token[:, None])
+
+
 def _run(layout: str, wanted: Objective, roll: int = 0) -> tuple[Run, pt.BatchScores]:
     """Through `batch_logprobs`; the loss is computed in the layout of the batch.
 
@@ -107,7 +111,10 @@ def _run(layout: str, wanted: Objective, roll: int = 0) -> tuple[Run, pt.BatchSc
         loss_mask=_spread(masks, place, shape),
         return_entropy=True,
         return_statistics=["is_top1"],
+        measure=_of_the_taken,
     )
+    assert scores.measured is not None and scores.measured.shape == (*shape, 1)
+    torch.testing.assert_close(scores.measured[..., 0], scores.logprobs)
     assert scores.logprobs.shape == scores.scored.shape == shape
     assert scores.entropy is not None
     weights = [np.concatenate([np.zeros((1, 2)), w.numpy()]) for w in wanted.weights]

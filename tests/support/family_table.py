@@ -197,8 +197,8 @@ to 1e-11, gradients to 1e-10.
 - Refused in every family are active dropout, router noise, `dynamic` and `longrope` RoPE, and
   [more](refusals.md#every-model). The model types that are refused are [below](#refused).
 
-**Model types** that run ({count}, of {families} families; text parts of larger models count too):
-<!-- families -->{types}<!-- /families -->
+{count} model types run: those of the table, and as text parts of larger models
+<!-- families -->{parts}<!-- /families -->.
 
 | model type | models | covered besides RoPE and GQA | transformers | log p | gradient |
 |---|---|---|---|---|---|
@@ -276,8 +276,7 @@ def model_types() -> list[str]:
 
 
 def _head() -> str:
-    types = model_types()
-    return _HEAD.format(count=len(types), families=len(FAMILIES), types=", ".join(types))
+    return _HEAD.format(count=len(model_types()), parts=", ".join(sorted(PARTS)))
 
 
 def counted(readme: str) -> str:
