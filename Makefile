@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 WORKERS ?= auto
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
+.PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
 
 demo: $(READY)
 	@HF_HUB_OFFLINE=1 $(BIN)/prefixtree demo --pictures demo
@@ -107,6 +107,20 @@ test-verl-hybrids: .venvs/verl-$(VERL)/.ready
 	  "$$(.venvs/verl-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
 	@.venvs/verl-$*/bin/python -m pip install --quiet --disable-pip-version-check "verl==$*" \
 	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
+	@touch $@
+
+# the own forwards of OpenRLHF, SkyRL and ms-swift: their wheels, unpacked, as what they require
+# wants a GPU
+TRAINERS ?= openrlhf==0.11.2 skyrl==0.3.0 ms-swift==4.6.0
+test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready
+	$(TEST_ENV) PYTHONPATH=.venvs/trainers/site:$$(echo .venvs/trainers/site/openrlhf-*.data/purelib) \
+	  .venvs/trl-$(TRL)/bin/python -m pytest tests/integrations/batch_trainers $(ARGS)
+
+.venvs/trainers/.ready: $(READY)
+	@echo "setting up .venvs/trainers (wheels, unpacked)"
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	  --python-version 3.11 --dest .venvs/trainers/wheels $(TRAINERS)
+	@for wheel in .venvs/trainers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel .venvs/trainers/site; done
 	@touch $@
 
 # the adapter for Megatron-Core, in the versions it is tested with; in one process, as tests start ranks

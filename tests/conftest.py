@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 # what has an environment of its own: make test-trl, make test-verl, ...
 collect_ignore = [
+    "integrations/batch_trainers",
     "integrations/megatron",
     "integrations/trl",
     "integrations/verl",

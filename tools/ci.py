@@ -157,6 +157,7 @@ def targets() -> list[Target]:
             pins=("TRANSFORMERS", "TORCH"),
         ),
         Target("types"),
+        Target("test-trainers", (".venvs/trainers/.ready", trl)),
         Target("test-verl-hybrids", (verl,), has_more=True),
         Target(f"test-megatron MEGATRON={new}", (megatron[new],)),
         Target(

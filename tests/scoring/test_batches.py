@@ -95,7 +95,6 @@ def _run(layout: str, wanted: Objective, roll: int = 0) -> tuple[Run, pt.BatchSc
         temperature = np.ones(shape[0], np.float32)
         temperature[np.delete(np.arange(shape[0]), [0, 4])] = wanted.temperatures
     else:
-        of_each = wanted.temperatures
         temperature = _spread(
             [
                 np.full(len(s), t)

@@ -1,0 +1,193 @@
+"""OpenRLHF, SkyRL and ms-swift with every distinct token of a micro-batch computed once.
+
+Each `use_..` replaces one method of the trainer's class, in this process. Workers of Ray get it by
+`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`;
+ms-swift's processes by a file of two lines, given as `--external_plugins`.
+What a method does beside log-probabilities stays the trainer's.
+
+Legend: B rows, L columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.hybrids import prepare
+from prefixtree.scoring.batches import batch_logprobs
+
+
+def use_openrlhf() -> None:
+    """`Actor` of OpenRLHF 0.11.2: policy and reference. Critics and reward models stay as they are.
+
+    Raises:
+        ImportError: openrlhf is not installed.
+        UnsupportedError: from the forward: images, or ring attention.
+    """
+    actor = importlib.import_module("openrlhf.models.actor").Actor
+
+    def forward(
+        self: Any,
+        theirs: Callable[..., Any],
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group: Any = None,
+        packed_seq_lens: Any = None,
+        return_entropy: bool = False,
+        **images: Any,
+    ) -> Any:
+        if action_mask is None and not return_logprobs:
+            # logits are wanted
+            return theirs(
+                sequences,
+                action_mask,
+                attention_mask,
+                return_output,
+                allgather_logits,
+                return_logprobs,
+                ring_attn_group,
+                packed_seq_lens,
+                return_entropy,
+                **images,
+            )
+        _refuse_images(images)
+        if ring_attn_group is not None:
+            raise UnsupportedError(
+                "ring attention is not verified on a forest: set ring_attn_size=1"
+            )
+        scores = batch_logprobs(
+            self.model,
+            sequences,
+            attention_mask,
+            temperature=self.temperature,
+            return_entropy=return_entropy,
+        )
+        logprobs = scores.logprobs[:, 1:]
+        if action_mask is not None:
+            logprobs = logprobs[:, -action_mask.shape[1] :] * action_mask.float()
+        if not return_output:
+            return logprobs
+        entropy = scores.entropy[:, 1:] if scores.entropy is not None else None
+        return logprobs, replace(scores, entropy=entropy)
+
+    _use(actor, forward)
+
+
+def use_skyrl() -> None:
+    """`HFModelWrapper` of SkyRL 0.3.0: policy and reference. Critics stay as they are.
+
+    Raises:
+        ImportError: skyrl is not installed.
+        UnsupportedError: from the forward: images, or sequence parallelism.
+    """
+    module = "skyrl.backends.skyrl_train.workers.model_wrapper"
+    wrapper = importlib.import_module(module).HFModelWrapper
+
+    def forward(
+        self: Any,
+        theirs: Callable[..., Any],
+        sequences: torch.Tensor,
+        num_actions: int | list[int],
+        attention_mask: torch.Tensor | None = None,
+        temperature: float = 1.0,
+        return_output: bool = False,
+        compute_entropy: bool = False,
+        entropy_requires_grad: bool = True,
+        **images: Any,
+    ) -> Any:
+        _refuse_images(images)
+        if self.sequence_parallel_size > 1:
+            raise UnsupportedError(
+                "sequence parallelism is not verified on a forest: set sequence_parallel_size=1"
+            )
+        if isinstance(num_actions, list):
+            (num_actions,) = set(num_actions)
+        scores = batch_logprobs(
+            self.model,
+            sequences,
+            attention_mask,
+            temperature=temperature,
+            return_entropy=compute_entropy,
+        )
+        logprobs = scores.logprobs[:, -num_actions:]
+        if not return_output:
+            return logprobs
+        output: dict[str, Any] = {}
+        if scores.entropy is not None:
+            # SkyRL keeps an entropy at the predictor
+            entropy = scores.entropy.roll(-1, 1)
+            output["entropy"] = entropy if entropy_requires_grad else entropy.detach()
+        return logprobs, output
+
+    _use(wrapper, forward)
+
+
+def use_ms_swift() -> None:
+    """`GRPOTrainer` of ms-swift 4.6.0, with and without padding_free.
+
+    Raises:
+        ImportError: ms-swift is not installed.
+        UnsupportedError: from the forward: images.
+    """
+    trainer = importlib.import_module("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
+    theirs = trainer._get_logps_via_local_forward
+
+    @functools.wraps(theirs)
+    def local_forward(
+        self: Any,
+        model: Any,
+        model_inputs: dict[str, Any],
+        logits_to_keep: int,
+        input_ids: torch.Tensor,
+        compute_entropy: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        _refuse_images({n: v for n, v in model_inputs.items() if "pixel" in n or "grid" in n})
+        prepare(model)
+        layout = "position_ids" if self.template.padding_free else "attention_mask"
+        scores = batch_logprobs(
+            model,
+            input_ids,
+            **{layout: model_inputs[layout]},
+            temperature=self.temperature,
+            return_entropy=compute_entropy,
+        )
+        entropy = None if scores.entropy is None else scores.entropy[:, -logits_to_keep:]
+        return scores.logprobs[:, -logits_to_keep:], entropy
+
+    trainer._get_logps_via_local_forward = local_forward
+
+
+def _use(owner: Any, forward: Callable[..., Any]) -> None:
+    """Replaces a class's forward, and prepares the model that its constructor makes; once."""
+    if getattr(owner.forward, "_prefixtree", False):
+        return
+    theirs, construct = owner.forward, owner.__init__
+
+    @functools.wraps(construct)
+    def construct_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        prepare(self.model)
+
+    @functools.wraps(theirs)
+    def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, functools.partial(theirs, self), *args, **kwargs)
+
+    packed_forward._prefixtree = True  # type: ignore[attr-defined]
+    owner.forward, owner.__init__ = packed_forward, construct_and_prepare
+
+
+def _refuse_images(images: dict[str, Any]) -> None:
+    if given := [name for name, value in images.items() if value is not None]:
+        raise UnsupportedError(
+            f"{', '.join(given)}: images are not verified with this trainer; train on text alone"
+        )
