@@ -93,7 +93,8 @@ class BoundMeasure:
         values = self._call(z, edges)
         found = self._found.get(at)
         if found is None:
-            self._found[at] = values.detach()
+            # values may be a view of the logits, which it would keep
+            self._found[at] = values.detach().clone()
         elif values.requires_grad:
             same = torch.isclose(values.detach(), found, rtol=1e-3, atol=1e-4, equal_nan=True)
             differs = ~same.all()
