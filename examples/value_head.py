@@ -1,10 +1,7 @@
 """A critic and a reward model on packed rollouts: one value per token, one reward per sequence.
 
-Any model works whose output has one row per token. Call it with `packed.model_inputs()`, and use
-`packed.unpack` to copy the rows back to the sequences. transformers' token classifiers are such
-models. `AutoModelForSequenceClassification` is not: it pools each row of a batch, and a whole
-forest is one row. Load its checkpoint as a token classifier with one label instead, and read the
-last token of each sequence.
+`sequence_values` takes token and sequence classifiers of transformers, and gives the values at
+every token; the reward of a sequence is that at its last token.
 
     python examples/value_head.py
 """
@@ -12,24 +9,10 @@ last token of each sequence.
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import AutoModelForTokenClassification, Qwen3Config
 
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
-from prefixtree.models.families import check_modules
-
-
-def token_values(model: nn.Module, packed: pt.PackedForest) -> list[torch.Tensor]:
-    """The value at every token, float32 [n] per sequence. The model runs once."""
-    check_modules(model)  # refuses active dropout; the head's default is 0.1
-    values = model(**packed.model_inputs()).logits[0, :, 0].float()  # [T]
-    return packed.unpack(values)
-
-
-def rewards(model: nn.Module, packed: pt.PackedForest) -> torch.Tensor:
-    """The value at the last token of every sequence, [S]. Sequences may end inside the tree."""
-    return torch.stack([values[-1] for values in token_values(model, packed)])
 
 
 def main() -> None:
@@ -50,14 +33,15 @@ def main() -> None:
     packed = pt.pack(pt.PrefixForest.from_sequences(rollouts))
     optimizer = torch.optim.AdamW(critic.parameters(), lr=2e-4)
     for step in range(5):
-        values = token_values(critic, packed)
+        values = pt.sequence_values(critic, packed)  # [n, 1] per sequence
         losses = [((v - r) ** 2).mean() for v, r in zip(values, returns, strict=True)]
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}")
-    print("rewards:", [round(x, 3) for x in rewards(critic, packed).tolist()])
+    rewards = [v[-1].item() for v in pt.sequence_values(critic, packed)]
+    print("rewards:", [round(x, 3) for x in rewards])
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
+    from prefixtree.scoring.values import sequence_values
 
 __version__ = "0.2.0"
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "plan_recomputation",
     "prepare",
     "sequence_logprobs",
+    "sequence_values",
     "tree_attention",
 ]
 
@@ -86,6 +88,7 @@ _LATER = {
     "prefixtree.scoring.in_steps": ("borrow_cost",),
     "prefixtree.scoring.kept_trunks": ("kept_trunks",),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
+    "prefixtree.scoring.values": ("sequence_values",),
     "prefixtree.recompute.forward": (
         "RecomputePlan",
         "max_micro_batch_tokens",

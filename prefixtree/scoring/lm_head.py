@@ -302,21 +302,33 @@ def _check_rows_of_logits(
     hidden: torch.Tensor,
     vocabulary: int,
 ) -> None:
-    """Refuses an lm_head that gives less than whole rows of logits, or whose output for a token
-    depends on the tokens beside it: in a packed forest these are others. Hidden states [P, d];
-    nothing is learnt from it without one."""
+    """Refuses an lm_head that gives less than whole rows of logits, or what `check_rows_alone`
+    refuses."""
+    width = check_rows_alone(lm_head, forward, hidden, "the output embedding")
+    if width is not None:
+        _check_width(lm_head, width, vocabulary)
+
+
+def check_rows_alone(
+    head: nn.Module,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    name: str,
+) -> int | None:
+    """Refuses a head whose output for a token depends on the tokens beside it: in a packed forest
+    these are others. Hidden states [P, d] -> the width of its output; None without a row."""
     if len(hidden) == 0:
-        return
+        return None
     with torch.no_grad():
         row = hidden[:1]
         among_others = forward(torch.cat([row, -row, row.flip(-1), row]))[[0, -1]]
         alone = forward(row)
-    _check_width(lm_head, alone.shape[-1], vocabulary)
     tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
     # NaN is for whoever looks at the scores
     if bool(((among_others - alone).abs() > tolerance).any()):
         raise UnsupportedError(
-            f"the output embedding ({type(lm_head).__name__}) gives a token other logits when "
-            "other tokens stand beside it: a packed forest has no such neighbours; use an lm_head "
-            "that treats every token alone"
+            f"{name} ({type(head).__name__}) gives a token other logits when other tokens stand "
+            "beside it: a packed forest has no such neighbours; use one that treats every token "
+            "alone"
         )
+    return alone.shape[-1]

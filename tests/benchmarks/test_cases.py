@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.cases import (
     depth,
+    distill,
     head,
     layer,
     memory,
@@ -389,6 +390,15 @@ def test_head(tmp_path: Path) -> None:
     assert head.main([*TINY, *some, "--out", str(out)]) == 0
     rows = result(out)["rows"]
     assert [row["side"] for row in rows] == ["triton", "torch", "eager"]
+    assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+@pytest.mark.full
+def test_distill(tmp_path: Path) -> None:
+    out = tmp_path / "distill.json"
+    assert distill.main([*TINY, "--out", str(out)]) == 0
+    rows = result(out)["rows"]
+    assert [row["side"] for row in rows] == list(distill.SIDES)
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
 
 

@@ -1,7 +1,4 @@
-"""Other outputs than log-probabilities: value heads, reward heads, a teacher's distribution.
-
-The examples show how, and are what is tested here against every sequence alone.
-"""
+"""The examples of other outputs: distillation against every sequence alone, and that both run."""
 
 from __future__ import annotations
 
@@ -14,22 +11,18 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import prefixtree as pt
 from prefixtree.kernels.lm_head import logprobs
-from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     VOCABULARY,
     Run,
     assert_same,
     build,
     counted,
-    enable_checkpointing,
     gradients,
     make_objective,
     ragged_sequences,
-    randomise,
 )
 
 _TYPES = ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
@@ -62,81 +55,6 @@ def _run(values: list[torch.Tensor], loss: torch.Tensor, model: Any) -> Run:
     loss.backward()
     flat = [v.detach().reshape(-1) for v in values]
     return Run(flat, flat, gradients(model))
-
-
-# ---- values and rewards --------------------------------------------------------------------------
-
-
-def _classifier(
-    auto: Any, model_type: str, implementation: str = "prefixtree", **changes: Any
-) -> Any:
-    config = build(model_type, num_labels=1, classifier_dropout=0.0, **changes).config
-    model = auto.from_config(config, attn_implementation=implementation)
-    randomise(model)
-    return model.train()
-
-
-def _squares(values: list[torch.Tensor]) -> torch.Tensor:
-    """A loss that is another one a sequence: returns differ where tokens are shared."""
-    return sum(((v - 0.3 * i) ** 2).sum() for i, v in enumerate(values))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model_type", _TYPES)
-def test_a_value_a_token(model_type, checkpointing, packed, sequences):
-    model = _classifier(AutoModelForTokenClassification, model_type)
-    if checkpointing:
-        enable_checkpointing(model, use_reentrant=False)
-    with counted([model.model]) as calls:
-        values = value_head.token_values(model, packed)
-        assert calls() == 1
-    run = _run(values, _squares(values), model)
-    assert all(g.any() for name, g in run.gradients.items() if "expert" not in name)
-
-    reference = _classifier(AutoModelForTokenClassification, model_type, "eager")
-    alone = [
-        reference(torch.from_numpy(s)[None], use_cache=False).logits[0, :, 0] for s in sequences
-    ]
-    assert_same(run, _run(alone, _squares(alone), reference))
-
-
-@pytest.mark.parametrize("model_type", _TYPES)
-def test_a_reward_a_sequence(model_type, packed, sequences, tmp_path):
-    """A reward model's checkpoint, whose own class pools a row, as a token classifier."""
-    reference = _classifier(AutoModelForSequenceClassification, model_type, "eager")
-    reference.save_pretrained(tmp_path)
-    model, report = AutoModelForTokenClassification.from_pretrained(
-        tmp_path, attn_implementation="prefixtree", output_loading_info=True
-    )
-    assert report["missing_keys"] == {"score.bias"} and not report["unexpected_keys"]
-    got = value_head.rewards(model.train(), packed)
-    assert got.shape == (len(sequences),)
-    weights = torch.linspace(-1, 1, len(sequences))
-    run = _run([got], (got * weights).sum(), model)
-
-    alone = [reference(torch.from_numpy(s)[None], use_cache=False).logits[0, 0] for s in sequences]
-    expected = _run(alone, (torch.stack(alone) * weights).sum(), reference)
-    run.gradients.pop("score.bias")
-    together = [torch.cat(expected.logprobs)]
-    assert_same(run, Run(together, together, expected.gradients))
-
-
-def test_a_sequence_classifier_is_refused(packed):
-    """One pooled row for a whole forest is nothing that could be given back to the sequences."""
-    model = _classifier(AutoModelForSequenceClassification, "qwen3")
-    with pytest.raises(pt.UnsupportedError, match="needs a transformers model with a language"):
-        sequence_logprobs(model, packed)
-    output = model(**packed.model_inputs()).logits
-    with pytest.raises(pt.ForestError, match=r"values must be \[T, \.\.\.\]"):
-        packed.unpack(output)
-
-
-def test_the_heads_own_dropout_is_refused(packed):
-    config = build("qwen3", num_labels=1).config  # transformers' default is 0.1
-    model = AutoModelForTokenClassification.from_config(config, attn_implementation="prefixtree")
-    with pytest.raises(pt.UnsupportedError, match=r"dropout is an active dropout \(p = 0\.1\)"):
-        value_head.token_values(model.train(), packed)
-    assert len(value_head.token_values(model.eval(), packed)) == packed.forest.num_sequences
 
 
 # ---- distillation --------------------------------------------------------------------------------

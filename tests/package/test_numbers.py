@@ -340,6 +340,7 @@ RESULTS += (
 ELSEWHERE = {
     "PrefixForest": "arrays that its invariants check",
     "Pictures.with_placeholders": "tokens of a forest",
+    "MeasuredEdges": "made by the lm_head, for a measure",
     "Pictures.from_batch(config)": "no number",
     "Pictures.from_batch(image_position_ids)": "read as grids are",
     "Pictures.from_batch(image_keys)": "any labels",

@@ -33,9 +33,11 @@ from tests.support.models import (
     assert_same,
     build,
     errors,
+    gradients,
     numbers_and_logprob,
     pack_sequences,
     ragged_packed,
+    reward_model,
     run_packed,
 )
 from tests.support.spawn import run_ranks
@@ -140,18 +142,21 @@ def test_a_kv_head_of_several_ranks_gets_its_gradient_in_float32(wide_results):
         assert ours <= 1.05 * launch
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["ragged", "one token"])
-def test_values_per_token(results, wide_results, name):
-    """As of a critic; also of a forest that is padded, so that every rank has a token."""
-    model, packed = build("llama"), pack_sequences(FORESTS[name](0).sequences)
-    values = model(**packed.model_inputs()).logits[0]
-    (values * values_weight(values)).sum().backward()
-    gradient = model.get_input_embeddings().weight.grad
+def test_values_per_token(results, wide_results, name, wrapper):
+    """Of a reward model; also of a forest that is padded, so that every rank has a token."""
+    model, values = reward_model("gemma2", "eager"), []
+    for tokens in FORESTS[name](0).sequences:
+        states = model.model(torch.from_numpy(tokens)[None], use_cache=False).last_hidden_state
+        values.append(model.score(states)[0])
+    flat = torch.cat(values)
+    (flat * values_weight(flat)).sum().backward()
+    expected = Run([flat.detach()], [flat.detach()], gradients(model))
     for result in (*results, *wide_results):
-        assert isinstance(result["values", name], list), result["values", name]
-        got = result["values", name]
-        torch.testing.assert_close(got[0], values.detach(), atol=1e-5, rtol=1e-5)
-        assert float((got[1] - gradient).norm()) <= 1e-5 * float(gradient.norm())
+        got = result["values", name, wrapper]
+        assert isinstance(got, dict), got
+        assert_same(Run([got["values"]], [got["values"]], got["gradients"]), expected)
 
 
 def test_the_update_of_the_documentation(wide_results):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import prefixtree as pt
@@ -28,7 +28,6 @@ from prefixtree.planning.split import split_tokens
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring import in_groups as shares
-from prefixtree.scoring.in_groups import token_part_of_rank
 from tests.support import distributed_ranks
 from tests.support.distributed_ranks import whole, wrap
 from tests.support.full import asked_for, quick_ones_run
@@ -42,6 +41,7 @@ from tests.support.models import (
     numbers_and_logprob,
     pack_sequences,
     ragged_sequences,
+    reward_model,
     run_packed,
 )
 from tests.support.spawn import ROOT
@@ -350,15 +350,26 @@ def _losses_of_their_own(rank: int, group: Any) -> dict[str, Any]:
     return _run(Case(), group, rank, loss_scale=1.0 + 2 * rank)
 
 
-def _values_per_token(rank: int, sequences: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Logits of every token, and the gradient of the embedding."""
-    model, packed = build("llama"), pack_sequences(sequences)
-    share = token_part_of_rank(model, packed, dist.group.WORLD, lambda: model)
-    values = share.gathered(model(**share.inputs).logits[0])
+def _values_per_token(wrapper: str, sequences: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Values of every token of a reward model, and the gradients, averaged by its wrapper."""
+    model, packed = reward_model("gemma2"), pack_sequences(sequences)
+    inner = model
+    if wrapper == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    values = torch.cat(pt.sequence_values(model, packed, group=dist.group.WORLD))
     (values * values_weight(values)).sum().backward()
-    gradient = model.get_input_embeddings().weight.grad
-    dist.all_reduce(gradient)
-    return [values.detach(), gradient / dist.get_world_size()]
+    return {
+        "values": values.detach(),
+        "gradients": {name: whole(g) for name, g in gradients_of(inner).items()},
+    }
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def values_weight(values: torch.Tensor) -> torch.Tensor:
@@ -428,7 +439,8 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
         return results
     for name in ("ragged", "one token"):
         sequences = FORESTS[name](0).sequences
-        results["values", name] = _tried(_values_per_token, rank, sequences)
+        for wrapper in ("ddp", "fsdp2"):
+            results["values", name, wrapper] = _tried(_values_per_token, wrapper, sequences)
     if ranks > 2:
         results["documented"] = _tried(_documented, rank)
         results["heads in bfloat16"] = _tried(_heads_in_bfloat16, rank, dist.group.WORLD)

@@ -24,6 +24,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
 )
 
 from prefixtree import PackedForest, PrefixForest, pack
@@ -91,6 +92,16 @@ def build(
 ) -> Any:
     """A tiny model in training mode with parameters that all matter, of a family or a variant."""
     return made_of(model_type, tiny_config(model_type, **changes), implementation, seed)
+
+
+def reward_model(model_type: str, implementation: str = "prefixtree", labels: int = 2) -> Any:
+    """A sequence classifier in training mode, as `build` makes it."""
+    config = build(model_type, num_labels=labels).config
+    model = AutoModelForSequenceClassification.from_config(
+        config, attn_implementation=implementation
+    )
+    randomise(model)
+    return model.train()
 
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from verl.workers.engine.fsdp.transformer_impl import (
 )
 from verl.workers.engine.utils import detach_tree
 
-from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.transformers import prepare
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     in_order,
@@ -56,16 +53,13 @@ from prefixtree.integrations.verl.refusals import (
     check_settings,
     check_step,
 )
-from prefixtree.models.adapters import check_adapters
-from prefixtree.models.checks import every_layer_attends, transformer_of
 from prefixtree.models.compiled import compile_layers
-from prefixtree.models.families import check_checkpointing
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
-from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.scoring.values import sequence_values
 
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
@@ -278,23 +272,5 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
     ) -> dict[str, Any]:
         """values, jagged [B, n]."""
-        prepare(self.module)
-        check_adapters(self.module)
-        if self.module.training:
-            check_checkpointing(self.module, self.model_config.hf_config)
-        inputs, mask = packed.model_inputs(), packed.mask
-        local = None
-        group = self.ulysses_parallel_group
-        if group is not None:
-            find = partial(transformer_of, self.module)
-            local = token_part_of_rank(self.module, packed, group, find)
-            inputs, mask = local.inputs, local.mask
-        with every_layer_attends(self.module, mask):
-            values = self.module(**inputs).logits  # [1, t, 1]
-        if values.shape != (1, mask.num_queries, 1):
-            raise UnsupportedError(
-                f"the critic returned {list(values.shape)}, expected one value per "
-                f"token, {[1, mask.num_queries, 1]}; use a token classifier with one label"
-            )
-        values = values[0] if local is None else local.gathered(values[0])
-        return {"values": to_jagged(packed.unpack(values[:, 0]), micro_batch["input_ids"])}
+        values = sequence_values(self.module, packed, group=self.ulysses_parallel_group)
+        return {"values": to_jagged([v[:, 0] for v in values], micro_batch["input_ids"])}

@@ -43,12 +43,6 @@ class MeasuredEdges:
     token: torch.Tensor
     temperature: torch.Tensor
 
-    def rows(self, which: Any) -> MeasuredEdges:
-        """Some of them."""
-        return MeasuredEdges(
-            self.edge[which], self.scored_edge[which], self.token[which], self.temperature[which]
-        )
-
 
 #: (logits [r, V], edges) -> [r, C]. The logits are float32, after the family's scale and softcap,
 #: divided by the temperature; r may be 0.
@@ -58,6 +52,11 @@ Measure = Callable[[torch.Tensor, MeasuredEdges], torch.Tensor]
 def measure_bytes(rows: int, vocabulary: int) -> int:
     """The bytes of sixteen tensors of a block's size, beside the chunk's logits."""
     return 16 * 4 * min(_BLOCK, rows * vocabulary)
+
+
+def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
+    columns = edges.edge, edges.scored_edge, edges.token, edges.temperature
+    return MeasuredEdges(*(column[which] for column in columns))
 
 
 class BoundMeasure:
@@ -89,12 +88,13 @@ class BoundMeasure:
 
         The second call for a block, in the backward, is compared with the first.
         """
-        edges = self._edges.rows(slice(at, at + len(x)))
+        edges = _some(self._edges, slice(at, at + len(x)))
         z = self._rule.apply(x.to(self._dtype)) / edges.temperature[:, None].to(self._dtype)
         values = self._call(z, edges)
         found = self._found.get(at)
         if found is None:
-            self._found[at] = values.detach()
+            # values may be a view of the logits, which it would keep
+            self._found[at] = values.detach().clone()
         elif values.requires_grad:
             same = torch.isclose(values.detach(), found, rtol=1e-3, atol=1e-4, equal_nan=True)
             differs = ~same.all()
@@ -148,7 +148,7 @@ class BoundMeasure:
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
         made = 8 * (steps * torch.arange(1, vocabulary + 1) % 1) - 4
         z = made.to(device, self._dtype)
-        few = self._edges.rows([0, -1]) if len(self._edges.edge) else self._edges
+        few = _some(self._edges, [0, -1]) if len(self._edges.edge) else self._edges
         count = len(few.edge)
         if count == 0:
             return self._probed(z[:0], few).shape[1]
@@ -161,7 +161,7 @@ class BoundMeasure:
             )
         # as many rows, since products of another number of rows may round otherwise
         beside_another = self._probed(z[::2], few)
-        alone = self._probed(z[1:2], few.rows(slice(1, 2)))
+        alone = self._probed(z[1:2], _some(few, slice(1, 2)))
         is_same = torch.allclose(values[0], beside_another[0], 1e-3, 1e-5, equal_nan=True)
         if not is_same or not torch.allclose(values[1], alone[0], 0.1, 0.05, equal_nan=True):
             raise UnsupportedError(

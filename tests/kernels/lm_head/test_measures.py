@@ -178,6 +178,21 @@ def test_nothing_of_the_vocabularys_size_is_kept(teacher):
     assert rows == [2, 2, 1] + [8, 4, 8, 4, 5] * 2
 
 
+@pytest.mark.parametrize("head", ["linear", "callable"])
+def test_values_that_are_a_view_of_the_logits_keep_nothing_of_them(head, monkeypatch):
+    found: list[dict[int, torch.Tensor]] = []
+    make = BoundMeasure.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        make(self, *args)
+        found.append(self._found)
+
+    monkeypatch.setattr(BoundMeasure, "__init__", init)
+    out = scored(lambda z, edges: z[:, :3], LogitRule(), inputs(), head)
+    held = [values.untyped_storage().nbytes() for values in found[0].values()]
+    assert out.requires_grad and sum(held) == U * 3 * 4
+
+
 def test_no_edges(teacher):
     hidden, weight, bias = inputs()[0]
     rest = torch.zeros(0).long(), torch.ones(0), ScoreOptions(measure=divergences(teacher))

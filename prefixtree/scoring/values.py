@@ -1,0 +1,157 @@
+"""`sequence_values`: the values of critics and reward models over a packed forest.
+
+Legend: n tokens of a sequence, t own tokens of this process, C labels, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from prefixtree._hints import with_hints
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.changes import changing
+from prefixtree.models.checks import (
+    check_parts,
+    check_vocabulary,
+    every_layer_attends,
+    foreign_module,
+    transformer_of,
+)
+from prefixtree.models.families import check_checkpointing, check_tokens, forward_inputs
+from prefixtree.models.hybrids import prepare_states
+from prefixtree.packing.arguments import check_packed
+from prefixtree.packing.layout import PackedForest
+from prefixtree.parallel.agreement import num_ranks
+from prefixtree.scoring.in_groups import token_part_of_rank
+from prefixtree.scoring.lm_head import check_rows_alone
+from prefixtree.scoring.parallel_lm_head import is_linear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@with_hints
+def sequence_values(
+    model: nn.Module, packed: PackedForest, *, group: ProcessGroup | None = None
+) -> list[torch.Tensor]:
+    """The values at every token of every sequence; the model runs once, over the distinct tokens.
+
+        values = pt.sequence_values(critic, packed)                       # [n, 1] per sequence
+        rewards = torch.stack([v[-1, 0] for v in pt.sequence_values(reward_model, packed)])
+
+    The gradients are those of the replicated batch, up to rounding: that of a shared token is the
+    sum over its copies.
+
+    Args:
+        model: a token or sequence classifier of transformers (`AutoModelForTokenClassification`,
+            `AutoModelForSequenceClassification`) with attn_implementation="prefixtree", wrapped
+            (DDP, FSDP2, PEFT) or not. Of a sequence classifier the score layer is read at every
+            token, where transformers reads it at the last one.
+        packed: the packed forest, on the model's device.
+        group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
+            this process alone computes it.
+
+    Returns:
+        One tensor [n, C] per sequence, float32 (float64 of a model in float64), C as
+        `config.num_labels`.
+
+    Raises:
+        TypeError: anything but a PackedForest, or a model that is no module.
+        UnsupportedError: a model that does not give a value per token exactly, with the reason.
+        ForestError: a forest without token ids.
+        ValueError: tokens that the model does not have; ranks of a group that differ.
+    """
+    check_packed(packed, "sequence_values", subset=True)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    check = partial(_checked, model, packed)
+    if group is not None and num_ranks(group) > 1:
+        local = token_part_of_rank(model, packed, group, check)
+        classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
+    else:
+        classifier, local, mask = check(), None, packed.mask
+        inputs = forward_inputs(packed, classifier.config)
+    prepare_states(classifier)
+    with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
+        values = getattr(model(**inputs), "logits", None)
+    expected = 1, mask.num_queries, classifier.config.num_labels
+    if not isinstance(values, torch.Tensor) or values.shape != expected:
+        got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise UnsupportedError(
+            f"{type(classifier).__name__} returned {got}, expected one row of values per token, "
+            f"{list(expected)}; use a token classifier"
+        )
+    own = values[0].to(torch.promote_types(values.dtype, torch.float32))
+    return packed.unpack(own if local is None else local.gathered(own))
+
+
+def _checked(model: nn.Module, packed: PackedForest) -> Any:
+    """The classifier inside wrappers and adapters.
+
+    Raises:
+        UnsupportedError, ValueError, ForestError: as `sequence_values`.
+    """
+    classifier = transformer_of(model)
+    if classifier.get_output_embeddings() is not None:
+        raise UnsupportedError(
+            f"sequence_values needs a token or sequence classifier, and {type(classifier).__name__}"
+            " has a language-model head: load it with AutoModelForTokenClassification, or use "
+            "sequence_logprobs"
+        )
+    check_parts(model, classifier)
+    if classifier.training and torch.is_grad_enabled():
+        check_checkpointing(classifier, classifier.config.get_text_config())
+    if (tokens := packed.forest.tokens) is not None:
+        check_tokens(classifier.config, tokens)
+        check_vocabulary(classifier, tokens)
+    if getattr(packed.forest, "routes", None) is not None:
+        raise UnsupportedError(
+            "routes of experts are not verified for values: make the forest without routes"
+        )
+    return classifier
+
+
+@contextmanager
+def _values_of_all_tokens(classifier: Any) -> Iterator[None]:
+    """While open, a classifier with a score layer returns what that gave, before it is pooled.
+
+    As the model's output: sharding wrappers follow the tensors that a forward returns.
+    """
+    score = getattr(classifier, "score", None)
+    if not isinstance(score, nn.Module):
+        yield
+        return
+    if (origin := foreign_module(classifier.forward)) is not None:
+        raise UnsupportedError(
+            f"{type(classifier).__name__}.forward is not transformers' but comes from {origin}: "
+            "what it does to the values of its score layer would be lost; use transformers' class"
+        )
+    forward, given = classifier.forward, list[torch.Tensor]()
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        given.append(output)
+        if not is_linear(module):
+            check_rows_alone(module, module.forward, args[0][0], "the score layer")
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if len(given) != 1:
+            raise UnsupportedError(
+                f"{type(classifier).__name__} called its score layer {len(given)} times in one "
+                "forward, expected once"
+            )
+        if output.logits.shape != given[0].shape:
+            # pooled
+            output.logits = given[0]
+        return output
+
+    with changing(classifier) as changes:
+        changes.hook(score.register_forward_hook, torch.compiler.disable(keep))
+        changes.set(classifier, forward=torch.compiler.disable(whole, recursive=False))
+        yield

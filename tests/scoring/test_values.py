@@ -1,0 +1,224 @@
+"""`sequence_values`: critics and reward models beside every sequence alone, all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+import prefixtree as pt
+from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.scoring.values import sequence_values
+from tests.support.models import (
+    Run,
+    assert_same,
+    build,
+    counted,
+    enable_checkpointing,
+    gradients,
+    ragged_packed,
+    ragged_sequences,
+    randomise,
+)
+
+_TYPES = ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
+_CLASSES = {
+    "token": AutoModelForTokenClassification,
+    "sequence": AutoModelForSequenceClassification,
+}
+
+
+def classifier(
+    auto: Any, model_type: str, implementation: str = "prefixtree", labels: int = 2, **changes: Any
+) -> Any:
+    config = build(model_type, num_labels=labels, classifier_dropout=0.0, **changes).config
+    model = auto.from_config(config, attn_implementation=implementation)
+    randomise(model)
+    return model.train()
+
+
+def squares(values: list[torch.Tensor]) -> torch.Tensor:
+    """A loss that is another one for each sequence: returns differ where tokens are shared."""
+    total: Any = sum(((v - 0.3 * i) ** 2).sum() for i, v in enumerate(values))
+    return total
+
+
+def run(values: list[torch.Tensor], loss: torch.Tensor, model: Any) -> Run:
+    """Values in the place of log-probabilities, to be compared as a run is."""
+    loss.backward()
+    flat = [v.detach().reshape(-1) for v in values]
+    return Run(flat, flat, gradients(model))
+
+
+def alone(model: Any) -> list[torch.Tensor]:
+    """The score layer at every token of each sequence."""
+    found = []
+    for tokens in ragged_sequences():
+        output = model.base_model(torch.from_numpy(tokens)[None], use_cache=False)
+        found.append(model.score(output.last_hidden_state)[0])
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", _CLASSES)
+@pytest.mark.parametrize("model_type", _TYPES)
+def test_each_sequence_alone(model_type, kind, checkpointing):
+    model = classifier(_CLASSES[kind], model_type)
+    if checkpointing:
+        enable_checkpointing(model, use_reentrant=False)
+    forward = model.forward
+    with counted([model.model]) as calls:
+        values = sequence_values(model, ragged_packed())
+        assert calls() == 1
+    assert model.forward == forward and not model.score._forward_hooks
+    assert [v.shape for v in values] == [(len(s), 2) for s in ragged_sequences()]
+    got = run(values, squares(values), model)
+    assert all(g.any() for name, g in got.gradients.items() if "expert" not in name)
+    reference = classifier(_CLASSES[kind], model_type, "eager")
+    expected = alone(reference)
+    assert_same(got, run(expected, squares(expected), reference))
+
+
+def test_a_recurrence():
+    model, reference = (
+        classifier(AutoModelForTokenClassification, "qwen3_next", name)
+        for name in ("prefixtree", "eager")
+    )
+    values, expected = sequence_values(model, ragged_packed()), alone(reference)
+    got = run(values, squares(values), model)
+    assert_same(got, run(expected, squares(expected), reference), 5e-5)
+
+
+def test_a_reward_a_sequence():
+    """At the last token, as transformers pools it; some end inside the tree. A pairwise loss of
+    chosen and rejected sequences that share a prompt."""
+    model, reference = (
+        classifier(AutoModelForSequenceClassification, "qwen3", name, labels=1)
+        for name in ("prefixtree", "eager")
+    )
+    rewards = [v[-1] for v in sequence_values(model, ragged_packed())]
+    expected = [reference(torch.from_numpy(s)[None]).logits[0] for s in ragged_sequences()]
+
+    def pairwise(found: list[torch.Tensor]) -> torch.Tensor:
+        return -nn.functional.logsigmoid(torch.cat(found[::2]) - torch.cat(found[1::2])).mean()
+
+    assert_same(
+        run(rewards, pairwise(rewards), model), run(expected, pairwise(expected), reference)
+    )
+
+
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", _CLASSES)
+def test_lora(kind):
+    """PEFT keeps a copy of the score layer, and trains it."""
+    peft = pytest.importorskip("peft")
+    task = {"token": "TOKEN_CLS", "sequence": "SEQ_CLS"}[kind]
+    models = []
+    for implementation in ("prefixtree", "eager"):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type=task)
+        model = peft.get_peft_model(classifier(_CLASSES[kind], "qwen3", implementation), config)
+        randomise(model)
+        models.append(model.train())
+    values, expected = (
+        sequence_values(models[0], ragged_packed()),
+        alone(models[1].base_model.model),
+    )
+    got = run(values, squares(values), models[0])
+    assert any("score" in name for name in got.gradients)
+    assert_same(got, run(expected, squares(expected), models[1]))
+
+
+def test_dtypes_and_no_gradients():
+    model = classifier(AutoModelForSequenceClassification, "qwen3")
+    with torch.no_grad():
+        assert sequence_values(model.bfloat16(), ragged_packed())[0].dtype == torch.float32
+        assert sequence_values(model.double(), ragged_packed())[0].dtype == torch.float64
+
+
+def test_the_gradient_of_one_copy_turns_it_red(monkeypatch):
+    model = classifier(AutoModelForSequenceClassification, "qwen3")
+    reference = classifier(AutoModelForSequenceClassification, "qwen3", "eager")
+    values, expected = sequence_values(model, ragged_packed()), alone(reference)
+    want = run(expected, squares(expected), reference)
+    # the second copies of tokens get no gradient
+    seen: set[tuple[int, ...]] = set()
+    firsts = []
+    for tokens in ragged_sequences():
+        paths = [tuple(tokens[: i + 1]) for i in range(len(tokens))]
+        firsts.append(torch.tensor([[p not in seen] for p in paths]))
+        seen.update(paths)
+    halves = [torch.where(f, v, v.detach()) for f, v in zip(firsts, values, strict=True)]
+    with pytest.raises(AssertionError):
+        assert_same(run(halves, squares(halves), model), want, 0.3)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_language_model():
+    with pytest.raises(pt.UnsupportedError, match="needs a token or sequence classifier"):
+        sequence_values(build("qwen3"), ragged_packed())
+    with pytest.raises(TypeError, match="model must be a torch module, got str"):
+        sequence_values("qwen3", ragged_packed())  # type: ignore[arg-type]
+
+
+def test_a_classifier_has_no_log_probabilities():
+    model = classifier(AutoModelForSequenceClassification, "qwen3")
+    with pytest.raises(pt.UnsupportedError, match="needs a transformers model with a language"):
+        sequence_logprobs(model, ragged_packed())
+    output = model(**ragged_packed().model_inputs()).logits
+    with pytest.raises(pt.ForestError, match=r"values must be \[T, \.\.\.\]"):
+        ragged_packed().unpack(output)
+
+
+def test_the_heads_own_dropout():
+    config = build("qwen3", num_labels=1).config  # transformers' default is 0.1
+    model = AutoModelForTokenClassification.from_config(config, attn_implementation="prefixtree")
+    with pytest.raises(pt.UnsupportedError, match=r"dropout is an active dropout \(p = 0\.1\)"):
+        sequence_values(model.train(), ragged_packed())
+    assert len(sequence_values(model.eval(), ragged_packed())) == len(ragged_sequences())
+
+
+def test_a_forward_of_somebody_else():
+    model = classifier(AutoModelForSequenceClassification, "qwen3")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(pt.UnsupportedError, match="forward is not transformers' but comes from"):
+        sequence_values(model, ragged_packed())
+
+
+class Centred(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x - x.mean(-2, keepdim=True))
+
+
+def test_a_score_layer_that_looks_at_neighbours():
+    model = classifier(AutoModelForSequenceClassification, "qwen3")
+    model.score = Centred(model.score)
+    with pytest.raises(pt.UnsupportedError, match=r"the score layer \(Centred\) gives a"):
+        sequence_values(model, ragged_packed())
+
+
+def test_tokens_that_the_model_does_not_have():
+    model = classifier(AutoModelForTokenClassification, "qwen3")
+    packed = pt.pack(pt.PrefixForest.from_sequences([np.array([5, 10**6])]))
+    with pytest.raises(ValueError, match="beyond the model's vocabulary"):
+        sequence_values(model, packed)
+
+
+def test_another_attention():
+    model = classifier(AutoModelForTokenClassification, "qwen3", "eager")
+    with pytest.raises(pt.UnsupportedError, match="run another attention"):
+        sequence_values(model, ragged_packed())
