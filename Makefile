@@ -2,6 +2,9 @@
 PYTHON ?= python3
 # one CPU build for development, installed before anything that depends on torch
 TORCH ?= torch==2.13.0
+# a release of either changes what tests meet, so they are moved by a commit; test-transformers has the
+# newest. Megatron-Bridge 0.6.2 cannot be imported beside transformers 5.24
+PINS ?= transformers==5.23.0 peft==0.21.2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -218,7 +221,8 @@ $(READY): pyproject.toml
 	@# --group is known to pip from 25.1 on; Python 3.11 and 3.12 come with an older one
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" numpy
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev -e ".[plot,parquet,pictures]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev -e ".[plot,parquet,pictures]" \
+	  $(PINS)
 	@touch $@
 
 clean:

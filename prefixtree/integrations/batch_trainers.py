@@ -15,12 +15,16 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.hybrids import prepare
 from prefixtree.scoring.batches import batch_logprobs
+
+# the forwards that stand in a trainer's class
+_OURS: WeakSet[Any] = WeakSet()
 
 
 def use_openrlhf() -> None:
@@ -169,7 +173,7 @@ def use_ms_swift() -> None:
 
 def _use(owner: Any, forward: Callable[..., Any]) -> None:
     """Replaces a class's forward, and prepares the model that its constructor makes; once."""
-    if getattr(owner.forward, "_prefixtree", False):
+    if owner.forward in _OURS:
         return
     theirs, construct = owner.forward, owner.__init__
 
@@ -182,7 +186,7 @@ def _use(owner: Any, forward: Callable[..., Any]) -> None:
     def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, functools.partial(theirs, self), *args, **kwargs)
 
-    packed_forward._prefixtree = True  # type: ignore[attr-defined]
+    _OURS.add(packed_forward)
     owner.forward, owner.__init__ = packed_forward, construct_and_prepare
 
 

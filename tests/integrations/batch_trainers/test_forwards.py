@@ -1,4 +1,4 @@
-"""The forwards of OpenRLHF, SkyRL and ms-swift, packed, beside the trainers' own on the same rows."""
+"""The forwards of OpenRLHF, SkyRL and ms-swift, packed, beside the trainers' own on those rows."""
 
 from __future__ import annotations
 
