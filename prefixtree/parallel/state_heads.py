@@ -81,8 +81,11 @@ class StatesByHeads:
             self._tails[width] = _Tails(self._parts, self._exchange, width)
         tails = self._tails[width]
         note_call(self._counted, "recurrence")
+        # known to all ranks: one that reads none takes part where others do
+        if not tails.is_needed:
+            return tree_conv(x, weight, bias, tails.mask, activation)
         rows = _WithTails.apply(x, tails)
-        return tree_conv(rows, weight, bias, tails.mask, activation).index_select(0, tails.own)
+        return tree_conv(rows, weight, bias, tails.mask, activation).index_select(0, tails.own_rows)
 
     @uncompiled
     def delta_rule(
@@ -195,56 +198,56 @@ class _Tails:
 
     Attributes:
         mask: over [b + t] rows, the tails that this rank reads and its own tokens.
-        own: int64 [t], the rows of the own tokens.
+        own_rows: int64 [t], the rows of the own tokens.
+        is_needed: whether any rank reads any.
     """
 
     def __init__(self, parts: Parts, exchange: TokensForHeads, width: int) -> None:
-        self._exchange = exchange
-        part, owner, ranks = parts[exchange.index], parts.owner, exchange.ranks
-        of_part = PartStates(part).tails(width)
-        self.mask, self.own = of_part.mask, of_part.own_rows
-        predictor = part.host.predictor
+        index, ranks, owner = exchange.index, exchange.ranks, parts.owner
+        self._group = exchange.group
+        part, predictor = parts[index], parts[index].host.predictor
+        read = PartStates(part).tails(width)
+        self.mask, self.own_rows, self._joined = read.mask, read.own_rows, read.joined
         wanted = [
-            of_part.tokens if r == exchange.index else tail_tokens(predictor, owner == r, width)
-            for r in range(ranks)
+            read.tokens if rank == index else tail_tokens(predictor, owner == rank, width)
+            for rank in range(ranks)
         ]
-        # known to all ranks: one that borrows nothing takes part in the exchange
         self.is_needed = any(map(len, wanted))
-        lent = [tokens[owner[tokens] == exchange.index] for tokens in wanted]
-        self.sent = [len(tokens) for tokens in lent]
-        lender = owner[of_part.tokens]
-        self.received = np.bincount(lender, minlength=ranks).tolist()
-        sent = np.searchsorted(part.own_tokens, np.concatenate(lent))
-        self._lent, place = np.unique(sent, return_inverse=True)
-        arrival = np.argsort(lender, kind="stable")
-        rows = np.searchsorted(
-            np.sort(np.concatenate([of_part.tokens, part.own_tokens])), of_part.tokens[arrival]
-        )
-        joined = np.argsort(np.concatenate([rows, of_part.own_rows.cpu().numpy()]))
+        lent = [tokens[owner[tokens] == index] for tokens in wanted]
+        lenders = owner[read.tokens]
+        self._sent = [len(tokens) for tokens in lent]
+        self._received: list[int] = np.bincount(lenders, minlength=ranks).tolist()
+        sent_rows = np.searchsorted(part.own_tokens, np.concatenate(lent))
+        lent_rows, places = np.unique(sent_rows, return_inverse=True)
+        # rows arrive lender by lender
+        order = np.argsort(lenders, kind="stable")
+        tail_rows = np.arange(len(order)) + np.searchsorted(part.own_tokens, read.tokens)
 
         def on_device(numbers: np.ndarray) -> torch.Tensor:
-            return move(torch.from_numpy(numbers.astype(np.int64)), part.mask.device)
+            return move(torch.from_numpy(numbers.astype(np.int64)), self.mask.device)
 
-        # rows of x that are sent, and each once; where a piece of each rank adds to these
-        self._sent_rows, self._lent_rows = on_device(sent), on_device(self._lent)
-        self._places: Sequence[torch.Tensor] = on_device(place).split(self.sent)
-        # rows of the tails as they arrive; of [these, own] the place of each row
-        self._tail_rows, self._joined = on_device(rows), on_device(joined)
+        # rows of x as they are sent; each of these once, and where each rank's piece adds to them
+        self._sent_rows, self._lent_rows = on_device(sent_rows), on_device(lent_rows)
+        self._places: Sequence[torch.Tensor] = on_device(places).split(self._sent)
+        # of the tails in packed order the places among those that arrived, and the reverse: the
+        # rows of those that arrived
+        self._arrived, self._tail_rows = on_device(np.argsort(order)), on_device(tail_rows[order])
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """[t, D] -> [b + t, D]."""
         sent = x.index_select(0, self._sent_rows)
-        got = all_to_all(sent, self.sent, self.received, self._exchange.group)
-        return torch.cat([got, x]).index_select(0, self._joined)
+        got = all_to_all(sent, self._sent, self._received, self._group)
+        both = torch.cat([got.index_select(0, self._arrived), x])
+        return both.index_select(0, self._joined)
 
     def part(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of x [t, D], from that of all rows [b + t, D]."""
         tails = gradient.index_select(0, self._tail_rows)
-        got = all_to_all(tails, self.received, self.sent, self._exchange.group)
-        dx = gradient.index_select(0, self.own)
+        got = all_to_all(tails, self._received, self._sent, self._group)
+        dx = gradient.index_select(0, self.own_rows)
         total = dx.index_select(0, self._lent_rows)
         total = total.to(torch.promote_types(dx.dtype, torch.float32))
-        for place, piece in zip(self._places, got.split(self.sent), strict=True):
+        for place, piece in zip(self._places, got.split(self._sent), strict=True):
             # each row once, and ranks in their order
             total.index_add_(0, place, piece.to(total.dtype))
         return dx.index_copy_(0, self._lent_rows, total.to(dx.dtype))

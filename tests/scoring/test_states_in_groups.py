@@ -22,11 +22,13 @@ from tests.support.models import (
     pack_sequences,
     ragged_objective,
     run_packed,
+    tolerance,
 )
 from tests.support.spawn import run_ranks
 from tests.support.state_group_ranks import (
     CASES,
     FAMILY_QUICK,
+    HALF,
     MISTAKES,
     QUICK,
     WIDE_MISTAKES,
@@ -117,7 +119,30 @@ def test_every_family_with_states(results: Results, family: str, mode: str) -> N
     for result in results:
         found = result["family", family, mode]
         assert isinstance(found, dict), found
-        print(assert_same(Run(**found), _one_process(family)))
+        print(assert_same(Run(**found), _one_process(family), tolerance(family)))
+
+
+def _check_half(results: Results, family: str) -> None:
+    objective = ragged_objective()
+    exact, model = _one_process(family), build(family).bfloat16()
+    whole = errors(run_packed(model, pack_sequences(objective.sequences), objective), exact)
+    for result in results:
+        assert isinstance(result["half", family], dict), result["half", family]
+        found = errors(Run(**result["half", family]), exact)
+        print(f"{family}: {whole}, in a group {found}")
+        assert 1e-3 < found.gradient < 1.5 * whole.gradient
+
+
+@pytest.mark.parametrize("family", HALF[2])
+def test_half_precision_rounds_as_one_process_does(results: Results, family: str) -> None:
+    """Gates in float32 travel with the rest; tails' gradients are summed in float32."""
+    _check_half(results, family)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", HALF[4])
+def test_half_precision_of_shared_groups(of_four: Results, family: str) -> None:
+    _check_half(of_four, family)
 
 
 # ---- the checks can fail -------------------------------------------------------------------------
