@@ -33,6 +33,7 @@ from tests.support.state_group_ranks import (
     QUICK,
     WIDE_MISTAKES,
     Case,
+    freeze,
     loss_of,
 )
 
@@ -108,9 +109,9 @@ def test_four_ranks(of_four: Results, name: str) -> None:
 
 
 @cache
-def _one_process(family: str) -> Run:
+def _one_process(family: str, changed: Any = lambda model: model) -> Run:
     objective = ragged_objective()
-    return run_packed(build(family), pack_sequences(objective.sequences), objective)
+    return run_packed(changed(build(family)), pack_sequences(objective.sequences), objective)
 
 
 @pytest.mark.parametrize("mode", ["parts", "heads"])
@@ -120,6 +121,14 @@ def test_every_family_with_states(results: Results, family: str, mode: str) -> N
         found = result["family", family, mode]
         assert isinstance(found, dict), found
         print(assert_same(Run(**found), _one_process(family), tolerance(family)))
+
+
+def test_frozen_layers(results: Results) -> None:
+    """Ranks leave the same exchanges out."""
+    for result in results:
+        assert isinstance(result["frozen"], dict), result["frozen"]
+        found = assert_same(Run(**result["frozen"]), _one_process("qwen3_5", freeze))
+        assert len(result["frozen"]["gradients"]) > 1, found
 
 
 def _check_half(results: Results, family: str) -> None:

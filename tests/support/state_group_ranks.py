@@ -160,11 +160,22 @@ def _scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts
     return Parts(packed, OWNERS["single tokens"](packed.num_tokens, ranks), ranks)
 
 
+def freeze(model: Any) -> Any:
+    """All but a layer, and a gate of another whose keys and values then need no gradient."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "layers.0.linear_attn.dt_bias" in name)
+    return model
+
+
 def family_run(
-    family: str, group: Any, mode: str, dtype: torch.dtype = torch.float32
+    family: str,
+    group: Any,
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+    changed: Callable[[Any], Any] = lambda model: model,
 ) -> dict[str, Any]:
     """Of `sequence_logprobs`, tokens scattered over the ranks."""
-    model, objective = build(family).to(dtype), ragged_objective()
+    model, objective = changed(build(family).to(dtype)), ragged_objective()
     packed = pack_sequences(objective.sequences)
     with patch.object(in_groups, "split_tokens", _scattered):
         run = run_packed(model, packed, objective, group=group, group_mode=mode)
@@ -226,6 +237,8 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     for family in HALF[ranks]:
         if quick_ones_run() or ranks > 2:
             results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)
+    if ranks == 2:
+        results["frozen"] = _tried(family_run, "qwen3_5", group, "parts", changed=freeze)
     if ranks == 3:
         results["odd"] = _tried(family_run, "qwen3_5", group, "parts")
     return results
