@@ -197,10 +197,12 @@ class TokensForHeads:
     @cached_property
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [T] each: the row at which each packed token arrives, and the token of each row."""
-        row, _ = arrival(self._parts.owner, self.ranks)
-        both = torch.from_numpy(np.concatenate([row, np.argsort(row)]))
-        row, token = move(both, self._parts.packed.device).split(len(row))
-        return row, token
+        # numbers of 16 bits are sorted in linear time
+        token = np.argsort(self._parts.owner.astype(np.uint16), kind="stable")
+        row = np.empty_like(token)
+        row[token] = np.arange(len(token))
+        both = move(torch.from_numpy(np.concatenate([row, token])), self._parts.packed.device)
+        return both[: len(token)], both[len(token) :]
 
     def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """[t, n h, d] each -> [T, h, d] of this rank's heads, in packed order. Of several dtypes

@@ -81,16 +81,18 @@ class PartStates:
         if width not in self._tails:
             own = self.part.own_tokens
             tokens = tail_tokens(self.part.host.predictor, self._is_own, width)
-            both = np.concatenate([tokens, own])
-            rows = np.sort(both)
-            mask = self._mask(rows)
-            own_rows, joined = np.searchsorted(rows, own), np.argsort(both)
+            own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
+            tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
+            joined = np.empty(len(tokens) + len(own), np.int64)
+            joined[tail_rows] = np.arange(len(tokens))
+            joined[own_rows] = len(tokens) + np.arange(len(own))
+            mask = self._mask(np.concatenate([tokens, own])[joined])
             self._tails[width] = Tails(
                 tokens=tokens,
                 mask=mask,
                 own_rows=move(torch.from_numpy(own_rows), mask.device),
                 joined=move(torch.from_numpy(joined), mask.device),
-                are_first=bool((joined == np.arange(len(both))).all()),
+                are_first=bool((joined == np.arange(len(joined))).all()),
             )
         return self._tails[width]
 
@@ -117,8 +119,9 @@ def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.nda
         int32 [b], ascending.
     """
     above = predictor[is_own]
-    at = np.unique(above[above >= 0])
-    at = at[~is_own[at]]
+    above = above[above >= 0]
+    # few: most tokens continue one of their own part
+    at = np.unique(above[~is_own[above]])
     found = [at[:0]]
     for _ in range(width - 1):
         found.append(at)

@@ -162,7 +162,9 @@ WIDE_CASES: dict[str, Case] = {
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
     "states, groups, FSDP2": Case("qwen3_next", "fsdp2", "not reentrant", forest="groups"),
     # two groups of heads: each is two ranks'
-    "states, heads, DDP": Case("nemotron_h", "ddp", recompute="all", group_mode="heads"),
+    "states, heads, DDP": Case(
+        "nemotron_h", "ddp", recompute="all", group_mode="heads", scattered=True
+    ),
 }
 
 
