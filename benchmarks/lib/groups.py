@@ -126,9 +126,9 @@ def gathering() -> Iterator[None]:
     def split(packed: PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
         return GatheredParts(packed, chunk_owner(packed.num_tokens, ranks), ranks)
 
-    def mask(parts: Parts, index: int, group: Any) -> PartMask:
+    def mask(parts: Parts, index: int, group: Any, states_of: Any = None) -> PartMask:
         exchange: Any = GatherExchange(parts, index, group)
-        return PartMask(exchange.part, lambda module: exchange)
+        return PartMask(exchange.part, lambda module: exchange, states_of)
 
     with patch.object(shares, "split_tokens", split), patch.object(shares, "rank_mask", mask):
         yield

@@ -35,8 +35,11 @@ from prefixtree.models.families import (
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.state_heads import StatesByHeads
 from prefixtree.parallel.states import LayerStates
 
+# in the place of the mask where a forest is divided, among steps or ranks
+_DividedStates = LayerStates | StatesByHeads
 _MARK = "_prefixtree_prepared"
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -118,8 +121,9 @@ def check_prepared(module: nn.Module) -> None:
 class KeepsStates(Protocol):
     """Takes states from beyond a call and hands them on.
 
-    Those of steps (`parallel.states`), or of a growing forest (`sampling.state_pools`): with a tree
-    mask its forward is the prefill, without one it is of the rows' new tokens.
+    Those of steps (`parallel.states`), of ranks (`parallel.state_heads`), or of a growing forest
+    (`sampling.state_pools`): with a tree mask its forward is the prefill, without one it is of the
+    rows' new tokens.
     """
 
     def conv(
@@ -153,7 +157,7 @@ def _conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | _DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -173,7 +177,7 @@ def _delta_rule(
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | _DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -194,7 +198,7 @@ def _ssd(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    tree_mask: TreeMask | LayerStates | None = None,
+    tree_mask: TreeMask | _DividedStates | None = None,
     forest_cache: KeepsForest | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -246,17 +250,17 @@ class _WholeForest:
 
 
 def _states_of(
-    tree_mask: TreeMask | LayerStates | None, forest_cache: KeepsForest | None
+    tree_mask: TreeMask | _DividedStates | None, forest_cache: KeepsForest | None
 ) -> KeepsStates:
-    """Where states come from and go to: this call, other steps, or a growing forest."""
+    """Where states come from and go to: this call, other steps or ranks, or a growing forest."""
     if forest_cache is not None:
         return forest_cache.states
     assert tree_mask is not None
-    return tree_mask if isinstance(tree_mask, LayerStates) else _WholeForest(tree_mask)
+    return tree_mask if isinstance(tree_mask, _DividedStates) else _WholeForest(tree_mask)
 
 
 def _check_call(
-    tree_mask: TreeMask | LayerStates | None, x: torch.Tensor, kwargs: dict[str, Any]
+    tree_mask: TreeMask | _DividedStates | None, x: torch.Tensor, kwargs: dict[str, Any]
 ) -> None:
     """x [B, n, ..]; what the attention layers refuse, before a state mixes it. Without a mask:
     tokens of a growing forest's rows."""
@@ -264,7 +268,7 @@ def _check_call(
         raise ValueError(f"a packed forest is one row: expected batch size 1, got {x.shape[0]}")
     if tree_mask is None:
         return
-    if not isinstance(tree_mask, LayerStates):
+    if not isinstance(tree_mask, _DividedStates):
         check_mask(tree_mask, "tree_mask")
     if tree_mask.query_tokens is not None:
         raise UnsupportedError(

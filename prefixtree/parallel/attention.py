@@ -67,11 +67,14 @@ class DividedMask:
     Attributes:
         part: the part.
         mask: `part.mask`.
+        states_of: gives what stands in the place of this mask in a recurrent layer. It gets the
+            layer. None where states are not handed on.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, states_of: Callable[[nn.Module], Any] | None = None) -> None:
         self.part = part
         self.mask = part.mask
+        self.states_of = states_of
 
     def attend(
         self,
@@ -95,13 +98,15 @@ class DividedMask:
         """
         raise NotImplementedError
 
+    @uncompiled
     def of_layer(self, layer: nn.Module) -> Any:
         """The keyword that a recurrent layer's forward gets in the place of this mask.
 
         Args:
             layer: the module.
         """
-        raise NotImplementedError
+        assert self.states_of is not None
+        return self.states_of(layer)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.part!r})"
@@ -112,8 +117,6 @@ class PartMask(DividedMask):
 
     Attributes:
         exchange_of: gives the exchange of an attention layer. It gets the attention module.
-        states_of: gives what stands in the place of this mask in a recurrent layer. It gets the
-            layer. None where states are not handed on.
     """
 
     def __init__(
@@ -122,14 +125,8 @@ class PartMask(DividedMask):
         exchange_of: Callable[[nn.Module], KeyValueExchange],
         states_of: Callable[[nn.Module], Any] | None = None,
     ) -> None:
-        super().__init__(part)
+        super().__init__(part, states_of)
         self.exchange_of = exchange_of
-        self.states_of = states_of
-
-    @uncompiled
-    def of_layer(self, layer: nn.Module) -> Any:
-        assert self.states_of is not None
-        return self.states_of(layer)
 
     # Dynamo is kept out: the exchange talks to other processes, or keeps what it gets
     @uncompiled

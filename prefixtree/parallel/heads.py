@@ -8,23 +8,18 @@ ranks, H query heads, Hk kv heads, D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from prefixtree.kernels.attention.api import checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.torch_library import uncompiled
-from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.ranks import all_to_all, arrival
+from prefixtree.parallel.ranks import TokensForHeads, divides
 from prefixtree.planning.parts import Parts
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
@@ -32,7 +27,7 @@ def heads_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
     A kv head goes to several ranks where there are more ranks than kv heads.
     """
-    if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+    if divides(heads, kv_heads, ranks):
         return None
     return (
         f"{heads} query heads and {kv_heads} kv heads do not divide among {ranks} ranks: expected "
@@ -46,15 +41,19 @@ class HeadsMask(DividedMask):
 
     Args:
         parts: the forest divided among the ranks of the group.
-        index: this rank's place in the group.
-        group: the process group.
+        exchange: of tokens for heads.
+        states_of: as in `DividedMask`.
     """
 
-    def __init__(self, parts: Parts, index: int, group: ProcessGroup) -> None:
-        super().__init__(parts[index])
-        packed = parts.packed
-        self.whole = packed.mask
-        self.exchange = _TokensForHeads(parts.owner, len(parts), index, group, packed.device)
+    def __init__(
+        self,
+        parts: Parts,
+        exchange: TokensForHeads,
+        states_of: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
+        super().__init__(parts[exchange.index], states_of)
+        self.whole = parts.packed.mask
+        self.exchange = exchange
 
     @uncompiled
     def attend(
@@ -66,46 +65,6 @@ class HeadsMask(DividedMask):
         **options: Any,
     ) -> torch.Tensor:
         return _attend(self, query, key, value, **options)
-
-
-class _TokensForHeads:
-    """The exchange between ranks that hold all heads of their tokens and ranks that hold some heads
-    of all tokens."""
-
-    def __init__(
-        self,
-        owner: np.ndarray,
-        ranks: int,
-        index: int,
-        group: ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self.ranks, self.index, self._group = ranks, index, group
-        row, self._counts = arrival(owner, ranks)
-        both = move(torch.from_numpy(np.concatenate([row, np.argsort(row)])), device)
-        # the row at which each packed token arrives, and the token of each such row
-        self._row, self._token = both.split(len(row))
-
-    def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[t, n h, d] each, of one dtype -> [T, h, d] of this rank's heads, in packed order."""
-        shapes = [(x.shape[1] // self.ranks, x.shape[2]) for x in rows]
-        own = self._counts[self.index]
-        sent = torch.cat([x.reshape(own, self.ranks, -1).transpose(0, 1) for x in rows], 2)
-        got = all_to_all(sent.flatten(0, 1), [own] * self.ranks, self._counts, self._group)
-        pieces = got.index_select(0, self._row).split([h * d for h, d in shapes], 1)
-        return [x.unflatten(1, shape) for x, shape in zip(pieces, shapes, strict=True)]
-
-    def to_tokens(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The reverse: [T, h, d] each, of one dtype -> [t, n h, d]."""
-        shapes = [x.shape[1:] for x in heads]
-        sent = torch.cat([x.flatten(1) for x in heads], 1).index_select(0, self._token)
-        own = self._counts[self.index]
-        got = all_to_all(sent, self._counts, [own] * self.ranks, self._group)
-        pieces = got.unflatten(0, (self.ranks, own)).split([h * d for h, d in shapes], 2)
-        return [
-            x.transpose(0, 1).reshape(own, self.ranks * h, d)
-            for x, (h, d) in zip(pieces, shapes, strict=True)
-        ]
 
 
 def _attend(

@@ -8,14 +8,16 @@ part, n ranks, Hk kv heads, D and Dv head dims.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from prefixtree.packing.row_runs import RowRuns
+from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Part, Parts
 
@@ -151,10 +153,99 @@ class _Rows:
         self.received = by_rank(exchange.receive_runs)
 
 
-def rank_mask(parts: Parts, index: int, group: ProcessGroup) -> PartMask:
+def rank_mask(
+    parts: Parts,
+    index: int,
+    group: ProcessGroup,
+    states_of: Callable[[nn.Module], Any] | None = None,
+) -> PartMask:
     """The mask that a model's forward takes on one rank of a group."""
     exchange = RankExchange(parts, index, group)
-    return PartMask(exchange.part, lambda module: exchange)
+    return PartMask(exchange.part, lambda module: exchange, states_of)
+
+
+def divides(heads: int, shared: int, ranks: int) -> bool:
+    """Whether heads divide among ranks, and those that several of them share do too. A shared head
+    goes to several ranks where there are more ranks than shared heads."""
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+
+class TokensForHeads:
+    """The exchange between ranks that hold all heads of their tokens and ranks that hold some heads
+    of all tokens. All layers may share it, as it keeps nothing of them.
+
+    Args:
+        parts: the forest divided among the ranks of the group.
+        index: this rank's place in the group.
+        group: the process group.
+
+    Attributes:
+        ranks: n.
+        index, group: as given.
+    """
+
+    def __init__(self, parts: Parts, index: int, group: ProcessGroup) -> None:
+        self.ranks, self.index, self.group = len(parts), index, group
+        self._parts = parts
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The own tokens of each rank."""
+        counts: list[int] = self._parts.num_own_tokens.tolist()
+        return counts
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T] each: the row at which each packed token arrives, and the token of each row."""
+        # numbers of 16 bits are sorted in linear time
+        token = np.argsort(self._parts.owner.astype(np.uint16), kind="stable")
+        row = np.empty_like(token)
+        row[token] = np.arange(len(token))
+        both = move(torch.from_numpy(np.concatenate([row, token])), self._parts.packed.device)
+        return both[: len(token)], both[len(token) :]
+
+    def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[t, n h, d] each -> [T, h, d] of this rank's heads, in packed order. Of several dtypes
+        the bits travel."""
+        ranks, own = self.ranks, self._counts[self.index]
+        pieces = _in_one_dtype(rows)
+        widths = [x.shape[1] // ranks * x.shape[2] for x in pieces]
+        by_rank = (
+            x.reshape(own, ranks, width).transpose(0, 1)
+            for x, width in zip(pieces, widths, strict=True)
+        )
+        sent = torch.cat([*by_rank], 2).flatten(0, 1)
+        got = all_to_all(sent, [own] * ranks, self._counts, self.group)
+        got = got.index_select(0, self._places[0])
+        return [
+            _in_its_dtype(y, x.dtype).unflatten(1, (x.shape[1] // ranks, x.shape[2]))
+            for x, y in zip(rows, got.split(widths, 1), strict=True)
+        ]
+
+    def to_tokens(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The reverse: [T, h, d] each -> [t, n h, d]."""
+        ranks, own = self.ranks, self._counts[self.index]
+        pieces = _in_one_dtype(heads)
+        sent = torch.cat([x.flatten(1) for x in pieces], 1).index_select(0, self._places[1])
+        got = all_to_all(sent, self._counts, [own] * ranks, self.group)
+        widths = [x.shape[1] * x.shape[2] for x in pieces]
+        of_ranks = got.unflatten(0, (ranks, own)).transpose(0, 1).split(widths, 2)
+        return [
+            _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
+            for x, y in zip(heads, of_ranks, strict=True)
+        ]
+
+
+def _in_one_dtype(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The bits of all rows in the narrowest of their dtypes, which every backend sends."""
+    narrow = min((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
+    return [x if x.dtype == narrow else x.contiguous().view(narrow) for x in rows]
+
+
+def _in_its_dtype(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bits [rows, numbers] in the dtype that they came from."""
+    # a copy: what is wider must stand at a multiple of its size
+    return bits if bits.dtype == dtype else bits.contiguous().view(dtype)
 
 
 def gather_rows(

@@ -249,6 +249,16 @@ def _state_numbers(mixer: Any) -> int:
     return heads * value * (key if size is None else size)
 
 
+def state_heads(model: Any) -> set[tuple[int, int]]:
+    """(heads with a state, heads of keys or groups that they share) of a model's recurrences."""
+    found = set()
+    for mixer in _mixers(model):
+        heads, *_ = _state_dims(mixer)
+        if heads:
+            found.add((heads, _first(mixer, "num_k_heads", "n_groups") or heads))
+    return found
+
+
 def _mixers(layer: Any) -> list[Any]:
     """The modules of a layer that hold a convolution, before a state or without one."""
     from torch import nn

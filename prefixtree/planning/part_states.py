@@ -2,7 +2,6 @@
 
 A part's segments are those of the whole forest, cut where parts meet. So a state that enters stands
 behind the token above a run, and a state that leaves behind an own token that others continue.
-Parts are steps, or keep their order: no token in an earlier part than a token above it.
 
 Legend: T packed tokens, t own tokens of a part, I states that enter, F that leave, W taps.
 """
@@ -26,8 +25,8 @@ class Tails(NamedTuple):
     """The tokens that a convolution with W taps reads beside the own ones.
 
     Attributes:
-        tokens: int32 [b], their packed tokens, ascending: the W - 1 above each place where a state
-            enters.
+        tokens: int32 [b], their packed tokens, ascending: those of the W - 1 above each place where
+            a state enters that are not own.
         mask: over [b + t] rows, these and the own tokens in packed order. The nearest W - 1
             ancestors of an own token are the true ones.
         own_rows: int64 [t], the rows of the own tokens, on the mask's device.
@@ -63,14 +62,16 @@ class PartStates:
         above = predictor[own]
         self._entries = np.flatnonzero((above >= 0) & ~is_own[above])
         self.entered, self._rows = np.unique(above[self._entries], return_inverse=True)
-        others = predictor[~is_own[:-1]]
+        self._is_own = is_own[:-1]
+        others = predictor[~self._is_own]
         self.left = np.unique(others[is_own[others]])
         self._tails: dict[int, Tails] = {}
 
     @cached_property
     def borders(self) -> StateBorders:
         """Of the own tokens' mask: row i of the states that enter is that behind `entered[i]`, and
-        those that leave are in the order of `left`."""
+        those that leave are in the order of `left`. Parts are steps, or keep their order: no token
+        in an earlier part than a token above it."""
         exits = np.searchsorted(self.part.own_tokens, self.left)
         mask = self._mask(self.part.own_tokens)
         return StateBorders(mask, self._entries, self._rows, exits, len(self.entered))
@@ -78,24 +79,20 @@ class PartStates:
     def tails(self, width: int) -> Tails:
         """The tokens that a convolution with `width` taps reads; made once and kept."""
         if width not in self._tails:
-            predictor, at = self.part.host.predictor, self.entered
-            found = [at[:0]]
-            for _ in range(width - 1):
-                found.append(at)
-                at = predictor[at]
-                at = np.unique(at[at >= 0])
-            tokens = np.unique(np.concatenate(found))
             own = self.part.own_tokens
-            both = np.concatenate([tokens, own])
-            rows = np.sort(both)
-            mask = self._mask(rows)
-            own_rows, joined = np.searchsorted(rows, own), np.argsort(both)
+            tokens = tail_tokens(self.part.host.predictor, self._is_own, width)
+            own_rows = np.arange(len(own)) + np.searchsorted(tokens, own)
+            tail_rows = np.arange(len(tokens)) + np.searchsorted(own, tokens)
+            joined = np.empty(len(tokens) + len(own), np.int64)
+            joined[tail_rows] = np.arange(len(tokens))
+            joined[own_rows] = len(tokens) + np.arange(len(own))
+            mask = self._mask(np.concatenate([tokens, own])[joined])
             self._tails[width] = Tails(
                 tokens=tokens,
                 mask=mask,
                 own_rows=move(torch.from_numpy(own_rows), mask.device),
                 joined=move(torch.from_numpy(joined), mask.device),
-                are_first=bool((joined == np.arange(len(both))).all()),
+                are_first=bool((joined == np.arange(len(joined))).all()),
             )
         return self._tails[width]
 
@@ -108,3 +105,27 @@ class PartStates:
 
     def __repr__(self) -> str:
         return f"PartStates({self.part!r}, {len(self.entered)} enter, {len(self.left)} leave)"
+
+
+def tail_tokens(predictor: np.ndarray, is_own: np.ndarray, width: int) -> np.ndarray:
+    """The tokens that a convolution over some of the packed tokens reads beside these.
+
+    Args:
+        predictor: int32 [T], the token above each; -1 for none.
+        is_own: bool [T], which tokens the convolution computes.
+        width: W, its taps.
+
+    Returns:
+        int32 [b], ascending.
+    """
+    above = predictor[is_own]
+    above = above[above >= 0]
+    # few: most tokens continue one of their own part
+    at = np.unique(above[~is_own[above]])
+    found = [at[:0]]
+    for _ in range(width - 1):
+        found.append(at)
+        at = predictor[at]
+        at = np.unique(at[at >= 0])
+    tokens = np.unique(np.concatenate(found))
+    return tokens[~is_own[tokens]]

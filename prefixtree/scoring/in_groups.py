@@ -16,17 +16,19 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import runs_deepspeed
-from prefixtree.models.families import family_of, forward_inputs
+from prefixtree.models.families import forward_inputs
+from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import Parts, agree
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.heads import HeadsMask, heads_problem
-from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
+from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
+from prefixtree.parallel.state_heads import StatesByHeads, state_heads_problem
 from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.planning.cost_model import CostModel, cost_model_of
-from prefixtree.planning.model_cost import model_cost
+from prefixtree.planning.model_cost import model_cost, state_heads
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 
@@ -198,11 +200,14 @@ class _RankPart:
 
         self.split, self._group, self._index = split, group, dist.get_rank(group)
         self.tokens = split[self._index]
+        exchange = TokensForHeads(split, self._index, group)
+        self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
+        states = StatesByHeads(split, exchange, self.attended)
         self._mask: DividedMask
         if mode == "heads":
-            self._mask, self.attended = HeadsMask(split, self._index, group), split.packed.mask
+            self._mask = HeadsMask(split, exchange, lambda layer: states)
         else:
-            self._mask, self.attended = rank_mask(split, self._index, group), self.tokens.mask
+            self._mask = rank_mask(split, self._index, group, lambda layer: states)
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
@@ -243,9 +248,14 @@ def _part_of_rank(
 
     def prepare() -> tuple[tuple[Any, Any, Split], dict[str, Parts]]:
         inner, found = check()
-        _check_served(model, inner, options["recompute"])
+        _check_served(model, options["recompute"])
+        # what one layer refuses, all ranks do
+        prepare_states(inner)
         _check_averages(model, group)
         _check_mode(mode, inner.config.get_text_config(), packed, ranks)
+        for heads, shared in state_heads(inner):
+            if problem := state_heads_problem(heads, shared, ranks):
+                raise ValueError(problem)
         split = _split(inner, packed, found, ranks, mode)
         return (inner, found, split), {
             "forest": _parts_of_forest(packed),
@@ -368,14 +378,8 @@ def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) 
         raise ValueError(problem)
 
 
-def _check_served(model: nn.Module, inner: Any, recompute: Any) -> None:
-    """Refuses what is not verified in groups; inner: the transformers model."""
-    model_type = inner.config.model_type
-    if family_of(inner.config.get_text_config()).rules:
-        raise UnsupportedError(
-            f"{model_type} has recurrent layers, whose states ranks of a group do not hand to one "
-            "another: leave group out and give each rank sequences of its own"
-        )
+def _check_served(model: nn.Module, recompute: Any) -> None:
+    """Refuses what is not verified in groups."""
     if isinstance(recompute, str) and recompute == "auto":
         raise UnsupportedError(
             "recompute='auto' plans by the free memory of each rank, and the ranks of a group must "

@@ -29,7 +29,8 @@ from tests.support.family_configs import (
     REFUSED_BELOW,
     VARIANTS,
 )
-from tests.support.family_table import ABOUT, NEWEST, TABLE, TOTAL, refused
+from tests.support.family_table import ABOUT, NEWEST, PROOFS, TABLE, TOTAL, refused, states
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     EVERY_TIME,
     TRANSFORMERS,
@@ -226,11 +227,21 @@ def test_layers_that_share_keys_generate(model_type, kept):
 
 def test_the_table_is_of_these_families():
     """docs/families.md, which `make families` writes."""
-    table = TABLE.read_text().partition("## Refused")[0]
+    table = TABLE.read_text().partition("\n## ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert [row[1].strip(" `") for row in rows] == sorted(FAMILIES) == sorted(ABOUT)
     for row in rows:
         assert max(map(float, row[5:7])) <= tolerance(row[1].strip(" `"))
+
+
+def test_the_table_says_what_each_type_with_states_does():
+    """As the generator writes it where every test of the results passed; one that did not shows."""
+    every = {(module, name.format(t)) for t in HYBRIDS for module, name in PROOFS.values()}
+    assert states(every) in TABLE.read_text()
+    module, name = PROOFS["sampler"]
+    assert "| `lfm2` | yes | yes | yes | yes | no |" in states(
+        every - {(module, name.format("lfm2"))}
+    )
 
 
 def test_every_causal_model_type_is_proven_or_refused_with_a_reason():

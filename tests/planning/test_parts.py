@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixtree import ForestError, PackedForest, PrefixForest, TileShape, pack
+from prefixtree.planning.part_states import PartStates
 from prefixtree.planning.parts import Parts
 from tests.support.part_exchange import (
     attend_in_parts,
@@ -131,6 +132,36 @@ def test_attention_of_all_parts_is_that_of_the_whole(parts, seed, window, extras
     got = attend_in_parts(parts, tuple(qkv), dout, **options)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60)
+@given(divisions(), st.integers(1, 4))
+def test_a_convolution_over_a_part_and_its_tails_reads_the_true_ancestors(
+    parts: Parts, width: int
+) -> None:
+    """Also where a rank's tokens lie above another's, and below them again."""
+    predictor = parts.packed.mask.host.predictor.tolist()
+
+    def near(token: int, above: list[int]) -> list[int]:
+        """The nearest W - 1 tokens above one."""
+        found = []
+        while len(found) < width - 1 and above[token] >= 0:
+            token = above[token]
+            found.append(token)
+        return found
+
+    for part in parts:
+        own = part.own_tokens.tolist()
+        read = {t: near(t, predictor) for t in own}
+        tails = PartStates(part).tails(width)
+        assert set(tails.tokens.tolist()) >= {t for of in read.values() for t in of} - {*own}
+        assert not {*tails.tokens.tolist()} & {*own}
+        tokens = sorted([*tails.tokens.tolist(), *own])
+        assert [tokens[row] for row in tails.own_rows.tolist()] == own
+        assert [[*tails.tokens, *own][i] for i in tails.joined.tolist()] == tokens
+        above = tails.mask.host.predictor.tolist()
+        for token, row in zip(own, tails.own_rows.tolist(), strict=True):
+            assert [tokens[t] for t in near(row, above)] == read[token]
 
 
 def test_the_check_turns_red_without_one_borrowers_gradient() -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from prefixtree import tree_attention
+from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.layers import layers_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
@@ -31,6 +33,7 @@ from tests.support.group_ranks import (
 from tests.support.models import (
     Run,
     assert_same,
+    attentions,
     build,
     errors,
     gradients,
@@ -39,6 +42,7 @@ from tests.support.models import (
     ragged_packed,
     reward_model,
     run_packed,
+    tolerance,
 )
 from tests.support.spawn import run_ranks
 
@@ -81,7 +85,8 @@ def _check(results: Results, name: str, case: Case) -> None:
         mine = alone[rank * len(alone) // len(results)]
         found = Run(**result[name]["run"])
         if sum(len(p) for p in mine.logprobs):
-            worst = assert_same(found, Run(mine.logprobs, mine.entropy, mean))
+            reference = Run(mine.logprobs, mine.entropy, mean)
+            worst = assert_same(found, reference, tolerance(case.family))
             print(f"{name}, rank {rank}: {worst}")
         else:
             assert [len(p) for p in found.logprobs] == [0]
@@ -93,9 +98,14 @@ def _check(results: Results, name: str, case: Case) -> None:
 
 def _check_exchanges(results: Results, name: str, case: Case) -> None:
     """The ranks did compute parts, and exchanged rows in every layer that was computed."""
-    layers = case.model().config.get_text_config().num_hidden_layers
-    modes = getattr(case.recompute, "modes", (case.recompute,) * layers)
-    again = layers if case.checkpointing else sum(m in ("all", "all_but_attention") for m in modes)
+    model = case.model()
+    attends = [bool(attentions(layer)) for layer in layers_of(find_causal_lm(model))]
+    modes = getattr(case.recompute, "modes", (case.recompute,) * len(attends))
+    recomputed = [
+        bool(case.checkpointing) or mode in ("all", "all_but_attention") for mode in modes
+    ]
+    layers = sum(attends)
+    again = sum(a and r for a, r in zip(attends, recomputed, strict=True))
     size = len(results) // num_groups(case)
     for place in range(num_groups(case)):
         calls = [result[name]["calls"] for result in results[place * size : (place + 1) * size]]
@@ -289,7 +299,11 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
         "temperatures must be finite and above 0",
         "ValueError: temperatures must be finite and above 0",
     ),
-    "recurrent": ("qwen3_5 has recurrent layers, whose states",) * 2,
+    "odd heads of states": (
+        "the 3 heads of a recurrent layer, which share 3 heads of keys (groups of Mamba-2), do not "
+        "divide among 2 ranks",
+    )
+    * 2,
     "router loss": ("load-balancing loss of experts is not verified",) * 2,
     "routes": ("routes of experts are not verified where a forest is divided",) * 2,
     "pictures": ("pictures are not verified where a forest is divided",) * 2,

@@ -3,8 +3,8 @@
     python -m tests.support.family_table RESULTS.xml ...
 
 A file is pytest's --junitxml of one version of transformers; `make families` makes them all. The
-figures, the versions and what was skipped come from the files; what a family's tiny configuration
-turns on is said here.
+figures, the versions and what was skipped come from the files, and of types whose layers carry a
+state also what else a test has proven; what a family's tiny configuration turns on is said here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packaging.version import parse
 
 from prefixtree.models.unserved import UNSERVED
 from tests.support.family_configs import FAMILIES, PARTS
+from tests.support.hybrid_configs import HYBRIDS
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/families.md"
@@ -204,6 +205,30 @@ to 1e-11, gradients to 1e-10.
 |---|---|---|---|---|---|
 """
 
+_STATES = """
+## Layers that carry a state
+
+What tests have proven: [steps](larger-trees.md) (`max_tokens=`), [groups](parallel.md) in both
+modes, the [sampler](rollouts.md).
+
+| model type | {columns} |
+|{lines}|
+"""
+# column -> the test of it, whose names end so for a family
+PROOFS = {
+    "one forward": ("models.test_families", "test_equals_eager_one_by_one[{}-none]"),
+    "steps": ("scoring.test_states_in_steps", "test_every_family_with_states[{}]"),
+    "groups, parts": (
+        "scoring.test_states_in_groups",
+        "test_every_family_with_states[{}-parts]",
+    ),
+    "groups, heads": (
+        "scoring.test_states_in_groups",
+        "test_every_family_with_states[{}-heads]",
+    ),
+    "sampler": ("sampling.test_families", "test_equals_generate_and_eager[{}]"),
+}
+
 _REFUSED = """
 ## Refused
 
@@ -240,7 +265,35 @@ def read(paths: list[str]) -> tuple[dict[str, dict[str, float]], dict[str, set[s
     return worst, versions
 
 
-def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> str:
+def passed_in(paths: list[str]) -> set[tuple[str, str]]:
+    """The module below tests, and the name, of each test that ran and passed."""
+    return {
+        (case.get("classname", "").removeprefix("tests."), case.get("name", ""))
+        for path in paths
+        for case in ElementTree.parse(path).getroot().iter("testcase")
+        if not {"failure", "error", "skipped"} & {child.tag for child in case}
+    }
+
+
+def states(passed: set[tuple[str, str]]) -> str:
+    """The section of docs/families.md on types whose layers carry a state, a row per result."""
+    types: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for family in sorted(HYBRIDS):
+        proven = tuple(
+            "yes" if (module, name.format(family)) in passed else "no"
+            for module, name in PROOFS.values()
+        )
+        types[proven].append(f"`{family}`")
+    rows = [f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in types.items()]
+    lines = "|".join(["---"] * (1 + len(PROOFS)))
+    return _STATES.format(columns=" | ".join(PROOFS), lines=lines) + "".join(rows)
+
+
+def table(
+    worst: dict[str, dict[str, float]],
+    versions: dict[str, set[str]],
+    passed: set[tuple[str, str]],
+) -> str:
     """docs/families.md."""
     rows = []
     for family in sorted(FAMILIES):
@@ -248,7 +301,7 @@ def table(worst: dict[str, dict[str, float]], versions: dict[str, set[str]]) -> 
         ran = _ran(versions[family], set().union(*versions.values()))
         figures = f"{worst[family]['logprob']:.1e} | {worst[family]['gradient']:.1e}"
         rows.append(f"| `{family}` | {models} | {covered} | {ran} | {figures} |\n")
-    return _head() + "".join(rows) + refused()
+    return _head() + "".join(rows) + states(passed) + refused()
 
 
 def _ran(versions: set[str], tested: set[str]) -> str:
@@ -292,7 +345,7 @@ def main(paths: list[str]) -> None:
         raise SystemExit(f"no results for {', '.join(sorted(missing))}")
     if ABOUT.keys() != FAMILIES.keys():
         raise SystemExit(f"ABOUT and FAMILIES differ: {sorted(ABOUT.keys() ^ FAMILIES.keys())}")
-    TABLE.write_text(table(worst, versions))
+    TABLE.write_text(table(worst, versions, passed_in(paths)))
     readme = ROOT / "README.md"
     readme.write_text(counted(readme.read_text()))
 

@@ -111,8 +111,9 @@ def _one_raises(rank: int, group: Any) -> Any:
     return scored(rank, group, temperature=-1.0 if rank else 1.0)
 
 
-def _recurrent(rank: int, group: Any) -> Any:
-    return scored(rank, group, "qwen3_5")
+def _odd_heads_of_states(rank: int, group: Any) -> Any:
+    model = build("qwen3_5", linear_num_key_heads=3, linear_num_value_heads=3)
+    return scored(rank, group, model=model)
 
 
 def _router_loss(rank: int, group: Any) -> Any:
@@ -194,7 +195,7 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "averaged over others": _averaged_over_others,
     "sharded over others": _sharded_over_others,
     "one raises": _one_raises,
-    "recurrent": _recurrent,
+    "odd heads of states": _odd_heads_of_states,
     "router loss": _router_loss,
     "routes": _routes,
     "pictures": _pictures,

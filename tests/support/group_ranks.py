@@ -124,6 +124,21 @@ CASES: dict[str, Case] = {
     "heads, adapters": Case(wrapper="ddp", lora=True, group_mode="heads"),
     "heads, one token": Case(forest="one token", group_mode="heads"),
     "trees apart": Case(forest="trees apart"),
+    "states, DDP, checkpointing": Case("olmo_hybrid", "ddp", "not reentrant"),
+    "states, FSDP2, heads": Case(
+        "nemotron_h", "fsdp2", recompute="all_but_attention", group_mode="heads"
+    ),
+    "states, scattered, a plan": Case(
+        "qwen3_5", recompute=RecomputePlan((*MODES, "all"), 0), scattered=True
+    ),
+    "states, adapters, FSDP2": Case("olmo_hybrid", "fsdp2", lora=True, recompute="all"),
+    "states, reentrant checkpointing": Case("kimi_linear", "", "reentrant", scattered=True),
+    "states, compiled layers": Case("qwen3_next", compiled="aot_eager", recompute="all"),
+    "states, compiled layers, heads": Case("nemotron_h", compiled="aot_eager", group_mode="heads"),
+    "states, FSDP1": Case("nemotron_h", "fsdp1", "not reentrant"),
+    "states, one scores nothing": Case("lfm2", "ddp", forest="one scores nothing"),
+    "states, one token": Case("qwen3_next", "fsdp2", forest="one token"),
+    "states, trees apart": Case("falcon_h1", forest="trees apart"),
 }
 # without those whose parts others have
 QUICK = [
@@ -132,6 +147,8 @@ QUICK = [
     if name not in ("adapters, FSDP2", "scattered, FSDP2", "FSDP2, checkpointing")
     and name not in ("compiled layers", "heads, MLA, compiled layers")
     and name not in ("reentrant checkpointing", "experts, DDP", "heads, adapters")
+    and not name.startswith(("states, compiled", "states, reentrant", "states, FSDP1"))
+    and name not in ("states, one token", "states, trees apart", "states, scattered, a plan")
 ]
 HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
 # on four: one group, and two groups with forests of their own
@@ -149,6 +166,11 @@ WIDE_CASES: dict[str, Case] = {
     "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
     "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups"),
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
+    "states, groups, FSDP2": Case("qwen3_next", "fsdp2", "not reentrant", forest="groups"),
+    # two groups of heads: each is two ranks'
+    "states, heads, DDP": Case(
+        "nemotron_h", "ddp", recompute="all", group_mode="heads", scattered=True
+    ),
 }
 
 
@@ -195,7 +217,7 @@ def num_groups(case: Case) -> int:
 def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
     """Notes own rows, and the rows that come to them, of each exchange in a forward."""
     borrowing = exchange_of_ranks.RankExchange.borrow
-    exchanging = heads._TokensForHeads.to_heads
+    exchanging = exchange_of_ranks.TokensForHeads.to_heads
 
     def borrow(self: Any, *own: torch.Tensor) -> Any:
         key, value = borrowing(self, *own)
@@ -210,7 +232,7 @@ def _spied(calls: list[tuple[int, int]]) -> Iterator[None]:
 
     with (
         patch.object(exchange_of_ranks.RankExchange, "borrow", borrow),
-        patch.object(heads._TokensForHeads, "to_heads", to_heads),
+        patch.object(exchange_of_ranks.TokensForHeads, "to_heads", to_heads),
     ):
         yield
 
@@ -389,7 +411,7 @@ def _heads_in_bfloat16(rank: int, group: Any) -> list[torch.Tensor]:
     """out, dq, dk and dv of the own tokens, with two ranks for each kv head; and the tokens."""
     packed, (*qkv, dout) = rows_in_bfloat16()
     parts = split_tokens(packed, dist.get_world_size())
-    mask = heads.HeadsMask(parts, rank, group)
+    mask = heads.HeadsMask(parts, exchange_of_ranks.TokensForHeads(parts, rank, group))
     leaves = [mask.part.own(x).requires_grad_() for x in qkv]
     out = mask.attend(nn.Module(), *leaves)
     gradients = torch.autograd.grad(out, leaves, mask.part.own(dout))

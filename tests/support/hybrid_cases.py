@@ -70,8 +70,8 @@ class Float64(TorchFunctionMode):
         return func(*map(swap, args), **{k: swap(v) for k, v in (kwargs or {}).items()})
 
 
-def in_float64(family: str, implementation: str = "prefixtree") -> Any:
-    model = build(family, implementation).double()
+def in_float64(family: str, implementation: str = "prefixtree", **changes: Any) -> Any:
+    model = build(family, implementation, **changes).double()
     # grouped products know no float64
     model.set_experts_implementation("eager")
     return model

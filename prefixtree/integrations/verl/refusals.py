@@ -15,7 +15,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 from prefixtree._picture_inputs import GRIDS
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl.batches import shown_of
-from prefixtree.models.families import LIGER_LAYERS, check_config, family_of
+from prefixtree.models.families import LIGER_LAYERS, check_config
 from prefixtree.recompute.layers import MODES
 
 # of override_config: as in `sequence_logprobs`, and whether `compile_layers` compiles the layers
@@ -44,13 +44,7 @@ def check_settings(model_config: Any, engine_config: Any, model_output: str) -> 
     """
     hf_config = model_config.hf_config
     sees = getattr(hf_config, "vision_config", None) is not None
-    sequence_parallel = engine_config.ulysses_sequence_parallel_size
     for refused, why in (
-        (
-            sequence_parallel > 1 and bool(family_of(hf_config.get_text_config()).rules),
-            f"ulysses_sequence_parallel_size={sequence_parallel}: {hf_config.model_type} has "
-            "recurrent layers, whose states ranks do not hand to one another; set it to 1",
-        ),
         (
             model_config.use_fused_kernels,
             "use_fused_kernels=True replaces the model's forward by one that drops the tree mask; "

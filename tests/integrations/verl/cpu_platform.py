@@ -159,8 +159,8 @@ def _unpinned(policy: Any, pin_memory: bool) -> Any:
 
 
 def register_engines() -> None:
-    """verl's own engines for vendor "stock", prefixtree's for "prefixtree", verl's without its
-    patches of classes for "alone"; once a process."""
+    """verl's own engines for vendors "stock" and "undivided", prefixtree's for "prefixtree", verl's
+    without its patches of classes for "alone"; once a process."""
     from functools import partial
 
     from verl.workers.engine import EngineRegistry
@@ -187,6 +187,7 @@ def register_engines() -> None:
     for vendor, actor, critic in (
         ("alone", Alone, StockCritic),
         ("stock", transformer_impl.FSDPEngineWithLMHead, StockCritic),
+        ("undivided", transformer_impl.FSDPEngineWithLMHead, StockCritic),
         ("prefixtree", PackedActorEngine, PackedCriticEngine),
     ):
         options: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": "cpu", "vendor": vendor}

@@ -52,10 +52,12 @@ def steps(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def counted_exchanges() -> Iterator[Counter[str]]:
-    """How often verl's engine exchanged heads among ranks, and ours borrowed keys."""
+    """How often verl's engine exchanged heads among ranks, and ours borrowed keys, and tails of
+    recurrent layers."""
     from verl.models.transformers import monkey_patch
 
     from prefixtree.parallel.ranks import RankExchange
+    from prefixtree.parallel.state_heads import StatesByHeads
 
     calls: Counter[str] = Counter()
 
@@ -70,6 +72,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     with (
         patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
         patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
+        patch.object(StatesByHeads, "conv", counted("tails", StatesByHeads.conv)),
     ):
         yield calls
 
@@ -95,6 +98,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     from tests.integrations.verl.runs import (
         CASES,
         HYBRID_CASES,
+        HYBRID_SEQUENCE_PARALLEL_CASES,
         SEQUENCE_PARALLEL_CASES,
         run,
     )
@@ -102,6 +106,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
     register_engines()
     cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
+    cases |= HYBRID_SEQUENCE_PARALLEL_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         for vendor in dict.fromkeys((cases[name].beside, "prefixtree")):

@@ -181,7 +181,8 @@ class Settings:
         same_steps: both engines make the same micro-batches, so that every metric must agree;
             otherwise those are left out that verl averages over micro-batches.
         pictures: whose rollouts hold pictures, "all" ranks' or the "first" one's, or None.
-        beside: the engine to compare with: verl's ("stock"), or each sequence "alone".
+        beside: the engine to compare with: verl's ("stock"), verl's on ranks that compute the same
+            batch each, as it hands no states on ("undivided"), or each sequence "alone".
         epochs: of two updates each.
         tolerance: of parameters and metrics.
         score_tolerance: of log-probabilities, entropies and values.
@@ -309,6 +310,20 @@ HYBRID_CASES: dict[str, Settings] = {
         for pictures in (None, "all")
     },
 }
+# on two ranks that compute each forest together
+HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
+    "grpo, nemotron_h, two ranks a forest": Settings(
+        model="nemotron_h", beside="undivided", engine=_TWO_RANKS
+    ),
+    "ppo, qwen3_next, two ranks a forest": Settings(
+        algorithm="ppo",
+        model="qwen3_next",
+        beside="undivided",
+        engine=_TWO_RANKS,
+        tolerance=1e-4,
+        score_tolerance=5e-5,
+    ),
+}
 
 
 # ---- workers ---------------------------------------------------------------------------------
@@ -327,6 +342,9 @@ def worker_config(
     """verl's configuration of one worker, for an engine of "stock" or "prefixtree"."""
     packs = vendor == "prefixtree"
     theirs = "eager" if vendor == "alone" else "sdpa"
+    if vendor == "undivided":
+        engine = {k: v for k, v in settings.engine.items() if k not in _TWO_RANKS}
+        settings = replace(settings, engine=engine)
     ranks = settings.engine.get("ulysses_sequence_parallel_size", 1)
     stock = theirs if ranks == 1 else VARLEN
     model_config = HFModelConfig(
@@ -442,6 +460,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
     together = settings.engine.get("ulysses_sequence_parallel_size", 1)
     # as verl's dispatch has it
     rank, world = rank // together, world // together
+    # ranks that have the same batch, and do not know it, count it twice
+    batches = world * together if vendor == "undivided" else world
     shared = settings.even or rank < world - 1
     rows = rollouts(10 + rank, groups=4, size=4, shared=shared)
     if settings.model in VISION:
@@ -481,8 +501,8 @@ def _run(vendor: str, folder: Path, settings: Settings, rank: int, world: int) -
         tu.assign_non_tensor(
             data,
             calculate_entropy=True,
-            global_batch_size=count * world // 2,
-            mini_batch_size=count * world // 2,
+            global_batch_size=count * batches // 2,
+            mini_batch_size=count * batches // 2,
             epochs=settings.epochs,
             seed=3,
             dataloader_kwargs={"shuffle": False},

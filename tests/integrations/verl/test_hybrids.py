@@ -18,6 +18,7 @@ from prefixtree.errors import UnsupportedError
 from tests.integrations.verl.compare import check_same
 from tests.integrations.verl.runs import (
     HYBRID_CASES,
+    HYBRID_SEQUENCE_PARALLEL_CASES,
     make_worker,
     run,
     run_ranks,
@@ -29,6 +30,7 @@ from tests.support.hybrid_configs import OLDEST_WITH_STATES
 # every time
 ONE = ("grpo, nemotron_h", "ppo, qwen3_next", "grpo, qwen3_5, text", "grpo, qwen3_5_moe, pictures")
 TWO = ("grpo, qwen3_5_text, lora", "ppo, qwen3_next, fsdp1")
+TOGETHER = ("grpo, nemotron_h, two ranks a forest",)
 
 SERVED = version.parse(transformers.__version__) >= version.parse(OLDEST_WITH_STATES)
 needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDEST_WITH_STATES}")
@@ -37,14 +39,15 @@ needs_states = pytest.mark.skipif(not SERVED, reason=f"needs transformers {OLDES
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrids")
-    for settings in HYBRID_CASES.values():
+    for settings in (HYBRID_CASES | HYBRID_SEQUENCE_PARALLEL_CASES).values():
         save_model(settings.model, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def two_ranks(hybrids: Path) -> list[dict[Any, Any]]:
-    return run_ranks(hybrids, asked_for(HYBRID_CASES, TWO))
+    together = asked_for(HYBRID_SEQUENCE_PARALLEL_CASES, TOGETHER)
+    return run_ranks(hybrids, [*asked_for(HYBRID_CASES, TWO), *together])
 
 
 @needs_states
@@ -62,6 +65,19 @@ def test_one_rank(name: str, hybrids: Path) -> None:
 def test_two_ranks(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     settings = HYBRID_CASES[name]
     for results in two_ranks:
+        differences = check_same(
+            results[name, settings.beside], results[name, "prefixtree"], settings
+        )
+        print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
+
+
+@needs_states
+@pytest.mark.parametrize("name", mostly(HYBRID_SEQUENCE_PARALLEL_CASES, TOGETHER))
+def test_two_ranks_compute_a_forest_together(name: str, two_ranks: list[dict[Any, Any]]) -> None:
+    """Beside verl's own engine on ranks that compute the same batch each."""
+    settings = HYBRID_SEQUENCE_PARALLEL_CASES[name]
+    for results in two_ranks:
+        assert results[name, "prefixtree"]["exchanges"].keys() == {"keys", "tails"}
         differences = check_same(
             results[name, settings.beside], results[name, "prefixtree"], settings
         )

@@ -68,16 +68,8 @@ def test_ligers_layers_where_they_are_verified(models: Path) -> None:
         refusals.check_settings(model_config, engine_config, "log_probs")
 
 
-def test_ranks_that_compute_a_forest_together(models: Path) -> None:
-    """Recurrent layers are refused, and plans by each rank's memory."""
-    worker = make_worker("prefixtree", models / "qwen3", SETTINGS)
-    model_config, engine_config = worker.model_config, worker.engine_config
-    object.__setattr__(engine_config, "ulysses_sequence_parallel_size", 2)  # frozen
-    refusals.check_settings(model_config, engine_config, "log_probs")
-    model_config.hf_config.model_type = "qwen3_next"
-    message = "ulysses_sequence_parallel_size=2: qwen3_next has recurrent layers"
-    with pytest.raises(UnsupportedError, match=message):
-        refusals.check_settings(model_config, engine_config, "log_probs")
+def test_ranks_that_compute_a_forest_together() -> None:
+    """Plans by each rank's memory are refused."""
     refusals.check_recompute("all", True, 2)
     refusals.check_recompute("auto", True, 1)
     with pytest.raises(UnsupportedError, match="'auto' plans by the free memory of each rank"):

@@ -1,0 +1,267 @@
+"""Recurrent layers of a forest whose tokens are divided among ranks: each computes some heads.
+
+Ranks exchange tokens for heads before a recurrence, and heads for tokens after it, as
+`parallel.heads` does for attention. So states pass within one rank, whatever the forest is and
+whoever owns its tokens. A convolution stays with the tokens, because the layer's code splits its
+channels afterwards: ranks exchange the W - 1 tokens above each place where another rank's tokens
+begin (tails). Sums over ranks are taken in float32, in the order of ranks. Legend: T packed tokens,
+t own tokens, n ranks, D channels, W taps, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.packing.mask import TreeMask
+from prefixtree.packing.transfers import move
+from prefixtree.parallel.ranks import TokensForHeads, all_to_all, divides
+from prefixtree.planning.part_states import PartStates, tail_tokens
+from prefixtree.planning.parts import Parts
+
+
+def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
+    """Says why the heads of a recurrence cannot be divided among ranks; None where they can.
+
+    Args:
+        heads: of values, each with a state. shared: heads of keys, or groups of Mamba-2, that
+            several of them share. ranks: n.
+    """
+    if divides(heads, shared, ranks):
+        return None
+    return (
+        f"the {heads} heads of a recurrent layer, which share {shared} heads of keys (groups of "
+        f"Mamba-2), do not divide among {ranks} ranks: expected a number of ranks that divides the "
+        "heads, and divides or is a multiple of those that they share; take another size of the "
+        "group"
+    )
+
+
+class StatesByHeads:
+    """In the place of the mask among the keywords of a recurrent layer's forward, on one rank of a
+    group. All layers may share it, as it keeps nothing of them.
+
+    All ranks must call it as often as one another, in the same order.
+
+    Args:
+        parts: the forest divided among the ranks of the group.
+        exchange: of tokens for heads.
+        counted: the mask by which the forward counts its calls.
+
+    Attributes:
+        num_tokens: t.
+    """
+
+    query_tokens = None
+
+    def __init__(self, parts: Parts, exchange: TokensForHeads, counted: TreeMask) -> None:
+        self._parts, self._exchange, self._counted = parts, exchange, counted.host
+        self._whole = parts.packed.mask
+        self.num_tokens = parts[exchange.index].num_tokens
+        self._tails: dict[int, _Tails] = {}
+
+    # Dynamo is kept out: ranks talk to one another
+    @uncompiled
+    def conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        """`tree_conv` of the own tokens: x [t, D] -> [t, D]."""
+        width = weight.shape[1]
+        if width not in self._tails:
+            self._tails[width] = _Tails(self._parts, self._exchange, width)
+        tails = self._tails[width]
+        note_call(self._counted, "recurrence")
+        # known to all ranks: one that reads none takes part where others do
+        if not tails.is_needed:
+            return tree_conv(x, weight, bias, tails.mask, activation)
+        rows = _WithTails.apply(x, tails)
+        return tree_conv(rows, weight, bias, tails.mask, activation).index_select(0, tails.own_rows)
+
+    @uncompiled
+    def delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """`tree_delta_rule` of the own tokens: [t, Hk, K], .. -> [t, H, V]."""
+        self._check(value.shape[1], key.shape[1])
+        rows = self._to_heads(query, key, value, g, beta)
+        rule: Callable[..., torch.Tensor] = tree_delta_rule
+        return self._to_tokens(rule(*rows, self._whole, **options))
+
+    @uncompiled
+    def ssd(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        *,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
+        those of all heads, and their gradients zero but for this rank's: ranks' add up."""
+        self._check(x.shape[1], B.shape[1])
+        A, D, dt_bias = (self._of_rank(parameter) for parameter in (A, D, dt_bias))
+        x, dt, B, C = self._to_heads(x, dt, B, C)
+        rule: Callable[..., torch.Tensor] = tree_ssd
+        out = rule(x, dt, A, B, C, self._whole, D=D, dt_bias=dt_bias, **options)
+        return self._to_tokens(out)
+
+    def _check(self, heads: int, shared: int) -> None:
+        if (problem := state_heads_problem(heads, shared, self._exchange.ranks)) is not None:
+            raise ValueError(problem)
+        if self._counted is not self._whole.host:
+            note_call(self._counted, "recurrence")
+
+    def _of_rank(self, parameter: Any) -> Any:
+        """This rank's heads of [H, ..], or None."""
+        if parameter is None:
+            return None
+        return parameter.chunk(self._exchange.ranks)[self._exchange.index]
+
+    def _to_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        """[t, H] or [t, H, d] each -> [T, h] or [T, h, d]."""
+        with_size = (x if x.ndim == 3 else x[..., None] for x in rows)
+        found = _ToHeads.apply(self._exchange, *with_size)
+        return [y if x.ndim == 3 else y[..., 0] for x, y in zip(rows, found, strict=True)]
+
+    def _to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _ToTokens.apply(self._exchange, out)
+        return found
+
+
+class _ToHeads(torch.autograd.Function):
+    """[t, H, d] each -> [T, h, d]. Heads that are fewer than ranks go to several, and get the sum
+    of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: TokensForHeads, *rows: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.copies = [max(1, exchange.ranks // x.shape[1]) for x in rows]
+        repeated = (
+            x if copies == 1 else x.repeat_interleave(copies, 1)
+            for x, copies in zip(rows, ctx.copies, strict=True)
+        )
+        return tuple(exchange.to_heads([*repeated]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_tokens = ctx.exchange.to_tokens(gradients)
+        return None, *(
+            x if copies == 1 else _sum_of_copies(x.unflatten(1, (-1, copies)))
+            for x, copies in zip(of_tokens, ctx.copies, strict=True)
+        )
+
+
+def _sum_of_copies(x: torch.Tensor) -> torch.Tensor:
+    """[t, H, copies, d] -> [t, H, d]."""
+    return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class _ToTokens(torch.autograd.Function):
+    """[T, h, d] -> [t, H, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: TokensForHeads, out: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.to_tokens([out])[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.exchange.to_heads([gradient])[0]
+
+
+class _Tails:
+    """The exchange of tails of one width.
+
+    Attributes:
+        mask: over [b + t] rows, the tails that this rank reads and its own tokens.
+        own_rows: int64 [t], the rows of the own tokens.
+        is_needed: whether any rank reads any.
+    """
+
+    def __init__(self, parts: Parts, exchange: TokensForHeads, width: int) -> None:
+        index, ranks, owner = exchange.index, exchange.ranks, parts.owner
+        self._group = exchange.group
+        part, predictor = parts[index], parts[index].host.predictor
+        read = PartStates(part).tails(width)
+        self.mask, self.own_rows, self._joined = read.mask, read.own_rows, read.joined
+        wanted = [
+            read.tokens if rank == index else tail_tokens(predictor, owner == rank, width)
+            for rank in range(ranks)
+        ]
+        self.is_needed = any(map(len, wanted))
+        lent = [tokens[owner[tokens] == index] for tokens in wanted]
+        lenders = owner[read.tokens]
+        self._sent = [len(tokens) for tokens in lent]
+        self._received: list[int] = np.bincount(lenders, minlength=ranks).tolist()
+        sent_rows = np.searchsorted(part.own_tokens, np.concatenate(lent))
+        lent_rows, places = np.unique(sent_rows, return_inverse=True)
+        # rows arrive lender by lender
+        order = np.argsort(lenders, kind="stable")
+        tail_rows = np.arange(len(order)) + np.searchsorted(part.own_tokens, read.tokens)
+
+        def on_device(numbers: np.ndarray) -> torch.Tensor:
+            return move(torch.from_numpy(numbers.astype(np.int64)), self.mask.device)
+
+        # rows of x as they are sent; each of these once, and where each rank's piece adds to them
+        self._sent_rows, self._lent_rows = on_device(sent_rows), on_device(lent_rows)
+        self._places: Sequence[torch.Tensor] = on_device(places).split(self._sent)
+        # of the tails in packed order the places among those that arrived, and the reverse: the
+        # rows of those that arrived
+        self._arrived, self._tail_rows = on_device(np.argsort(order)), on_device(tail_rows[order])
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, D] -> [b + t, D]."""
+        sent = x.index_select(0, self._sent_rows)
+        got = all_to_all(sent, self._sent, self._received, self._group)
+        both = torch.cat([got.index_select(0, self._arrived), x])
+        return both.index_select(0, self._joined)
+
+    def part(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of x [t, D], from that of all rows [b + t, D]."""
+        tails = gradient.index_select(0, self._tail_rows)
+        got = all_to_all(tails, self._received, self._sent, self._group)
+        dx = gradient.index_select(0, self.own_rows)
+        total = dx.index_select(0, self._lent_rows)
+        total = total.to(torch.promote_types(dx.dtype, torch.float32))
+        for place, piece in zip(self._places, got.split(self._sent), strict=True):
+            # each row once, and ranks in their order
+            total.index_add_(0, place, piece.to(total.dtype))
+        return dx.index_copy_(0, self._lent_rows, total.to(dx.dtype))
+
+
+class _WithTails(torch.autograd.Function):
+    """Own rows x [t, D] and the tails that other ranks hold, in packed order: [b + t, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tails: _Tails) -> torch.Tensor:
+        ctx.tails = tails
+        return tails.join(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tails.part(gradient), None

@@ -1,0 +1,244 @@
+"""One rank of test_states_in_groups.py: models with recurrent layers on the ranks of a group."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import prefixtree as pt
+from prefixtree.models.families import forward_inputs
+from prefixtree.parallel import state_heads
+from prefixtree.parallel.attention import DividedMask
+from prefixtree.parallel.heads import HeadsMask
+from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
+from prefixtree.parallel.state_heads import StatesByHeads
+from prefixtree.planning.parts import Parts
+from prefixtree.scoring import in_groups
+from tests.support.full import asked_for, quick_ones_run
+from tests.support.hybrid_cases import (
+    Float64,
+    in_float64,
+    logprobs_of,
+    long_packed,
+    long_sequences,
+)
+from tests.support.hybrid_configs import HYBRIDS
+from tests.support.models import build, pack_sequences, ragged_objective, run_packed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in float64 on a forest of long nodes.
+
+    Attributes:
+        family: of `models.build`.
+        group_mode: as `sequence_logprobs` takes it.
+        owner: a key of OWNERS.
+        changes: of the model's configuration.
+    """
+
+    family: str
+    group_mode: str = "parts"
+    owner: str = "single tokens"
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def model(self) -> Any:
+        """A prepared one."""
+        return pt.prepare(in_float64(self.family, **dict(self.changes)))
+
+
+# how many tokens and ranks -> who owns each token
+OWNERS: dict[str, Callable[[int, int], np.ndarray]] = {
+    "runs": lambda T, n: np.arange(T) * n // T,
+    "chunks": lambda T, n: np.random.default_rng(0).permutation(16)[np.arange(T) * 16 // T] % n,
+    "single tokens": lambda T, n: np.random.default_rng(1).integers(0, n, T),
+}
+_ODD = (("linear_num_key_heads", 3), ("linear_num_value_heads", 6))
+# on as many ranks
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        f"{family}, {mode}, {owner}": Case(family, mode, owner)
+        for family in HYBRIDS
+        for mode in ("parts", "heads")
+        for owner in OWNERS
+    },
+    # heads that three ranks divide, and none; a convolution alone has none to divide
+    3: {
+        "six heads": Case("qwen3_5", changes=_ODD),
+        "a convolution alone": Case("lfm2", owner="chunks"),
+    },
+    # heads of keys, and groups, that are fewer than ranks
+    4: {
+        "two heads of keys": Case("qwen3_5"),
+        "two groups": Case("nemotron_h", "heads", "chunks"),
+    },
+}
+QUICK: dict[int, tuple[str, ...]] = {
+    2: (
+        "qwen3_5, parts, single tokens",
+        "nemotron_h, heads, chunks",
+        "kimi_linear, parts, runs",
+        "lfm2, parts, single tokens",
+    ),
+    3: (),
+    4: (),
+}
+# through `sequence_logprobs`, in float32
+FAMILY_QUICK = ("qwen3_5", "nemotron_h")
+# in bfloat16, their gates in float32; groups that are several ranks'
+HALF: dict[int, tuple[str, ...]] = {2: ("qwen3_5",), 3: (), 4: ("nemotron_h",)}
+
+
+def weights() -> list[torch.Tensor]:
+    """Of the log-probabilities of the long forest's sequences."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = [len(s) - 1 for s in long_sequences()]
+    return [torch.randn(n, dtype=torch.float64, generator=draw) for n in sizes]
+
+
+def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    """No sum over tokens of one weight: gradients of equal tokens differ."""
+    terms = zip(logprobs, weights(), strict=True)
+    return sum((p * w).sum() + p.square().sum() / 10 for p, w in terms)
+
+
+def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
+    """Log-probabilities of the sequences, and gradients averaged over the ranks."""
+    packed, ranks = long_packed(), dist.get_world_size(group)
+    with Float64():
+        model = case.model()
+        parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
+        exchange, part = TokensForHeads(parts, rank, group), parts[rank]
+        counted = packed.mask if case.group_mode == "heads" else part.mask
+        states = StatesByHeads(parts, exchange, counted)
+        mask: DividedMask
+        if case.group_mode == "heads":
+            mask = HeadsMask(parts, exchange, lambda layer: states)
+        else:
+            mask = rank_mask(parts, rank, group, lambda layer: states)
+        inputs = forward_inputs(packed, model.config)
+        own = torch.from_numpy(part.own_tokens).long()
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = inputs[name].index_select(-1, own)
+        logits = model(**inputs | {"tree_mask": mask}).logits[0]
+        edges = packed.edges()
+        predictor = edges.predictor.numpy()
+        which, at = (torch.from_numpy(x) for x in part.scored(predictor))
+        target = packed.input_ids[edges.token[which].long()]
+        row, counts = arrival(parts.owner[predictor], ranks)
+        found = gather_rows(logprobs_of(logits[at], target)[:, None], counts, rank, group)[:, 0]
+        of_tokens = found.new_zeros(packed.num_tokens).index_copy(
+            0, edges.token.long(), found[torch.from_numpy(row)]
+        )
+        logprobs = [part[1:] for part in packed.unpack(of_tokens)]
+        loss_of(logprobs).backward()
+    return {"logprobs": [p.detach() for p in logprobs], "gradients": _averaged(model)}
+
+
+def _averaged(model: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        # experts that no token of a rank chose have none there
+        grad = parameter.grad
+        total = torch.zeros_like(parameter) if grad is None else grad.clone()
+        dist.all_reduce(total)
+        if grad is not None or total.any():
+            found[name] = total / dist.get_world_size()
+    return found
+
+
+def _scattered(packed: pt.PackedForest, ranks: int, *_: Any, **__: Any) -> Parts:
+    """In the place of `split_tokens`."""
+    return Parts(packed, OWNERS["single tokens"](packed.num_tokens, ranks), ranks)
+
+
+def freeze(model: Any) -> Any:
+    """All but a layer, and a gate of another whose keys and values then need no gradient."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "layers.0.linear_attn.dt_bias" in name)
+    return model
+
+
+def family_run(
+    family: str,
+    group: Any,
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+    changed: Callable[[Any], Any] = lambda model: model,
+) -> dict[str, Any]:
+    """Of `sequence_logprobs`, tokens scattered over the ranks."""
+    model, objective = changed(build(family).to(dtype)), ragged_objective()
+    packed = pack_sequences(objective.sequences)
+    with patch.object(in_groups, "split_tokens", _scattered):
+        run = run_packed(model, packed, objective, group=group, group_mode=mode)
+    found = {"logprobs": run.logprobs, "entropy": run.entropy}
+    return {**found, "gradients": _averaged(model)}
+
+
+# ---- what goes wrong is seen ---------------------------------------------------------------------
+
+
+def _tails_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Takes part in the exchange, and adds nothing."""
+    _PART(self, gradient)
+    return gradient.index_select(0, self.own_rows)
+
+
+def _not_of_rank_1(self: Any, parameter: Any) -> Any:
+    mine = _OF_RANK(self, parameter)
+    return mine if parameter is None or self._exchange.index == 0 else mine.detach()
+
+
+def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, 0]
+
+
+_PART, _OF_RANK = state_heads._Tails.part, StatesByHeads._of_rank
+MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
+    "gradients of tails": (state_heads._Tails, "part", _tails_kept, "qwen3_5"),
+    "A, D and dt_bias of a rank": (StatesByHeads, "_of_rank", _not_of_rank_1, "nemotron_h"),
+}
+# where heads of keys or groups are fewer than ranks
+WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
+    "copies": (state_heads, "_sum_of_copies", _first_copy_alone, "nemotron_h"),
+}
+
+
+def _tried(compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    try:
+        return compute(*arguments, **options)
+    except Exception:
+        return traceback.format_exc()
+
+
+def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
+    """Results, or tracebacks."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    results: dict[Any, Any] = {}
+    for name in asked_for(CASES[ranks], QUICK[ranks]):
+        results[name] = _tried(exact, CASES[ranks][name], rank, group)
+    if ranks == 2:
+        for family in asked_for(HYBRIDS, FAMILY_QUICK):
+            for mode in ("parts", "heads"):
+                results["family", family, mode] = _tried(family_run, family, group, mode)
+    mistakes = MISTAKES if ranks == 2 else WIDE_MISTAKES if ranks == 4 else {}
+    if quick_ones_run() or ranks > 2:
+        for name, (*mistake, family) in mistakes.items():
+            with patch.object(*mistake):
+                results["mistake", name] = _tried(family_run, family, group, "parts")
+    for family in HALF[ranks]:
+        if quick_ones_run() or ranks > 2:
+            results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)
+    if ranks == 2:
+        results["frozen"] = _tried(family_run, "qwen3_5", group, "parts", changed=freeze)
+    if ranks == 3:
+        results["odd"] = _tried(family_run, "qwen3_5", group, "parts")
+    return results
