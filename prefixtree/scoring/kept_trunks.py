@@ -1,7 +1,8 @@
 """`kept_trunks`: the micro-batches of a rank, with the trunks that they share computed once.
 
 A trunk's forward runs once and its graph is kept. Each micro-batch reads the trunk's keys and
-values in every layer, and the scores of the trunk's edges, as leaves; its backward runs at once and
+values (in recurrent layers its states) in every layer, and the scores of the trunk's edges, as
+leaves; its backward runs at once and
 adds to their gradients in float32. Behind the backward of the last micro-batch that borrows from
 it, the trunk's own backward runs. So every distinct token is computed once per rank, for a loss
 that is a sum over micro-batches. How parts lend and return is in `parallel.steps`, which parts
@@ -24,7 +25,7 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
-from prefixtree.models.families import family_of, forward_inputs
+from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import groups_of
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
@@ -123,12 +124,6 @@ def check_kept(model: nn.Module, causal_lm: Any) -> None:
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
     """
-    config = causal_lm.config.get_text_config()
-    if family_of(config).rules:
-        raise UnsupportedError(
-            f"{config.model_type} has recurrent layers, whose states a kept trunk does not lend: "
-            f"{_INSTEAD}"
-        )
     if runs_deepspeed(model):
         raise UnsupportedError(
             "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
@@ -436,7 +431,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         """The scores [u, columns] of the edges whose predictors a part owns."""
         assert self._steps is not None
         tokens = self._steps[part]
-        inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges))
+        inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
         edges = edges_on_device(self._packed, self._found, *self._scored[part])
         with self._wrapped.as_in_the_forward(is_last=False):
             scores = forward(tokens.mask, inputs, edges)
