@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +25,18 @@ from prefixtree import (
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel.steps import StepExchange
 from prefixtree.scoring import kept_trunks as module
+from tests.scoring.kept_cases import (
+    MAX_TOKENS,
+    compare,
+    linear,
+    one_by_one,
+    plan_of,
+    run,
+    run_of,
+    taken,
+)
 from tests.support.models import (
     Objective,
-    Run,
     assert_same,
     build,
     cases,
@@ -44,82 +52,6 @@ from tests.support.models import (
 )
 from tests.support.replay import drawn_routes
 from tests.support.step_ranks import LIGHT, loss_of
-
-MAX_TOKENS = 24
-
-
-def plan_of(objective: Objective, max_tokens: int = MAX_TOKENS, **options: Any) -> MicroBatchPlan:
-    return plan_micro_batches(
-        objective.sequences, max_tokens, trunks=True, **{"borrow_cost": LIGHT, **options}
-    )
-
-
-def taken(objective: Objective, batch: Any) -> Objective:
-    """The objective of a micro-batch."""
-    masks = objective.loss_masks
-    return Objective(
-        batch.take(objective.sequences),
-        batch.take(objective.temperatures),
-        None if masks is None else batch.take(masks),
-        batch.take(objective.weights),
-    )
-
-
-def linear(objective: Objective, scores: Any) -> torch.Tensor:
-    """A loss that does not depend on the micro-batches."""
-    return objective.loss(scores.logprobs, scores.entropy)
-
-
-def run(
-    model: nn.Module,
-    objective: Objective | None = None,
-    plan: MicroBatchPlan | None = None,
-    loss: Callable[[Objective, Any], torch.Tensor] = loss_of,
-    **options: Any,
-) -> Run:
-    """Scores and gradients of the sum over micro-batches."""
-    objective = objective or ragged_objective()
-    plan = plan or plan_of(objective)
-    model.zero_grad(set_to_none=True)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    per_sequence = objective.temperatures, objective.loss_masks
-    with kept_trunks(model, plan[0], *per_sequence, True, 7, **options) as scored:
-        for batch, scores in scored:
-            pairs = zip(scores.logprobs, scores.entropy, strict=True)
-            found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
-            loss(taken(objective, batch), scores).backward()
-    return _run(model, found)
-
-
-def one_by_one(model: nn.Module, objective: Objective, plan: MicroBatchPlan) -> Run:
-    """The same with every micro-batch in a forward of its own."""
-    model.zero_grad(set_to_none=True)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for batch in plan[0]:
-        its = taken(objective, batch)
-        scores = sequence_logprobs(
-            model, batch.packed, its.temperatures, its.loss_masks, return_entropy=True
-        )
-        assert scores.entropy is not None
-        pairs = zip(scores.logprobs, scores.entropy, strict=True)
-        found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
-        loss_of(its, scores).backward()
-    return _run(model, found)
-
-
-def _run(model: nn.Module, found: dict[int, Any]) -> Run:
-    values = ([found[i][column].detach() for i in sorted(found)] for column in (0, 1))
-    return Run(*values, gradients(model))
-
-
-def compare(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
-    """Fails unless kept trunks give what micro-batches alone give; the run."""
-    objective = objective or ragged_objective()
-    plan = options.pop("plan", None) or plan_of(objective)
-    assert plan.stats.trunks.trunks > 0 and plan.stats.packed_tokens == plan.forest.num_tokens
-    got = run(model, objective, plan, **options)
-    print(assert_same(got, one_by_one(model, objective, plan)))
-    return got
 
 
 def chains(seed: int, count: int = 9) -> list[np.ndarray]:
@@ -280,7 +212,7 @@ def test_without_gradients(context: Any) -> None:
                 found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
         assert forwards() == len(plan[0].trunks.spans)
     expected = replace(one_by_one(model, objective, plan), gradients={})
-    assert_same(replace(_run(model, found), gradients={}), expected)
+    assert_same(replace(run_of(model, found), gradients={}), expected)
 
 
 def test_frozen_models_and_statistics() -> None:
@@ -515,7 +447,6 @@ def test_models_that_are_not_verified() -> None:
         with pytest.raises(UnsupportedError, match=words), kept_trunks(model, plan[0]):
             pass
 
-    refused(build("qwen3_5"), "qwen3_5_text has recurrent layers, whose states")
     experts = build("qwen3_moe")
     experts.config.output_router_logits = True
     refused(experts, "load-balancing loss of experts is not verified with kept trunks")
