@@ -52,9 +52,10 @@ def steps(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def counted_exchanges() -> Iterator[Counter[str]]:
-    """How often verl's engine exchanged heads among ranks, and ours borrowed keys."""
+    """How often verl's engine exchanged heads among ranks, ours borrowed keys or kept trunks."""
     from verl.models.transformers import monkey_patch
 
+    from prefixtree.integrations.verl import engine
     from prefixtree.parallel.ranks import RankExchange
 
     calls: Counter[str] = Counter()
@@ -70,6 +71,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
     with (
         patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
         patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
+        patch.object(engine, "kept_trunks", counted("trunks", engine.kept_trunks)),
     ):
         yield calls
 
@@ -96,12 +98,13 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         CASES,
         HYBRID_CASES,
         SEQUENCE_PARALLEL_CASES,
+        TRUNK_CASES,
         run,
     )
     from tests.integrations.verl.vision_cases import VISION_CASES
 
     register_engines()
-    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
+    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES | TRUNK_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
         for vendor in dict.fromkeys((cases[name].beside, "prefixtree")):
