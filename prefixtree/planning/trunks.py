@@ -27,6 +27,8 @@ from prefixtree.planning.steps import Steps
 
 # a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
 _FEW = 1024
+# of the budget: a trunk of fewer tokens takes as long
+_LEAST = 1 / 32
 # budgets tried below max_tokens to make micro-batches even
 _EVENINGS = 6
 
@@ -132,6 +134,20 @@ class Trunks:
         flops = run_flops(pack(self.forest), border, cost_model)
         first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
         return np.bincount(first, flops, len(self.sequences))
+
+    def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
+        """The cost of trunks beside one pass over every token, in tokens of an update.
+
+        A small trunk leaves a GPU idle: it takes as long as a part of the budget does.
+        """
+        sizes = np.bincount(self._owner, minlength=len(self.spans))
+        sizes = sizes[[span.is_trunk for span in self.spans]]
+        least = int(_LEAST * max_tokens)
+        extra = int(np.maximum(least - sizes, 0).sum())
+        if self.stats.again and has_backward:
+            # a second forward
+            extra += int(np.maximum(least, sizes).sum()) // 3
+        return extra
 
     def part_of(self, micro_batch: int) -> int | None:
         """The part of a micro-batch; None where trunks own all its tokens."""

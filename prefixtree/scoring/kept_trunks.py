@@ -43,7 +43,7 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_steps import Wrapped, dummy_of, part_inputs
+from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of, part_inputs
 from prefixtree.scoring.logprobs import ModelForward
 
 #: What `kept_trunks(recompute_trunks=)` takes.
@@ -59,6 +59,7 @@ def kept_trunks(
     batches: Sequence[MicroBatch],
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
     return_entropy: bool = False,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -118,7 +119,7 @@ def kept_trunks(
         run.let_go()
 
 
-def check_kept(model: nn.Module, causal_lm: Any) -> None:
+def check_kept(model: nn.Module) -> None:
     """Refuses what is not verified to run with kept trunks.
 
     Raises:
@@ -129,12 +130,8 @@ def check_kept(model: nn.Module, causal_lm: Any) -> None:
             "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
             f"FSDP2, or {_INSTEAD}"
         )
+    check_static_graph(model, "kept trunks", _INSTEAD)
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise UnsupportedError(
-                "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and kept trunks have several: leave static_graph at False, or {_INSTEAD}"
-            )
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 "FSDP1 is not verified with kept trunks, whose forwards do not each meet their "
@@ -205,7 +202,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
                 "kept_trunks takes plan[rank] of a plan that keeps trunks, as it is: plan with "
                 "plan_micro_batches(..., trunks=True)"
             )
-        check_kept(model, causal_lm)
+        check_kept(model)
         self._trunks = trunks
         self._steps = None if trunks is None else trunks.on(self._device)
         packed = batches[-1].packed.to(self._device)
@@ -310,7 +307,9 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         self._run_dummies(None)
         copied = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
         if self._trains and any(module.require_backward_grad_sync for module in copied):
-            # all backwards so far were local: this one averages their gradients over ranks
+            # all backwards so far were local: this one averages their gradients over ranks, also
+            # where the block began within no_sync
+            self._wrapped.synchronise_as_now()
             _backward(self._dummy(is_last=True), None)
 
     def let_go(self) -> None:

@@ -43,8 +43,9 @@ pytestmark = needs_states
 @pytest.mark.parametrize("family", mostly_full(HYBRIDS, {"qwen3_5", "falcon_h1"}))
 def test_every_family_with_states(family: str) -> None:
     model = build(family)
-    compare(model)
-    assert_same(run(model, loss=linear), run_eager(model))
+    # rounding of float32; float64 is below
+    compare(model, tolerance=3e-5)
+    assert_same(run(model, loss=linear), run_eager(model), 3e-5)
 
 
 class Forward64:

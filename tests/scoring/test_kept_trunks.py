@@ -229,7 +229,7 @@ def test_frozen_models_and_statistics() -> None:
 def test_accumulation_over_blocks_and_two_epochs_of_one_plan() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     once = run(model, plan=plan)
-    with kept_trunks(model, plan[0], *_given(ragged_objective()), True, 7) as scored:
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), return_entropy=True) as scored:
         for batch, scores in scored:
             loss_of(taken(ragged_objective(), batch), scores).backward()
     twice = {name: 2 * gradient for name, gradient in once.gradients.items()}
@@ -240,7 +240,7 @@ def test_two_backwards_within_a_turn_are_added() -> None:
     model, plan, objective = build("qwen3"), plan_of(ragged_objective()), ragged_objective()
     expected = run(model, loss=linear)
     model.zero_grad(set_to_none=True)
-    with kept_trunks(model, plan[0], *_given(objective), True) as scored:
+    with kept_trunks(model, plan[0], *_given(objective), return_entropy=True) as scored:
         for batch, scores in scored:
             loss = linear(taken(objective, batch), scores)
             (0.25 * loss).backward(retain_graph=True)
@@ -257,7 +257,7 @@ def test_empty_micro_batches_and_ranks() -> None:
     for rank in range(2):
         # as a data loader's worker sends it
         batches = pickle.loads(pickle.dumps(plan[rank]))
-        with kept_trunks(model, batches, *_given(objective), True) as scored:
+        with kept_trunks(model, batches, *_given(objective), return_entropy=True) as scored:
             for batch, scores in scored:
                 empty += batch.is_empty
                 linear(taken(objective, batch), scores).backward()
@@ -383,7 +383,7 @@ def test_the_last_turn_ends_with_the_block() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     expected = run(model, loss=linear)
     model.zero_grad(set_to_none=True)
-    with kept_trunks(model, plan[0], *_given(ragged_objective()), True) as scored:
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), return_entropy=True) as scored:
         for _, (batch, scores) in zip(range(len(plan[0])), scored, strict=False):
             linear(taken(ragged_objective(), batch), scores).backward()
     assert_same(replace(expected, gradients=gradients(model)), expected)

@@ -26,9 +26,6 @@ from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
 from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
 from prefixtree.planning.trunks import Trunks, plan_trunks
 
-# a trunk that is smaller than this part of the budget takes a forward and a backward like one of it
-_LEAST_TRUNK = 1 / 32
-
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:
     """Token ids of every sequence, int64 [n] each, on the host."""
@@ -148,7 +145,7 @@ def _with_trunks(
             return None
 
     trunks = planned()
-    more = 0 if trunks is None else _tokens_of_trunks(trunks, max_tokens, has_backward)
+    more = 0 if trunks is None else trunks.extra_tokens(max_tokens, has_backward)
     failed, more = total([trunks is None, more], group)
     if failed or (cut is not None and more >= repeated):
         return None
@@ -160,17 +157,6 @@ def _with_trunks(
     if failed or trunks is None:
         return None
     return batches_with_trunks(trunks)
-
-
-def _tokens_of_trunks(trunks: Trunks, max_tokens: int, has_backward: bool) -> int:
-    """What kept trunks cost beside one pass over every distinct token, in tokens of an update."""
-    least = int(_LEAST_TRUNK * max_tokens)
-    sizes = np.bincount(trunks.on(torch.device("cpu")).owner, minlength=len(trunks.spans))
-    sizes = sizes[[span.is_trunk for span in trunks.spans]]
-    idle = int(np.maximum(least - sizes, 0).sum())
-    # a second forward of trunks
-    again = int(np.maximum(least, sizes).sum()) // 3 if trunks.stats.again and has_backward else 0
-    return idle + again
 
 
 def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:

@@ -187,7 +187,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
     def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
-        """What a kept trunk's token costs; None where trunks are not kept, but trees are cut."""
+        """The cost of a kept trunk's token; None where trees are cut instead."""
         return None
 
     def _kept(self, data: TensorDict, batches: Sequence[MicroBatch]) -> Any:
@@ -270,9 +270,8 @@ class PackedActorEngine(_FsdpEngine):
         if self.sees or self.pad_to_length or together or self.recompute == "auto":
             return None
         try:
-            causal_lm = find_causal_lm(self.module)
-            check_kept(self.module, causal_lm)
-            if getattr(causal_lm.config, "output_router_logits", False):
+            check_kept(self.module)
+            if getattr(find_causal_lm(self.module).config, "output_router_logits", False):
                 return None
             # without a graph a token takes little beside the keys and values of a trunk's
             with torch.enable_grad():

@@ -23,6 +23,7 @@ from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.parallel.steps import StepExchange
+from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.borrow_cost import BorrowCost
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
@@ -156,7 +157,7 @@ def test_trunks_are_kept_where_that_computes_less() -> None:
     ):
         assert not hasattr(split(other, None, borrow_cost=LIGHT), "trunks")
     # small trunks leave a GPU idle, and a second forward of trunks may cost more than cut trees
-    with patch.object(batches_module, "_LEAST_TRUNK", 10.0):
+    with patch.object(trunks_module, "_LEAST", 10.0):
         assert not hasattr(split(data, None, borrow_cost=LIGHT), "trunks")
     heavy = replace(LIGHT, graph_bytes=1e10)
     assert split(data, None, borrow_cost=heavy, has_backward=False).trunks.stats.again
