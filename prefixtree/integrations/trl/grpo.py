@@ -54,7 +54,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
       which the completions of a prompt are next to each other. Old log-probabilities come from the
       same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update
-      (up to rounding where trunks are kept).
+      (up to rounding where trunks are kept and a generation has several steps).
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
     TRL's code. The metrics of `SharingReport` are added.
@@ -227,7 +227,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             self._keeps = False
             return None
         options = {"temperature": self.temperature, "return_entropy": with_entropy}
-        limits = self._max_tokens, self._recompute
+        # TRL switches it off where it scores without gradients
+        checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
+        limits = self._max_tokens, self._recompute, checkpointing
         return open_window(self.accelerator, model, rows, width, *limits, **options)
 
     def _score_next(

@@ -127,11 +127,13 @@ def open_window(
     width: int,
     max_tokens: int | None,
     recompute: Recompute,
+    checkpointing: Recompute,
     **options: Any,
 ) -> KeptWindow | None:
     """A window over micro-batches; None where each is better computed by itself.
 
-    All processes decide together, as sharded models run in lockstep.
+    All processes decide together, as sharded models run in lockstep. Gradients or none, the same
+    micro-batches have the same trunks, so that log-probabilities are the same to the bit.
 
     Args:
         accelerator: of the trainer.
@@ -140,9 +142,9 @@ def open_window(
         width: C, the number of last columns, which are scored.
         max_tokens: what may be held at once. Default: what the largest micro-batch takes.
         recompute: as in `kept_trunks`.
+        checkpointing: what layers recompute in training where `recompute` is None.
         options: temperature and return_entropy, as in `kept_trunks`.
     """
-    trains = torch.is_grad_enabled()
     input_ids, attention_mask = (torch.cat([row[i] for row in rows]).cpu() for i in (0, 1))
     trunks, repeated, extra = None, 0, 0
     if bool(attention_mask[:, : input_ids.shape[1] - width].any(1).all()):
@@ -153,11 +155,9 @@ def open_window(
         budget = max(tokens) if max_tokens is None else max_tokens
         repeated = sum(tokens) - forest.num_tokens
         try:
-            with torch.enable_grad():
-                # without a graph a token takes little beside the keys and values of a trunk's
-                cost = borrow_cost(model, recompute if trains else "all")
+            cost = borrow_cost(model, recompute or checkpointing)
             trunks = plan_trunks(forest, budget, cost, members)
-            extra = trunks.extra_tokens(budget, trains)
+            extra = trunks.extra_tokens(budget, has_backward=True)
         except (ForestError, UnsupportedError):
             pass
     numbers = torch.tensor([trunks is None, repeated - extra], device=accelerator.device)
