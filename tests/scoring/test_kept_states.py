@@ -21,8 +21,10 @@ from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run
 from tests.support.hybrid_cases import FEW, Float64, in_float64, logprobs_of, needs_states
 from tests.support.hybrid_configs import HYBRIDS
+from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
     Objective,
+    adapted,
     assert_same,
     build,
     counted,
@@ -31,7 +33,6 @@ from tests.support.models import (
     make_objective,
     mostly_full,
     ragged_objective,
-    randomise,
     run_eager,
     same_bits,
 )
@@ -147,11 +148,7 @@ def test_states_on_the_host_and_several_trunks_at_once() -> None:
 # PEFT asks transformers under the old name of the property
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "in_proj_qkv", "out_proj"])
-    model = peft.get_peft_model(build("qwen3_5"), config)
-    randomise(model)
-    got = compare(model.train())
+    got = compare(adapted(build("qwen3_5"), "q_proj", "in_proj_qkv", "out_proj"))
     assert got.gradients and all("lora" in name for name in got.gradients)
 
 
@@ -219,24 +216,14 @@ def test_what_waits_is_what_the_plan_says() -> None:
 # ---- the comparison turns red --------------------------------------------------------------------
 
 
-def _no_states(ctx: Any, dout: torch.Tensor) -> Any:
-    ctx.exchange.take()
-    return dout, None, None
-
-
-def _no_tails(ctx: Any, dx: torch.Tensor) -> Any:
-    ctx.exchange.take()
-    return dx, None
-
-
 @pytest.mark.parametrize("family", FEW)
-@pytest.mark.parametrize("of, lost", [("_Lent", _no_states), ("_LentRows", _no_tails)])
+@pytest.mark.parametrize("lose", [lose_states, lose_tails])
 def test_the_comparison_turns_red_where_states_lose_their_gradient(
-    family: str, of: str, lost: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    family: str, lose: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(family)
     expected = run(model)
-    monkeypatch.setattr(getattr(states, of), "backward", staticmethod(lost))
+    lose(monkeypatch)
     found = errors(run(model), expected)
     print(f"{family}: {found}")
     assert found.logprob < 1e-6 and found.gradient > 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from prefixtree import (
     sequence_logprobs,
 )
 from prefixtree.models.compiled import compile_layers
-from prefixtree.parallel.steps import StepExchange
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import (
     MAX_TOKENS,
@@ -35,8 +35,10 @@ from tests.scoring.kept_cases import (
     run_of,
     taken,
 )
+from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     Objective,
+    adapted,
     assert_same,
     build,
     cases,
@@ -46,7 +48,6 @@ from tests.support.models import (
     gradients,
     make_objective,
     ragged_objective,
-    randomise,
     run_eager,
     same_bits,
 )
@@ -155,11 +156,7 @@ def test_lent_rows_on_the_host() -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    model = peft.get_peft_model(build("qwen3"), config)
-    randomise(model)
-    got = compare(model.train())
+    got = compare(adapted(build("qwen3"), "q_proj", "v_proj", "down_proj"))
     assert got.gradients and all("lora" in name for name in got.gradients)
 
 
@@ -293,34 +290,25 @@ def _given(objective: Objective) -> tuple[Any, Any]:
 
 
 def test_the_comparison_turns_red_where_keys_lose_their_gradient(monkeypatch) -> None:
-    give_back = StepExchange.give_back
-
-    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in self._step.lent:
-            loan.gradients.pop(self._layer, None)
-        return give_back(self, dkey, dvalue)
-
-    _is_red(monkeypatch, StepExchange, "give_back", lost)
+    _is_red(lambda: lose_keys(monkeypatch))
 
 
 def test_the_comparison_turns_red_where_scores_of_a_trunk_lose_their_gradient(monkeypatch) -> None:
-    _is_red(
-        monkeypatch,
-        module,
-        "_backward",
-        lambda scores, _: torch.autograd.backward(scores, torch.zeros_like(scores)),
-    )
+    def backward(scores: torch.Tensor, _: Any) -> None:
+        torch.autograd.backward(scores, torch.zeros_like(scores))
+
+    _is_red(lambda: monkeypatch.setattr(module, "_backward", backward))
 
 
 def test_the_comparison_turns_red_where_a_trunk_has_no_backward(monkeypatch) -> None:
     monkeypatch.setattr(module.LoanStore, "close", lambda *_: None)
-    _is_red(monkeypatch, module, "_backward", lambda *_: None)
+    _is_red(lambda: monkeypatch.setattr(module, "_backward", lambda *_: None))
 
 
-def _is_red(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
+def _is_red(lose: Callable[[], None]) -> None:
     model = build("qwen3")
     expected = run(model)
-    monkeypatch.setattr(owner, name, broken)
+    lose()
     got = run(model)
     assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.05
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
-from prefixtree.parallel.states import _Lent
-from prefixtree.parallel.steps import StepExchange
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.scoring import logprobs as scoring
 from tests.integrations.trl.runs import (
@@ -26,6 +25,7 @@ from tests.integrations.trl.runs import (
     train,
     worst_parameter,
 )
+from tests.support.lost_gradients import lose_keys, lose_states
 
 # of micro-batches that cut groups
 pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
@@ -168,29 +168,15 @@ def test_adapters_with_their_reference(folder: Path, windows: Any) -> None:
     assert_equal_runs(ours, theirs)
 
 
-@pytest.mark.parametrize("of", [StepExchange, _Lent])
+@pytest.mark.parametrize("lose", [lose_keys, lose_states])
 def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
-    of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lose: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save_model(tmp_path, tiny_hybrid("granitemoehybrid") if of is _Lent else None)
+    config = tiny_hybrid("granitemoehybrid") if lose is lose_states else None
+    folder = save_model(tmp_path, config)
     arguments = {**CUT, "max_steps": 1, "router_aux_loss_coef": 0.0}
     right = train(PrefixTreeGRPOTrainer, folder, **arguments)
-    if of is _Lent:
-
-        def no_states(ctx: Any, dout: torch.Tensor) -> Any:
-            ctx.exchange.take()
-            return dout, None, None
-
-        monkeypatch.setattr(of, "backward", staticmethod(no_states))
-    else:
-        give_back = of.give_back
-
-        def lost(self: Any, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-            for loan in self._step.lent:
-                loan.gradients.pop(self._layer, None)
-            return give_back(self, dkey, dvalue)
-
-        monkeypatch.setattr(of, "give_back", lost)
+    lose(monkeypatch)
     wrong = train(PrefixTreeGRPOTrainer, folder, **arguments)
     assert worst_parameter(right, wrong)[0] > 1e-4
 

@@ -22,7 +22,6 @@ from prefixtree.integrations.verl import batches as batches_module
 from prefixtree.integrations.verl import engine as engine_module
 from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
-from prefixtree.parallel.steps import StepExchange
 from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.borrow_cost import BorrowCost
 from tests.integrations.verl.compare import check_same, difference
@@ -38,6 +37,7 @@ from tests.integrations.verl.runs import (
     run,
     run_ranks,
 )
+from tests.support.lost_gradients import lose_keys
 
 SETTINGS = replace(CASES["grpo"], algorithm="ppo")
 # a token of a kept trunk counts little beside an own one
@@ -124,14 +124,7 @@ def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
 ) -> None:
     rows = rollouts(8, groups=3, size=6)
     right, _, _ = update(make_worker("prefixtree", models / "qwen3", SETTINGS), rows, 40)
-    give_back = StepExchange.give_back
-
-    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in self._step.lent:
-            loan.gradients.pop(self._layer, None)
-        return give_back(self, dkey, dvalue)
-
-    monkeypatch.setattr(StepExchange, "give_back", lost)
+    lose_keys(monkeypatch)
     wrong, _, _ = update(make_worker("prefixtree", models / "qwen3", SETTINGS), rows, 40)
     assert difference(right, wrong) > 1e-3
 
