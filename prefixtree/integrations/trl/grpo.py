@@ -182,6 +182,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
+    # TRL's: how many micro-batches ran
+    _step: int
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         try:
             loss: torch.Tensor = super().training_step(*args, **kwargs)
