@@ -99,9 +99,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         refused = self._is_vlm, self.aux_loss_enabled, self.args.torch_compile
         served = not any((*refused, self.is_deepspeed_enabled))
         self._keeps = keep_trunks and served and is_kept(self.model, recompute)
-        # the micro-batches of this optimiser step, where they keep trunks, and how many are done
+        # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
+        # whether one runs now
         self._window: KeptWindow | None = None
-        self._done = 0
+        self._done, self._in_step = 0, False
         self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
             warn_of_micro_batches(self.args, self.aux_loss_enabled, self._keeps)
@@ -144,7 +145,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         rows = batch_size or len(input_ids)
         trains = torch.is_grad_enabled()
         given = input_ids, attention_mask
-        if trains and self.model.training and self._keeps:
+        if trains and self._in_step and self._keeps:
             if self._window is None:
                 self._window = self._window_of_step(model, given, logits_to_keep, compute_entropy)
             if (window := self._window) is not None:
@@ -186,6 +187,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     _step: int
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._in_step = True
         try:
             loss: torch.Tensor = super().training_step(*args, **kwargs)
             if self._window is not None and self._window.is_over:
@@ -197,6 +199,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                 window, self._window = self._window, None
                 window.close(*sys.exc_info())
             raise
+        finally:
+            self._in_step = False
         self._done = 0 if self.accelerator.sync_gradients else self._done + 1
         return loss
 

@@ -166,8 +166,8 @@ def test_learned_positions_are_those_of_a_row_alone(
 
 
 def test_each_distinct_token_is_computed_once(folder: Path) -> None:
-    """And rows are packed `batch_size` at a time, as TRL forwards them; only what predicts a token
-    of a completion goes through the head."""
+    """And rows are packed `batch_size` at a time, as TRL forwards them, each with what it shares or
+    with trunks; only what predicts a token of a completion goes through the head."""
     ours, _ = made(folder)
     rows: list[int] = []
     scored: list[int] = []
@@ -187,9 +187,15 @@ def test_each_distinct_token_is_computed_once(folder: Path) -> None:
 
     with torch.no_grad():
         for batch_size in (None, 3):
+            ours._keeps = False
             ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=batch_size)
+        several = len(rows)
+        ours._keeps = True
+        ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=3)
     for handle in handles:
         handle.remove()
+    rows, kept = rows[:several], rows[several:]
+    assert sum(kept) == rows[0] < sum(rows[1:]) and len(kept) > 3
     assert rows == [distinct(sequences), *(distinct(sequences[i : i + 3]) for i in (0, 3, 6))]
     assert rows[0] < sum(map(len, sequences)) / 1.7
     prompts = data["attention_mask"][:, :P].sum(1).tolist()
