@@ -1,5 +1,7 @@
 """States of recurrent layers, and the tails of their convolutions, handed from step to step.
 
+Kept trunks and the micro-batches that borrow from them are steps here, too.
+
 A step borrows the states behind tokens of earlier steps, from which its own tokens go on, and lends
 those behind its own tokens that later steps continue. A convolution borrows the W - 1 tokens above
 each such place: its tail. Both stay in float32 (tails in the dtype of the layer's inputs) and are
@@ -142,6 +144,15 @@ class StateStore:
             # the step computes them again
             loan.values = {}
 
+    def end(self, step: int) -> None:
+        """All who borrow from a part are done: what it lent is freed."""
+        for loan in self._of("of_lender", step):
+            loan.values = {}
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        self._loans.clear()
+
     def left_behind(self, step: int) -> list[str]:
         """Behind the backward of a step: the layers that did not take what borrowers returned."""
         loans = self._of("of_lender", step)
@@ -170,8 +181,16 @@ class StateStore:
 class _Exchange:
     """The exchange of one call of one layer in one step."""
 
-    def __init__(self, store: StateStore, step: int, width: int, key: _Key) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        step: int,
+        width: int,
+        key: _Key,
+        check_time: Callable[[], None],
+    ) -> None:
         self._store, self._loans, self._step, self._key = store, store.loans(width), step, key
+        self._check_time = check_time
 
     @property
     def lent(self) -> torch.Tensor:
@@ -190,6 +209,7 @@ class _Exchange:
 
     def borrow(self) -> torch.Tensor:
         """[I, ...]: all that the step borrows, ascending in packed order."""
+        self._check_time()
         found = []
         for loan, rows in self._loans.of_borrower[self._step]:
             found.append(self._store.fetch(loan.values[self._key]).index_select(0, rows))
@@ -198,6 +218,7 @@ class _Exchange:
     def give_back(self, gradient: torch.Tensor) -> None:
         """gradient [I, ...] of what `borrow` gave. Borrowers add up in the order of their
         backwards."""
+        self._check_time()
         store = self._store
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         # the reverse of the order
@@ -240,8 +261,16 @@ class LayerStates:
 
     query_tokens = None
 
-    def __init__(self, store: StateStore, step: int, layer: nn.Module, lends: bool) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        step: int,
+        layer: nn.Module,
+        lends: bool,
+        check_time: Callable[[], None],
+    ) -> None:
         self._store, self._step, self._layer, self._lends = store, step, layer, lends
+        self._check_time = check_time
         self._calls = 0
         self._part = store.states_of(step).part
         self.num_tokens = self._part.num_tokens
@@ -259,7 +288,7 @@ class LayerStates:
         exchange = self._exchange(weight.shape[1])
         if self._lends:
             exchange.lend(x.detach().index_select(0, exchange.lent))
-        elif len(exchange.lent):
+        if len(exchange.lent):
             x = _LentRows.apply(x, exchange)
         if not exchange.borrows:
             mask = self._store.states_of(self._step).borders.mask
@@ -295,14 +324,14 @@ class LayerStates:
         out, final = rule(*tensors, borders, initial=initial, **options)
         if self._lends:
             exchange.lend(final.detach())
-            return out
         return _Lent.apply(out, final, exchange) if len(exchange.lent) else out
 
     def _exchange(self, width: int) -> _Exchange:
         self._calls += 1
         # the counter of calls knows the part's mask
         note_call(self._part.mask.host, "recurrence")
-        return _Exchange(self._store, self._step, width, (self._layer, self._calls))
+        key = self._layer, self._calls
+        return _Exchange(self._store, self._step, width, key, self._check_time)
 
 
 class _Borrowed(torch.autograd.Function):

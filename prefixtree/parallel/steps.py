@@ -1,5 +1,6 @@
 """Parts of one packed forest in time: keys and values that are borrowed from earlier ones, the
-gradients that come back, and the autograd node behind steps.
+gradients that come back, and the autograd node behind steps. States of recurrent layers are in
+`parallel.states`.
 
 Two kinds of parts run so. Trunks of `kept_trunks` run their forward once and keep its graph, until
 the micro-batches that borrow from them have run their backwards. Steps run their forwards twice. A
@@ -140,11 +141,13 @@ class LoanStore:
 
     def end(self, step: int) -> None:
         """All who borrow from a part are done: what it lent is freed."""
+        self.states.end(step)
         for loan in self.of_lender[step]:
             loan.keys_values = {}
 
     def clear(self) -> None:
-        """Lets go of all rows and gradients."""
+        """Lets go of all rows, states and gradients."""
+        self.states.clear()
         for loan in self.loans:
             loan.keys_values, loan.gradients = {}, {}
 
@@ -181,7 +184,8 @@ class LoanStore:
             raise RuntimeError(
                 f"the backward of step {step} did not reach {len(calls)} calls of recurrent layers "
                 f"({calls[0]}), whose states later steps borrowed: their gradients are lost. A "
-                "hook or a checkpoint of the model stops gradients there; score without max_tokens"
+                "hook or a checkpoint of the model stops gradients there; score without "
+                "max_tokens, or without kept_trunks"
             )
 
     def park(self, pair: _Pair) -> _Pair:
@@ -248,7 +252,17 @@ class StepExchanges:
                 "micro-batches (plan_micro_batches)"
             )
         self.seen.add(layer)
-        return LayerStates(self.store.states, self._step, layer, self.lends)
+        return LayerStates(self.store.states, self._step, layer, self.lends, self.check_time)
+
+    def check_time(self) -> None:
+        """Raises where a backward comes too late."""
+        if self.is_over:
+            raise RuntimeError(
+                "the backward of a micro-batch of kept_trunks ran after the next one was asked "
+                "for: the trunks that it borrows from may have had their backward, and its "
+                "gradients would be lost; call backward() on each micro-batch's loss within its "
+                "turn of the loop"
+            )
 
 
 class StepExchange:
@@ -268,7 +282,7 @@ class StepExchange:
                 loan.keys_values[self._layer] = store.park((key, value))
         if not self._step.borrowed:
             return own
-        self._check_time()
+        self._step.check_time()
         waiting = (loan.keys_values[self._layer] for loan in self._step.borrowed)
         keys, values = zip(*map(store.fetch, waiting), own, strict=True)
         joined = torch.cat(keys), torch.cat(values)
@@ -279,7 +293,7 @@ class StepExchange:
     def give_back(self, dkey: torch.Tensor, dvalue: torch.Tensor) -> _Pair:
         """See `KeyValueExchange`. Borrowers add up in the order of their backwards."""
         row, store = 0, self._step.store
-        self._check_time()
+        self._step.check_time()
         if self._step.order is not None:
             dkey, dvalue = (x.index_select(0, self._step.order[1]) for x in (dkey, dvalue))
         for loan in self._step.borrowed:
@@ -300,15 +314,6 @@ class StepExchange:
                     # each row once
                     rows.index_add_(0, loan.rows, returned)
         return own
-
-    def _check_time(self) -> None:
-        if self._step.is_over:
-            raise RuntimeError(
-                "the backward of a micro-batch of kept_trunks ran after the next one was asked "
-                "for: the trunks that it borrows from may have had their backward, and its "
-                "gradients would be lost; call backward() on each micro-batch's loss within its "
-                "turn of the loop"
-            )
 
 
 # ---- the autograd node ---------------------------------------------------------------------------

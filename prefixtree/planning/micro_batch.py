@@ -115,7 +115,7 @@ class MicroBatch:
         )
 
 
-def micro_batch_of(forest: PrefixForest, sequences: Sequence[int]) -> MicroBatch:
+def micro_batch_of(forest: PrefixForest, sequences: Sequence[int] | np.ndarray) -> MicroBatch:
     """Some sequences of a forest in one forward; its cost is that of `CostModel()`.
 
     Args:

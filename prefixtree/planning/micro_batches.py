@@ -25,7 +25,7 @@ from prefixtree.packing.per_sequence import flat_selection
 from prefixtree.planning import assignment
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.cost_model import CostModel
-from prefixtree.planning.micro_batch import MicroBatch, cut_out
+from prefixtree.planning.micro_batch import MicroBatch, cut_out, micro_batch_of
 from prefixtree.planning.plan_stats import PlanStats, ReuseStats
 from prefixtree.planning.steps import plan_any_steps
 from prefixtree.planning.trunks import Trunks, joined, plan_trunks
@@ -366,6 +366,13 @@ def plan_micro_batches(
         for number, rank_trunks in kept.items():
             of_ranks[number].trunks = rank_trunks
     return MicroBatchPlan(forest, max_tokens, of_ranks, stats)
+
+
+def batches_with_trunks(trunks: Trunks) -> _RankMicroBatches:
+    """The micro-batches of trunks, as `plan[rank]` has them, of a rank that plans for itself."""
+    found = _RankMicroBatches(micro_batch_of(trunks.forest, x) for x in trunks.sequences)
+    found.trunks = trunks
+    return found
 
 
 def _keep_trunks(

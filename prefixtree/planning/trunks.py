@@ -3,8 +3,9 @@
 The ends of sequences are taken in packed order, in which a sequence shares the most with its
 neighbours, and micro-batches are runs of them. What several micro-batches share is a trunk: its
 forward runs once, before the first of them, and its backward once, behind the last of them. So a
-trunk below another one lives shorter, and what is alive at once lies on one path. Every token has
-one owner: a trunk, or the one micro-batch that holds it. Legend: N nodes, E distinct ends.
+trunk below another one lives shorter, and what is alive at once lies on one path. Micro-batches may
+be given instead, and then what is alive may lie anywhere. Every token has one owner: a trunk, or
+the one micro-batch that holds it. Legend: N nodes, E distinct ends.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from prefixtree.planning.steps import Steps
 
 # a trunk of fewer tokens leaves a GPU idle: the trunk above it takes them in where they fit
 _FEW = 1024
+# of the budget: a trunk of fewer tokens takes as long
+_LEAST = 1 / 32
 # budgets tried below max_tokens to make micro-batches even
 _EVENINGS = 6
 
@@ -41,6 +44,7 @@ class TrunkStats:
         peak: the most that is held at once, in own tokens; at most `max_tokens` of the plan.
         again: whether trunks keep no graph: their forward runs a second time before their backward.
         on_host: whether what trunks lend waits on the host until a layer reads it.
+        states: of recurrent layers, the most that trunks lend at once; 0 without such layers.
     """
 
     trunks: int
@@ -49,11 +53,13 @@ class TrunkStats:
     peak: float
     again: bool = False
     on_host: bool = False
+    states: int = 0
 
     def __str__(self) -> str:
         return (
             f"{self.trunks:,} trunks of {self.kept_tokens:,} tokens, of which at most "
             f"{self.alive_tokens:,} are kept at once{', on the host' if self.on_host else ''}"
+            f"{f', with {self.states:,} states' if self.states else ''}"
             f"{'; their forward runs twice' if self.again else ''}; at most {self.peak:,.0f} "
             "tokens' memory"
         )
@@ -68,6 +74,7 @@ def joined(of_ranks: Sequence[TrunkStats]) -> TrunkStats:
         max(stats.peak for stats in of_ranks),
         any(stats.again for stats in of_ranks),
         any(stats.on_host for stats in of_ranks),
+        max(stats.states for stats in of_ranks),
     )
 
 
@@ -128,6 +135,20 @@ class Trunks:
         first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
         return np.bincount(first, flops, len(self.sequences))
 
+    def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
+        """The cost of trunks beside one pass over every token, in tokens of an update.
+
+        A small trunk leaves a GPU idle: it takes as long as a part of the budget does.
+        """
+        sizes = np.bincount(self._owner, minlength=len(self.spans))
+        sizes = sizes[[span.is_trunk for span in self.spans]]
+        least = int(_LEAST * max_tokens)
+        extra = int(np.maximum(least - sizes, 0).sum())
+        if self.stats.again and has_backward:
+            # a second forward
+            extra += int(np.maximum(least, sizes).sum()) // 3
+        return extra
+
     def part_of(self, micro_batch: int) -> int | None:
         """The part of a micro-batch; None where trunks own all its tokens."""
         return next(iter(self._parts(micro_batch, "first", False)), None)
@@ -158,7 +179,10 @@ class Trunks:
 
 
 def plan_trunks(
-    forest: PrefixForest, max_tokens: int, borrow_cost: BorrowCost | None = None
+    forest: PrefixForest,
+    max_tokens: int,
+    borrow_cost: BorrowCost | None = None,
+    micro_batches: Sequence[np.ndarray] | None = None,
 ) -> Trunks:
     """Divides a forest into micro-batches and trunks, and computes every token once.
 
@@ -170,6 +194,8 @@ def plan_trunks(
         max_tokens: what may be held at once, in own tokens. A token of a kept trunk counts
             `borrow_cost.trunk_weight`. A sequence may be longer.
         borrow_cost: the bytes. Default: `BorrowCost()`.
+        micro_batches: the sequences of each micro-batch, in the order in which they run; each
+            sequence in one. Default: as few as fit.
 
     Returns:
         The micro-batches and trunks.
@@ -179,11 +205,18 @@ def plan_trunks(
         ValueError: a borrow_cost without token_bytes.
     """
     cost = BorrowCost() if borrow_cost is None else borrow_cost
+    if micro_batches is not None:
+        micro_batches = [np.sort(members) for members in micro_batches]
     ways = [cost, replace(cost, graph_bytes=0), replace(cost, graph_bytes=0, on_host=True)]
+
+    def divided(budget: int, way: BorrowCost) -> Trunks | None:
+        weights = _weights(way)
+        batches = micro_batches or _micro_batches(forest, budget, weights)
+        return _divided(forest, batches, budget, weights)
 
     def planned(budget: int) -> tuple[Trunks, BorrowCost] | None:
         for way in ways:
-            if (found := _divided(forest, budget, _weights(way))) is not None:
+            if (found := divided(budget, way)) is not None:
                 return found, way
         return None
 
@@ -202,9 +235,9 @@ def plan_trunks(
     found, way = best
     # as even micro-batches as need no more of them and no more trunks
     low, high = max_tokens // 2, max_tokens
-    for _ in range(_EVENINGS if len(found.sequences) > 1 else 0):
+    for _ in range(_EVENINGS if micro_batches is None and len(found.sequences) > 1 else 0):
         middle = (low + high) // 2
-        other = _divided(forest, middle, _weights(way)) if middle else None
+        other = divided(middle, way) if middle else None
         if other is not None and len(other.spans) <= len(found.spans):
             found, high = other, middle
         else:
@@ -215,26 +248,30 @@ def plan_trunks(
 
 
 class _Weights(NamedTuple):
-    """In own tokens: one of a kept trunk, and what its backward adds to one of its own."""
+    """In own tokens: one of a kept trunk, what its backward adds to one of its own, and the states
+    behind a token that others continue."""
 
     trunk: float
     returned: float
+    state: float
 
 
 def _weights(cost: BorrowCost) -> _Weights:
-    return _Weights(cost.trunk_weight, cost.returned_weight)
+    return _Weights(cost.trunk_weight, cost.returned_weight, cost.state_weight)
 
 
-def _divided(forest: PrefixForest, max_tokens: int, weights: _Weights) -> Trunks | None:
-    """Micro-batches and trunks within a budget; None where a path does not fit."""
-    ends, end_of = np.unique(forest.sequence_node, return_inverse=True)
-    border = _micro_batches(forest, ends, max_tokens, weights.trunk)
-    count = len(border) - 1
-    of_end = np.repeat(np.arange(count), np.diff(border))
+def _divided(
+    forest: PrefixForest, sequences: Sequence[np.ndarray], max_tokens: int, weights: _Weights
+) -> Trunks | None:
+    """The trunks of micro-batches within a budget; None where a path does not fit."""
+    count = len(sequences)
     # the first and the last micro-batch that holds each node
     first = np.full(forest.num_nodes, count, np.int64)
     last = np.full(forest.num_nodes, -1, np.int64)
-    first[ends] = last[ends] = of_end
+    for at, members in enumerate(sequences):
+        ends = forest.sequence_node[members]
+        first[ends] = np.minimum(first[ends], at)
+        last[ends] = at
     above = forest.node_parent
     for node in range(forest.num_nodes - 1, -1, -1):
         if (parent := above[node]) >= 0:
@@ -252,28 +289,30 @@ def _divided(forest: PrefixForest, max_tokens: int, weights: _Weights) -> Trunks
             continue
         owner, spans = pieces
         sizes = np.bincount(owner, minlength=len(spans))
-        held = _Held(spans, sizes, count, weights)
+        states = _states(forest, owner, len(spans))
+        held = _Held(spans, sizes, count, weights, states)
         if held.peak <= max_tokens:
             break
     else:
         return None
     trunk = np.array([span.is_trunk for span in spans])
     stats = TrunkStats(
-        int(trunk.sum()), int(sizes[trunk].sum()), int(held.alive.max()), float(held.peak)
+        int(trunk.sum()),
+        int(sizes[trunk].sum()),
+        int(held.alive.max()),
+        float(held.peak),
+        states=int(held.states.max()) if weights.state else 0,
     )
-    of_sequence = of_end[end_of]
-    by_batch = np.argsort(of_sequence, kind="stable")
-    sequences = np.split(by_batch, np.cumsum(np.bincount(of_sequence, minlength=count))[:-1])
-    return Trunks(forest, owner, spans, sequences, stats)
+    return Trunks(forest, owner, spans, list(sequences), stats)
 
 
-def _micro_batches(
-    forest: PrefixForest, ends: np.ndarray, max_tokens: int, weight: float
-) -> list[int]:
-    """Borders of runs of ends, each of which is as long as fits with the trunks that it shares."""
+def _micro_batches(forest: PrefixForest, max_tokens: int, weights: _Weights) -> list[np.ndarray]:
+    """The sequences of runs of ends, each of which is as long as fits with the trunks that it
+    shares."""
+    ends, end_of = np.unique(forest.sequence_node, return_inverse=True)
     depth = (forest.node_position + forest.node_length).astype(np.int64)[ends].tolist()
-    # the tokens of the path that each end shares with the one before it
-    shared = [0] * (len(ends) + 1)
+    # the tokens of the path that each end shares with the one before it, and what they take
+    shared, held = [0] * (len(ends) + 1), [0.0] * (len(ends) + 1)
     parents, deep = forest.node_parent.tolist(), forest.node_level
     reach = (forest.node_position + forest.node_length).tolist()
     for k in range(1, len(ends)):
@@ -285,23 +324,27 @@ def _micro_batches(
                 b = parents[b]
             if a < 0 or b < 0:
                 break
-        shared[k] = reach[a] if a == b else 0
+        if a == b:
+            shared[k] = reach[a]
+            # a state behind each of its nodes
+            held[k] = weights.trunk * reach[a] + weights.state * (int(deep[a]) + 1)
     border = [0]
     while (start := border[-1]) < len(ends):
         best, tokens = start + 1, depth[start]
-        least = shared[start] if start else 0
+        least, held_by_all = shared[start], held[start]
         for stop in range(start + 1, len(ends) + 1):
             if stop > start + 1:
                 tokens += depth[stop - 1] - shared[stop - 1]
-            after = shared[stop]
-            least = min(least, after)
-            kept = shared[start] + after - least
-            if tokens - kept + weight * kept <= max_tokens:
+            least, held_by_all = min(least, shared[stop]), min(held_by_all, held[stop])
+            kept = shared[start] + shared[stop] - least
+            if tokens - kept + held[start] + held[stop] - held_by_all <= max_tokens:
                 best = stop
-            elif min(1.0, weight) * tokens > max_tokens:
+            elif min(1.0, weights.trunk) * tokens > max_tokens:
                 break
         border.append(best)
-    return border
+    of_sequence = np.searchsorted(border, end_of, side="right") - 1
+    by_batch = np.argsort(of_sequence, kind="stable")
+    return np.split(by_batch, np.cumsum(np.bincount(of_sequence))[:-1])
 
 
 class _Parts(NamedTuple):
@@ -324,27 +367,49 @@ class _Held:
 
     Attributes:
         alive: int64 [micro-batches], trunk tokens that are kept while each runs.
+        states: int64 [micro-batches], the states behind tokens of trunks, likewise.
         of_batch: float64 [micro-batches], what is held while each runs.
         peak: the most that is held at once, also while trunks run.
     """
 
-    def __init__(self, spans: list[Span], sizes: np.ndarray, count: int, weights: _Weights) -> None:
+    def __init__(
+        self,
+        spans: list[Span],
+        sizes: np.ndarray,
+        count: int,
+        weights: _Weights,
+        states: np.ndarray | None = None,
+    ) -> None:
         first, last = (np.array([span[at] for span in spans]) for at in (0, 1))
         is_trunk = np.array([span.is_trunk for span in spans])
         own, kept = np.where(is_trunk, 0, sizes), np.where(is_trunk, sizes, 0)
-        change = np.zeros(count + 1, np.int64)
-        np.add.at(change, first, kept)
-        np.add.at(change, last + 1, -kept)
-        self.alive = np.cumsum(change)[:-1]
+        lent = np.zeros(len(spans), np.int64) if states is None else np.where(is_trunk, states, 0)
+        change = np.zeros((2, count + 1), np.int64)
+        for of_kind, numbers in zip(change, (kept, lent), strict=True):
+            np.add.at(of_kind, first, numbers)
+            np.add.at(of_kind, last + 1, -numbers)
+        self.alive, self.states = np.cumsum(change, 1)[:, :-1]
+        holds = weights.trunk * kept + weights.state * lent
         before = np.tri(len(spans), k=-1, dtype=bool)
         # beside its forward: trunks before it; beside its backward: those whose own comes later
         forward = before & (first[:, None] <= last)
         ends = last[:, None]
         backward = (first <= ends) & ((last > ends) | (before & (last == ends)))
-        beside = np.maximum(forward @ kept, backward @ kept)
-        running = kept * (1 + weights.returned) + np.where(is_trunk, weights.trunk * beside, 0)
-        self.of_batch = np.bincount(first, own, count) + weights.trunk * self.alive
+        beside = np.where(is_trunk, np.maximum(forward @ holds, backward @ holds), 0)
+        running = kept * (1 + weights.returned) + weights.state * lent + beside
+        held = weights.trunk * self.alive + weights.state * self.states
+        self.of_batch = np.bincount(first, own, count) + held
         self.peak = float(max(running.max(), self.of_batch.max()))
+
+
+def _states(forest: PrefixForest, owner: np.ndarray, count: int) -> np.ndarray:
+    """How many own tokens of each part others continue, int64 [parts]."""
+    before = np.arange(forest.num_tokens) - 1
+    end = forest.node_start + forest.node_length - 1
+    above = forest.node_parent
+    before[forest.node_start] = np.where(above < 0, -1, end[above])
+    lent = np.unique(before[(before >= 0) & (owner[before] != owner)])
+    return np.bincount(owner[lent], minlength=count)
 
 
 def _merged(
@@ -353,11 +418,13 @@ def _merged(
     """The parts with small trunks in the trunks above them, where these then still fit."""
     of_node, spans, sizes = parts.of_node.copy(), list(parts.spans), sizes.copy()
     count = max(span.last for span in spans) + 1
-    # a trunk is a run of a path: the part above its first node
-    parent = np.full(len(spans), -1)
+    # the one part above all nodes of a part that begin in it; -1 where there are several
+    parent = np.full(len(spans), -2)
     for node in range(len(of_node) - 1, -1, -1):
-        if above[node] >= 0 and of_node[above[node]] != of_node[node]:
-            parent[of_node[node]] = of_node[above[node]]
+        part = of_node[node]
+        over = of_node[above[node]] if above[node] >= 0 else -1
+        if over != part:
+            parent[part] = over if parent[part] in (-2, over) else -1
     known = _Held(spans, sizes, count, weights).of_batch
     for part in np.argsort(sizes, kind="stable").tolist():
         into = parent[part]
@@ -386,28 +453,34 @@ def _pieces(
     at most `share` of the room that they have.
     """
     of_token = np.repeat(parts.of_node, forest.node_length)
+    ends_node = np.zeros(forest.num_tokens, bool)
+    ends_node[forest.node_start + forest.node_length - 1] = True
     owner = np.empty(forest.num_tokens, np.int64)
     spans: list[Span] = []
-    sizes: list[int] = []
+    # what each part takes while it is kept
+    holds: list[float] = []
     for part, span in enumerate(parts.spans):
         tokens = np.flatnonzero(of_token == part)
         while len(tokens):
             # what comes later is checked once all is known
             alive = sum(
-                size
-                for before, size in zip(spans, sizes, strict=True)
+                held
+                for before, held in zip(spans, holds, strict=True)
                 if before.is_trunk and span.first <= before.last
             )
-            room = max_tokens - weights.trunk * alive
+            room = max_tokens - alive
+            # at most a state behind each node and behind the last token
+            states = weights.state * (1 + np.cumsum(ends_node[tokens]))
             if not span.is_trunk and len(tokens) <= room:
                 size, piece = len(tokens), span
             else:
-                size = min(len(tokens), int(share * room / (1 + weights.returned)))
+                takes = (1 + weights.returned) * np.arange(1, len(tokens) + 1) + states
+                size = int(np.searchsorted(takes, share * room, side="right"))
                 piece = Span(span.first, span.last, True)
             if size < 1:
                 return None
             owner[tokens[:size]] = len(spans)
             spans.append(piece)
-            sizes.append(size)
+            holds.append(weights.trunk * size + states[size - 1])
             tokens = tokens[size:]
     return owner, spans

@@ -139,8 +139,11 @@ def trace_memory(
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
+    key = _Key(config, adapters)
     try:
-        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type, compiled)
+        # it says what training takes, also to those who ask before a forward without gradients
+        with torch.inference_mode(False), torch.enable_grad():
+            return _trace(key, dtype, autocast, torch.device(device).type, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "

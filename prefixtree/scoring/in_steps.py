@@ -73,27 +73,30 @@ def check_call(model: nn.Module, recompute: Recompute) -> None:
         )
 
 
-def check_steps(model: nn.Module, causal_lm: Any) -> None:
-    """Refuses what is not verified to run in several steps.
+def check_static_graph(model: nn.Module, feature: str, instead: str) -> None:
+    """Refuses what is not verified with several backwards per update.
+
+    Args:
+        model: wrapped or not.
+        feature: what has them, in the plural.
+        instead: what to do without it.
 
     Raises:
-        UnsupportedError: with what stands in the way and the way to mend it.
+        UnsupportedError: DDP with static_graph.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.static_graph:
             raise UnsupportedError(
                 "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and steps have several: leave static_graph at False, or {_INSTEAD}"
+                f"and {feature} have several: leave static_graph at False, or {instead}"
             )
 
 
-def _refusal(
-    check_divided: Callable[[], None], model: nn.Module, causal_lm: Any
-) -> UnsupportedError | None:
+def _refusal(check_divided: Callable[[], None], model: nn.Module) -> UnsupportedError | None:
     """Why a forest cannot be computed in several steps; None where it can."""
     try:
         check_divided()
-        check_steps(model, causal_lm)
+        check_static_graph(model, "steps", _INSTEAD)
     except UnsupportedError as refusal:
         return refusal
     return None
@@ -207,7 +210,7 @@ def scores_in_steps(
 
     Raises:
         UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
-            `check_steps`.
+            `check_static_graph`.
         ForestError: steps that are refused or do not fit, on another rank.
     """
     device = packed.device
@@ -218,7 +221,7 @@ def scores_in_steps(
         check_call(model, recompute)
         # what each forward would refuse
         recomputed_forward(model, causal_lm, packed, 0, recompute)
-        undivided = _refusal(check_divided, model, causal_lm)
+        undivided = _refusal(check_divided, model)
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
@@ -316,7 +319,11 @@ class Wrapped:
             torch.is_autocast_enabled(device.type),
             torch.is_autocast_cache_enabled(),
         )
-        ddp = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+        self.synchronise_as_now()
+
+    def synchronise_as_now(self) -> None:
+        """From now on the last step synchronises where DDP now does: not within no_sync."""
+        ddp = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
         self._ddp = [(module, module.require_backward_grad_sync) for module in ddp]
 
     @contextmanager

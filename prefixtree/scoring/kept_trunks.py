@@ -1,7 +1,8 @@
 """`kept_trunks`: the micro-batches of a rank, with the trunks that they share computed once.
 
 A trunk's forward runs once and its graph is kept. Each micro-batch reads the trunk's keys and
-values in every layer, and the scores of the trunk's edges, as leaves; its backward runs at once and
+values (in recurrent layers its states) in every layer, and the scores of the trunk's edges, as
+leaves; its backward runs at once and
 adds to their gradients in float32. Behind the backward of the last micro-batch that borrows from
 it, the trunk's own backward runs. So every distinct token is computed once per rank, for a loss
 that is a sum over micro-batches. How parts lend and return is in `parallel.steps`, which parts
@@ -24,7 +25,7 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
-from prefixtree.models.families import family_of, forward_inputs
+from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import groups_of
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
@@ -42,7 +43,7 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_steps import Wrapped, dummy_of, part_inputs
+from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of, part_inputs
 from prefixtree.scoring.logprobs import ModelForward
 
 #: What `kept_trunks(recompute_trunks=)` takes.
@@ -58,6 +59,7 @@ def kept_trunks(
     batches: Sequence[MicroBatch],
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
+    *,
     return_entropy: bool = False,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -117,29 +119,19 @@ def kept_trunks(
         run.let_go()
 
 
-def check_kept(model: nn.Module, causal_lm: Any) -> None:
+def check_kept(model: nn.Module) -> None:
     """Refuses what is not verified to run with kept trunks.
 
     Raises:
         UnsupportedError: with what stands in the way and the way to mend it.
     """
-    config = causal_lm.config.get_text_config()
-    if family_of(config).rules:
-        raise UnsupportedError(
-            f"{config.model_type} has recurrent layers, whose states a kept trunk does not lend: "
-            f"{_INSTEAD}"
-        )
     if runs_deepspeed(model):
         raise UnsupportedError(
             "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
             f"FSDP2, or {_INSTEAD}"
         )
+    check_static_graph(model, "kept trunks", _INSTEAD)
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.static_graph:
-            raise UnsupportedError(
-                "DistributedDataParallel with static_graph=True expects one backward per update, "
-                f"and kept trunks have several: leave static_graph at False, or {_INSTEAD}"
-            )
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 "FSDP1 is not verified with kept trunks, whose forwards do not each meet their "
@@ -210,7 +202,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
                 "kept_trunks takes plan[rank] of a plan that keeps trunks, as it is: plan with "
                 "plan_micro_batches(..., trunks=True)"
             )
-        check_kept(model, causal_lm)
+        check_kept(model)
         self._trunks = trunks
         self._steps = None if trunks is None else trunks.on(self._device)
         packed = batches[-1].packed.to(self._device)
@@ -315,7 +307,9 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         self._run_dummies(None)
         copied = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
         if self._trains and any(module.require_backward_grad_sync for module in copied):
-            # all backwards so far were local: this one averages their gradients over ranks
+            # all backwards so far were local: this one averages their gradients over ranks, also
+            # where the block began within no_sync
+            self._wrapped.synchronise_as_now()
             _backward(self._dummy(is_last=True), None)
 
     def let_go(self) -> None:
@@ -436,7 +430,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         """The scores [u, columns] of the edges whose predictors a part owns."""
         assert self._steps is not None
         tokens = self._steps[part]
-        inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges))
+        inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
         edges = edges_on_device(self._packed, self._found, *self._scored[part])
         with self._wrapped.as_in_the_forward(is_last=False):
             scores = forward(tokens.mask, inputs, edges)

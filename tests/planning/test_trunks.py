@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.workloads import caterpillar, forest_of, single
 from prefixtree import BorrowCost, CostModel, ForestError, PrefixForest, plan_micro_batches
+from prefixtree.packing.layout import pack
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from tests.support.strategies import forests
 
@@ -54,15 +55,45 @@ def held(trunks: Trunks, owner: np.ndarray, cost: BorrowCost) -> float:
     return float(max(peaks))
 
 
+def states_held(forest: PrefixForest, trunks: Trunks, owner: np.ndarray) -> int:
+    """The most states that trunks hold at once for others, token by token."""
+    predictor = pack(forest).mask.host.predictor
+    lent = {int(p) for t, p in enumerate(predictor) if p >= 0 and owner[p] != owner[t]}
+    return max(
+        sum(trunks.spans[owner[t]].first <= at <= trunks.spans[owner[t]].last for t in lent)
+        for at in range(len(trunks.sequences))
+    )
+
+
 @settings(max_examples=150)
-@given(forests(max_nodes=12), st.integers(6, 40))
-def test_plans_hold_what_they_promise(forest: PrefixForest, max_tokens: int) -> None:
+@given(
+    forests(max_nodes=12), st.integers(6, 40), st.sampled_from([0, 2]), st.integers(0, 4), st.data()
+)
+def test_plans_hold_what_they_promise(
+    forest: PrefixForest, max_tokens: int, state_weight: int, count: int, data: st.DataObject
+) -> None:
+    """Of recurrent layers too, and of micro-batches that are given, in any order."""
+    # as much as `state_weight` tokens, with its gradient
+    cost = replace(COST, state_layers=1, state_bytes=200 * state_weight)
+    assert cost.state_weight == state_weight
+    batches = None
+    if count:
+        of = st.lists(
+            st.integers(0, count - 1),
+            min_size=forest.num_sequences,
+            max_size=forest.num_sequences,
+        )
+        chosen = np.unique(data.draw(of), return_inverse=True)[1]
+        batches = [np.flatnonzero(chosen == at) for at in range(chosen.max() + 1)]
     try:
-        trunks = plan_trunks(forest, max_tokens, COST)
+        trunks = plan_trunks(forest, max_tokens, cost, batches)
     except ForestError:
         # a path is too long, whatever waits where
-        assert int(forest.sequence_lengths.max()) > max_tokens / 2
+        longest = int(forest.sequence_lengths.max())
+        assert state_weight or batches or longest > max_tokens / 2
         return
+    if batches is not None:
+        assert all(a.tolist() == b.tolist() for a, b in zip(batches, trunks.sequences, strict=True))
     steps = trunks.on(torch.device("cpu"))
     # every token once, and all of a micro-batch's in its part or in trunks that are alive
     assert sum(part.num_tokens for part in steps) == forest.num_tokens
@@ -84,8 +115,12 @@ def test_plans_hold_what_they_promise(forest: PrefixForest, max_tokens: int) -> 
             lends = trunks.spans[lender]
             assert lends.is_trunk and lends.first <= span.first and span.last <= lends.last
     again, on_host = trunks.stats.again, trunks.stats.on_host
-    cost = replace(COST, graph_bytes=0 if again else COST.graph_bytes, on_host=on_host)
+    states = states_held(forest, trunks, steps.owner)
+    assert trunks.stats.states == (states if state_weight else 0)
+    cost = replace(cost, graph_bytes=0 if again else COST.graph_bytes, on_host=on_host)
     peak = held(trunks, steps.owner, cost)
+    if state_weight:
+        peak = max(peak, cost.state_weight * states)
     assert peak <= trunks.stats.peak + 1e-6 and trunks.stats.peak <= max_tokens + 1e-6
     assert trunks.costs(CostModel()).sum() == pytest.approx(
         CostModel().cost(forest.node_position.astype(np.int64), forest.node_length).sum()

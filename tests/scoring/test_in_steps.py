@@ -25,8 +25,10 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import MAX_TOKENS, PLAN, compare, number_of_steps, run, score
 from tests.support.family_configs import FAMILIES, VARIANTS
 from tests.support.hybrid_configs import HYBRIDS
+from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     Run,
+    adapted,
     assert_same,
     attentions,
     build,
@@ -41,7 +43,6 @@ from tests.support.models import (
     ragged_objective,
     ragged_packed,
     ragged_sequences,
-    randomise,
     same_bits,
 )
 from tests.support.replay import drawn_routes
@@ -82,11 +83,7 @@ def test_recomputation(recompute: Any) -> None:
 # PEFT asks transformers under the old name of the property
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    model = peft.get_peft_model(build("qwen3"), config)
-    randomise(model)
-    got = compare(model.train())
+    got = compare(adapted(build("qwen3"), "q_proj", "v_proj", "down_proj"))
     assert got.gradients and all("lora" in name for name in got.gradients)
 
 
@@ -241,16 +238,9 @@ def test_the_same_bits_every_time() -> None:
 
 
 def test_the_comparison_turns_red_where_borrowers_return_nothing(monkeypatch) -> None:
-    give_back = StepExchange.give_back
-
-    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in self._step.lent:
-            loan.gradients.pop(self._layer, None)
-        return give_back(self, dkey, dvalue)
-
     model = build("qwen3")
     expected = run(model, max_tokens=None)
-    monkeypatch.setattr(StepExchange, "give_back", lost)
+    lose_keys(monkeypatch)
     got = run(model)
     assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.1
 

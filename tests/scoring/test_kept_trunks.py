@@ -24,11 +24,21 @@ from prefixtree import (
     sequence_logprobs,
 )
 from prefixtree.models.compiled import compile_layers
-from prefixtree.parallel.steps import StepExchange
 from prefixtree.scoring import kept_trunks as module
+from tests.scoring.kept_cases import (
+    MAX_TOKENS,
+    compare,
+    linear,
+    one_by_one,
+    plan_of,
+    run,
+    run_of,
+    taken,
+)
+from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
     Objective,
-    Run,
+    adapted,
     assert_same,
     build,
     cases,
@@ -38,88 +48,11 @@ from tests.support.models import (
     gradients,
     make_objective,
     ragged_objective,
-    randomise,
     run_eager,
     same_bits,
 )
 from tests.support.replay import drawn_routes
 from tests.support.step_ranks import LIGHT, loss_of
-
-MAX_TOKENS = 24
-
-
-def plan_of(objective: Objective, max_tokens: int = MAX_TOKENS, **options: Any) -> MicroBatchPlan:
-    return plan_micro_batches(
-        objective.sequences, max_tokens, trunks=True, **{"borrow_cost": LIGHT, **options}
-    )
-
-
-def taken(objective: Objective, batch: Any) -> Objective:
-    """The objective of a micro-batch."""
-    masks = objective.loss_masks
-    return Objective(
-        batch.take(objective.sequences),
-        batch.take(objective.temperatures),
-        None if masks is None else batch.take(masks),
-        batch.take(objective.weights),
-    )
-
-
-def linear(objective: Objective, scores: Any) -> torch.Tensor:
-    """A loss that does not depend on the micro-batches."""
-    return objective.loss(scores.logprobs, scores.entropy)
-
-
-def run(
-    model: nn.Module,
-    objective: Objective | None = None,
-    plan: MicroBatchPlan | None = None,
-    loss: Callable[[Objective, Any], torch.Tensor] = loss_of,
-    **options: Any,
-) -> Run:
-    """Scores and gradients of the sum over micro-batches."""
-    objective = objective or ragged_objective()
-    plan = plan or plan_of(objective)
-    model.zero_grad(set_to_none=True)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    per_sequence = objective.temperatures, objective.loss_masks
-    with kept_trunks(model, plan[0], *per_sequence, True, 7, **options) as scored:
-        for batch, scores in scored:
-            pairs = zip(scores.logprobs, scores.entropy, strict=True)
-            found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
-            loss(taken(objective, batch), scores).backward()
-    return _run(model, found)
-
-
-def one_by_one(model: nn.Module, objective: Objective, plan: MicroBatchPlan) -> Run:
-    """The same with every micro-batch in a forward of its own."""
-    model.zero_grad(set_to_none=True)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for batch in plan[0]:
-        its = taken(objective, batch)
-        scores = sequence_logprobs(
-            model, batch.packed, its.temperatures, its.loss_masks, return_entropy=True
-        )
-        assert scores.entropy is not None
-        pairs = zip(scores.logprobs, scores.entropy, strict=True)
-        found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
-        loss_of(its, scores).backward()
-    return _run(model, found)
-
-
-def _run(model: nn.Module, found: dict[int, Any]) -> Run:
-    values = ([found[i][column].detach() for i in sorted(found)] for column in (0, 1))
-    return Run(*values, gradients(model))
-
-
-def compare(model: nn.Module, objective: Objective | None = None, **options: Any) -> Run:
-    """Fails unless kept trunks give what micro-batches alone give; the run."""
-    objective = objective or ragged_objective()
-    plan = options.pop("plan", None) or plan_of(objective)
-    assert plan.stats.trunks.trunks > 0 and plan.stats.packed_tokens == plan.forest.num_tokens
-    got = run(model, objective, plan, **options)
-    print(assert_same(got, one_by_one(model, objective, plan)))
-    return got
 
 
 def chains(seed: int, count: int = 9) -> list[np.ndarray]:
@@ -223,11 +156,7 @@ def test_lent_rows_on_the_host() -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    model = peft.get_peft_model(build("qwen3"), config)
-    randomise(model)
-    got = compare(model.train())
+    got = compare(adapted(build("qwen3"), "q_proj", "v_proj", "down_proj"))
     assert got.gradients and all("lora" in name for name in got.gradients)
 
 
@@ -280,7 +209,7 @@ def test_without_gradients(context: Any) -> None:
                 found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
         assert forwards() == len(plan[0].trunks.spans)
     expected = replace(one_by_one(model, objective, plan), gradients={})
-    assert_same(replace(_run(model, found), gradients={}), expected)
+    assert_same(replace(run_of(model, found), gradients={}), expected)
 
 
 def test_frozen_models_and_statistics() -> None:
@@ -297,7 +226,7 @@ def test_frozen_models_and_statistics() -> None:
 def test_accumulation_over_blocks_and_two_epochs_of_one_plan() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     once = run(model, plan=plan)
-    with kept_trunks(model, plan[0], *_given(ragged_objective()), True, 7) as scored:
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), return_entropy=True) as scored:
         for batch, scores in scored:
             loss_of(taken(ragged_objective(), batch), scores).backward()
     twice = {name: 2 * gradient for name, gradient in once.gradients.items()}
@@ -308,7 +237,7 @@ def test_two_backwards_within_a_turn_are_added() -> None:
     model, plan, objective = build("qwen3"), plan_of(ragged_objective()), ragged_objective()
     expected = run(model, loss=linear)
     model.zero_grad(set_to_none=True)
-    with kept_trunks(model, plan[0], *_given(objective), True) as scored:
+    with kept_trunks(model, plan[0], *_given(objective), return_entropy=True) as scored:
         for batch, scores in scored:
             loss = linear(taken(objective, batch), scores)
             (0.25 * loss).backward(retain_graph=True)
@@ -325,7 +254,7 @@ def test_empty_micro_batches_and_ranks() -> None:
     for rank in range(2):
         # as a data loader's worker sends it
         batches = pickle.loads(pickle.dumps(plan[rank]))
-        with kept_trunks(model, batches, *_given(objective), True) as scored:
+        with kept_trunks(model, batches, *_given(objective), return_entropy=True) as scored:
             for batch, scores in scored:
                 empty += batch.is_empty
                 linear(taken(objective, batch), scores).backward()
@@ -361,34 +290,25 @@ def _given(objective: Objective) -> tuple[Any, Any]:
 
 
 def test_the_comparison_turns_red_where_keys_lose_their_gradient(monkeypatch) -> None:
-    give_back = StepExchange.give_back
-
-    def lost(self: StepExchange, dkey: torch.Tensor, dvalue: torch.Tensor) -> Any:
-        for loan in self._step.lent:
-            loan.gradients.pop(self._layer, None)
-        return give_back(self, dkey, dvalue)
-
-    _is_red(monkeypatch, StepExchange, "give_back", lost)
+    _is_red(lambda: lose_keys(monkeypatch))
 
 
 def test_the_comparison_turns_red_where_scores_of_a_trunk_lose_their_gradient(monkeypatch) -> None:
-    _is_red(
-        monkeypatch,
-        module,
-        "_backward",
-        lambda scores, _: torch.autograd.backward(scores, torch.zeros_like(scores)),
-    )
+    def backward(scores: torch.Tensor, _: Any) -> None:
+        torch.autograd.backward(scores, torch.zeros_like(scores))
+
+    _is_red(lambda: monkeypatch.setattr(module, "_backward", backward))
 
 
 def test_the_comparison_turns_red_where_a_trunk_has_no_backward(monkeypatch) -> None:
     monkeypatch.setattr(module.LoanStore, "close", lambda *_: None)
-    _is_red(monkeypatch, module, "_backward", lambda *_: None)
+    _is_red(lambda: monkeypatch.setattr(module, "_backward", lambda *_: None))
 
 
-def _is_red(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any) -> None:
+def _is_red(lose: Callable[[], None]) -> None:
     model = build("qwen3")
     expected = run(model)
-    monkeypatch.setattr(owner, name, broken)
+    lose()
     got = run(model)
     assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.05
 
@@ -451,7 +371,7 @@ def test_the_last_turn_ends_with_the_block() -> None:
     model, plan = build("qwen3"), plan_of(ragged_objective())
     expected = run(model, loss=linear)
     model.zero_grad(set_to_none=True)
-    with kept_trunks(model, plan[0], *_given(ragged_objective()), True) as scored:
+    with kept_trunks(model, plan[0], *_given(ragged_objective()), return_entropy=True) as scored:
         for _, (batch, scores) in zip(range(len(plan[0])), scored, strict=False):
             linear(taken(ragged_objective(), batch), scores).backward()
     assert_same(replace(expected, gradients=gradients(model)), expected)
@@ -515,7 +435,6 @@ def test_models_that_are_not_verified() -> None:
         with pytest.raises(UnsupportedError, match=words), kept_trunks(model, plan[0]):
             pass
 
-    refused(build("qwen3_5"), "qwen3_5_text has recurrent layers, whose states")
     experts = build("qwen3_moe")
     experts.config.output_router_logits = True
     refused(experts, "load-balancing loss of experts is not verified with kept trunks")

@@ -39,7 +39,9 @@ from tests.support.hybrid_cases import (
     long_sequences,
 )
 from tests.support.hybrid_configs import HYBRIDS
+from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
+    adapted,
     assert_same,
     build,
     counted,
@@ -50,7 +52,6 @@ from tests.support.models import (
     mostly_full,
     pack_sequences,
     ragged_objective,
-    randomise,
     same_bits,
 )
 from tests.support.step_ranks import LIGHT
@@ -165,11 +166,7 @@ def test_recomputation(family: str, recompute: Any) -> None:
 # PEFT asks transformers under the old name of the property
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "in_proj_qkv", "out_proj"])
-    model = peft.get_peft_model(build("qwen3_5"), config)
-    randomise(model)
-    got = compare(model.train())
+    got = compare(adapted(build("qwen3_5"), "q_proj", "in_proj_qkv", "out_proj"))
     assert got.gradients and all("lora" in name for name in got.gradients)
 
 
@@ -237,23 +234,7 @@ def test_a_plan_that_reuses_trunks() -> None:
 # ---- the checks can fail -------------------------------------------------------------------------
 
 
-def _lost_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        ctx.exchange.take()
-        return dout, None, None
-
-    monkeypatch.setattr(states._Lent, "backward", staticmethod(backward))
-
-
-def _lost_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(ctx: Any, dx: torch.Tensor) -> Any:
-        ctx.exchange.take()
-        return dx, None
-
-    monkeypatch.setattr(states._LentRows, "backward", staticmethod(backward))
-
-
-@pytest.mark.parametrize("lose", [_lost_states, _lost_tails])
+@pytest.mark.parametrize("lose", [lose_states, lose_tails])
 @pytest.mark.parametrize("family", FEW)
 def test_gradients_that_are_left_out_turn_it_red(
     family: str, lose: Any, monkeypatch: pytest.MonkeyPatch

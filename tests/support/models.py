@@ -164,6 +164,15 @@ class AdaptedHead(nn.Module):
         return self.base_layer(x) + x @ self.down.t() @ self.up.t()
 
 
+def adapted(model: nn.Module, *targets: str) -> Any:
+    """With a LoRA adapter of random weights on modules of these names, in training mode."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[*targets]))
+    # B starts at 0, where A has no gradient
+    randomise(model)
+    return model.train()
+
+
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that text trains: not those of an image encoder, nor frozen ones."""
     return {

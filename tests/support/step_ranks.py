@@ -35,6 +35,7 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.models import (
     Objective,
+    adapted,
     build,
     counted,
     enable_checkpointing,
@@ -42,7 +43,6 @@ from tests.support.models import (
     make_objective,
     pack_sequences,
     ragged_sequences,
-    randomise,
     with_measured,
 )
 from tests.support.replay import drawn_routes
@@ -78,12 +78,7 @@ class Case:
         """The model before it is wrapped."""
         model = build(self.model_type)
         if self.lora:
-            import peft
-
-            config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-            model = peft.get_peft_model(model, config)
-            randomise(model)  # B starts at 0, where A has no gradient
-            model.train()
+            model = adapted(model, "q_proj", "v_proj", "down_proj")
         if self.checkpointing:
             enable_checkpointing(model, use_reentrant=False)
         return model

@@ -36,8 +36,10 @@ CASES = {
     "fsdp2, lora, again": Case("fsdp2", lora=True),
     "fsdp2, accumulation": Case("fsdp2", micro_batches=2),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
+    "ddp, recurrent, again": Case("ddp", "lfm2"),
+    "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
 }
-QUICK = [n for n in CASES if n not in ("ddp, find unused", "ddp, accumulation")]
+QUICK = [n for n in CASES if n not in ("ddp, find unused", "ddp, accumulation", "ddp, lora")]
 
 
 def _plan(rank: int) -> Any:

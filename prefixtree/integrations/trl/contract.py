@@ -64,6 +64,7 @@ def check_grpo(trainer_class: type) -> None:
     for name, expected in (
         ("_get_per_token_logps_and_entropies", LOGPS_PARAMETERS + IMAGE_PARAMETERS),
         ("_prepare_inputs", ("self", "generation_batch")),
+        ("training_step", ("self", "model", "inputs", "num_items_in_batch")),
         ("_generate_and_score_completions", ("self", "inputs")),
         ("create_accelerator_and_postprocess", ("self",)),
     ):

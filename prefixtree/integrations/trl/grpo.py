@@ -1,4 +1,4 @@
-"""`PrefixTreeGRPOTrainer`: TRL's GRPO with every distinct token of a micro-batch computed once.
+"""`PrefixTreeGRPOTrainer`: TRL's GRPO with every distinct token of a step computed once.
 
 Legend: B rows of a micro-batch, L = P + C columns, P of prompts (padded left), C of completions
 (padded right).
@@ -6,6 +6,8 @@ Legend: B rows of a micro-batch, L = P + C columns, P of prompts (padded left), 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,18 @@ from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
+from prefixtree.integrations.trl.kept_windows import (
+    KeptWindow,
+    Rows,
+    is_kept,
+    open_window,
+    same_rows,
+)
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
+from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -36,13 +46,15 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     """`trl.GRPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
-    micro-batch once. It takes the arguments of `GRPOTrainer`. Two things differ:
+    micro-batch once, or of all micro-batches of an optimiser step. It takes the arguments of
+    `GRPOTrainer`. Two things differ:
 
     - Log-probabilities and entropies (policy, old and reference) come from the packed forest of a
       micro-batch's rows. The models get attn_implementation="prefixtree", also for generation.
     - Micro-batches are shuffled, not rows. Each holds neighbouring rows of the generation batch, in
       which the completions of a prompt are next to each other. Old log-probabilities come from the
-      same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update.
+      same micro-batches of rows, so that the ratio is exactly 1 before the policy's first update
+      (up to rounding where trunks are kept and a generation has several steps).
 
     Rewards, advantages, losses and their masks (a tool mask included), generation and logging are
     TRL's code. The metrics of `SharingReport` are added.
@@ -51,6 +63,11 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         recompute: what the policy's layers compute again in the backward, as in
             `prefixtree.sequence_logprobs`; all else is of `trl.GRPOTrainer`. Default: None, what
             `gradient_checkpointing` of the arguments says.
+        max_tokens: the most distinct tokens that are held at once. A micro-batch with more is
+            computed in steps, as in `prefixtree.sequence_logprobs`. Default: None, no limit.
+        keep_trunks: whether micro-batches of an optimiser step share what their rows have in
+            common (`prefixtree.kept_trunks`) where that computes less. It holds no more at once
+            than the largest micro-batch takes alone, or max_tokens. Default: True.
 
     Raises:
         UnsupportedError: a setting, a model or a batch that is not verified to give the results of
@@ -61,7 +78,14 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
     # TRL's: the micro-batches of the last generation, None before the first
     _buffered_inputs: list[dict[str, Any]] | None
 
-    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        recompute: Recompute = None,
+        max_tokens: int | None = None,
+        keep_trunks: bool = True,
+        **kwargs: Any,
+    ) -> None:
         check_grpo(GRPOTrainer)
         super().__init__(*args, **kwargs)
         prepare_trainer(
@@ -71,9 +95,17 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             images=True,
         )
         self._recompute = check_recompute(self, recompute)
+        self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
+        refused = self._is_vlm, self.aux_loss_enabled, self.args.torch_compile
+        served = not any((*refused, self.is_deepspeed_enabled))
+        self._keeps = keep_trunks and served and is_kept(self.model, recompute)
+        # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
+        # whether one runs now
+        self._window: KeptWindow | None = None
+        self._done, self._in_step = 0, False
         self._sharing = SharingReport(self, sharing_advice(self.args))
         if self.accelerator.is_main_process:
-            warn_of_micro_batches(self.args, self.aux_loss_enabled)
+            warn_of_micro_batches(self.args, self.aux_loss_enabled, self._keeps)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -111,6 +143,24 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         """
         shown = RowImages(images, self._is_vlm)
         rows = batch_size or len(input_ids)
+        trains = torch.is_grad_enabled()
+        given = input_ids, attention_mask
+        if trains and self._in_step and self._keeps:
+            if self._window is None:
+                self._window = self._window_of_step(model, given, logits_to_keep, compute_entropy)
+            if (window := self._window) is not None:
+                return *self._score_next(window, given, logits_to_keep), None
+        elif not trains and self._keeps and rows < len(input_ids):
+            chunks = [*zip(*(x.split(rows) for x in given), strict=True)]
+            if window := self._open(model, chunks, logits_to_keep, compute_entropy):
+                found = [self._score_next(window, each, logits_to_keep) for each in chunks]
+                window.close()
+                entropy = [each for _, each in found if each is not None]
+                return (
+                    torch.cat([x for x, _ in found]),
+                    torch.cat(entropy) if entropy else None,
+                    None,
+                )
         options = logits_to_keep, compute_entropy, compute_aux_loss
         parts = [
             self._score(
@@ -130,6 +180,79 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             torch.cat(entropies) if entropies else None,
             torch.stack(losses).mean() if losses else None,
         )
+
+    # ---- trunks that micro-batches share ---------------------------------------------------------
+
+    # TRL's: how many micro-batches ran
+    _step: int
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._in_step = True
+        try:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            if self._window is not None and self._window.is_over:
+                # before gradients are clipped
+                window, self._window = self._window, None
+                window.close()
+        except BaseException:
+            if self._window is not None:
+                window, self._window = self._window, None
+                window.close(*sys.exc_info())
+            raise
+        finally:
+            self._in_step = False
+        self._done = 0 if self.accelerator.sync_gradients else self._done + 1
+        return loss
+
+    def _window_of_step(
+        self, model: nn.Module, given: Rows, width: int, with_entropy: bool
+    ) -> KeptWindow | None:
+        """The micro-batches from this one to the last of the step that are sampled already."""
+        at = self._step % self.args.steps_per_generation
+        if self._done and at:
+            # it was tried before the first of them
+            return None
+        left = self.current_gradient_accumulation_steps - self._done
+        buffered = (self._buffered_inputs or [])[at : at + left]
+        rows = [
+            (
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+            )
+            for batch in buffered
+        ]
+        if len(rows) < 2 or not same_rows(rows[0], given):
+            return None
+        return self._open(model, rows, width, with_entropy)
+
+    def _open(
+        self, model: nn.Module, rows: Sequence[Rows], width: int, with_entropy: bool
+    ) -> KeptWindow | None:
+        check_attention(model)
+        if not is_kept(model, self._recompute):
+            # something wrapped it behind the constructor
+            self._keeps = False
+            return None
+        options = {"temperature": self.temperature, "return_entropy": with_entropy}
+        # TRL switches it off where it scores without gradients
+        checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
+        limits = self._max_tokens, self._recompute, checkpointing
+        return open_window(self.accelerator, model, rows, width, *limits, **options)
+
+    def _score_next(
+        self, window: KeptWindow, given: Rows, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at = window.scored
+        if torch.is_grad_enabled():
+            self._sharing.begins(*window.sharing_of(at, self._sharing.cost))
+        scores = window.score(*given)
+        prompts = window.prompts[at].tolist()
+        logps = _completions(scores.logprobs, prompts, width)
+        if scores.entropy is None:
+            return logps, None
+        return logps, _completions(scores.entropy, prompts, width)
+
+    # ---- micro-batches by themselves -------------------------------------------------------------
 
     def _score(
         self,
@@ -169,6 +292,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
                 recompute=self._recompute,
                 output_router_logits=with_aux_loss,
                 pictures=pictures,
+                max_tokens=self._max_tokens,
             )
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:
@@ -188,11 +312,13 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         if shuffled is None or shuffled is before:
             return inputs  # of an evaluation, or of a generation that is in order already
         (at,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
-        self._buffered_inputs = reunite(shuffled)
+        # micro-batches that share stand together within a step
+        together = self.args.gradient_accumulation_steps if self._keeps else 1
+        self._buffered_inputs = reunite(shuffled, together)
         return self._buffered_inputs[at]
 
 
-def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def reunite(batches: list[dict[str, Any]], together: int = 1) -> list[dict[str, Any]]:
     """Turns micro-batches of shuffled rows into micro-batches of neighbouring rows.
 
     A micro-batch takes the place of the first of its rows in the shuffle, so its place is random
@@ -202,6 +328,8 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
             dimensions or None for the whole micro-batch. But for images: they are those of all
             rows, one after another, and num_images, B numbers, says how many each has.
+        together: of so many micro-batches, one optimiser step's, the order is that of their rows.
+            Default: 1.
 
     Returns:
         As many micro-batches, without the entry that numbers the rows.
@@ -212,7 +340,9 @@ def reunite(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     size = len(batches[0][_ROW])
     # [micro-batches, size]: where the rows of every run of neighbours stand
     places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size)
-    order = places[places.amin(1).argsort()].flatten()
+    runs = places.amin(1).argsort()
+    runs = torch.cat([of_step.sort().values for of_step in runs.split(together)])
+    order = places[runs].flatten()
     reunited: list[dict[str, Any]] = [{} for _ in batches]
     # images: a list of tensors, one per row
     batches = [split_pixel_values_by_grid(batch) for batch in batches]

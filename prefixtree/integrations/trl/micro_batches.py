@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 
-def warn_of_micro_batches(args: Any, aux_loss: bool = False) -> None:
+def warn_of_micro_batches(args: Any, aux_loss: bool = False, keeps_trunks: bool = False) -> None:
     """Warns of settings that cut groups, and of losses that depend on the cut.
 
     The warnings point at the caller's caller.
@@ -20,8 +20,13 @@ def warn_of_micro_batches(args: Any, aux_loss: bool = False) -> None:
     Args:
         args: the trainer's `GRPOConfig`.
         aux_loss: whether the loss has the load-balancing loss of experts. Default: False.
+        keeps_trunks: whether micro-batches of an optimiser step share what their rows have in
+            common. Default: False.
     """
-    for message in (cut_groups(args), cut_losses(args, aux_loss)):
+    # each generation is within an optimiser step
+    together = keeps_trunks and args.steps_per_generation <= args.gradient_accumulation_steps
+    groups = "" if together else cut_groups(args)
+    for message in (groups, cut_losses(args, aux_loss)):
         if message:
             warnings.warn(message, stacklevel=3)
 

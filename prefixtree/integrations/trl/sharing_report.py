@@ -61,13 +61,26 @@ class SharingReport(TrainerCallback):
         self._spans: list[tuple[Any, Any, float]] = []
         trainer.add_callback(self)
 
-    def begins(self, forest: PrefixForest, loss_masks: Sequence[np.ndarray]) -> None:
+    @property
+    def cost(self) -> CostModel:
+        """The model's FLOPs."""
+        return self._cost
+
+    def begins(
+        self,
+        forest: PrefixForest,
+        loss_masks: Sequence[np.ndarray],
+        computed: tuple[int, float] | None = None,
+    ) -> None:
         """Takes a batch that is trained on, before its forward.
 
         Args:
             loss_masks: bool [n] per sequence, true where the policy sampled the token.
+            computed: the tokens that run for it, and their FLOPs. Default: its forest's.
         """
         found = sharing_of(forest, loss_masks, self._cost)
+        if computed is not None:
+            found = found._replace(computed=computed[0], cost=computed[1])
         self._log(found)
         self._saved += found.replicated_cost - found.cost
         self._computed += found.cost

@@ -17,11 +17,14 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
+from prefixtree.errors import ForestError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.verl.balance import leaf_order
 from prefixtree.pictures import Pictures
+from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch, micro_batch_of
-from prefixtree.planning.micro_batches import plan_micro_batches
+from prefixtree.planning.micro_batches import batches_with_trunks, plan_micro_batches
+from prefixtree.planning.trunks import Trunks, plan_trunks
 
 
 def sequences_of(data: TensorDict) -> list[np.ndarray]:
@@ -53,13 +56,17 @@ def split(
     ranks: int = 1,
     multiple: int = 1,
     pictures: Pictures | None = None,
-) -> list[MicroBatch]:
+    borrow_cost: BorrowCost | None = None,
+    has_backward: bool = True,
+) -> Sequence[MicroBatch]:
     """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
 
     With a dynamic batch size a micro-batch holds at most `max_token_len_per_gpu` distinct tokens
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
     sequences. Either way sequences that share are brought together: every sequence is in one
     micro-batch, but not in the order given. With pictures, forests are of `pictures.sequences`.
+    With a `borrow_cost` (and a dynamic batch size) they keep their trunks, for `kept_trunks`, where
+    that computes less than cut trees on all ranks together; `has_backward` says what is counted.
 
     Raises:
         ValueError: a sequence longer than that on any rank, or fewer sequences on
@@ -85,7 +92,14 @@ def split(
         return [micro_batch_of(forest, order[i : i + size]) for i in range(0, len(order), size)]
     max_tokens = data["max_token_len_per_gpu"] * ranks
     (longest,) = largest([max(len(s) for s in sequences)], group)
-    if longest > max_tokens:
+    batches = None
+    if longest <= max_tokens:
+        batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
+    if borrow_cost is not None:
+        work = max_tokens, borrow_cost, has_backward
+        if (kept := _with_trunks(forest, batches, group, *work)) is not None:
+            return kept
+    if batches is None:
         budget = f"max_token_len_per_gpu={max_tokens // ranks}"
         if ranks > 1:
             budget += f" x {ranks} ranks"
@@ -93,7 +107,6 @@ def split(
             f"a sequence has {longest} tokens, more than {budget}; raise "
             "ppo_max_token_len_per_gpu and log_prob_max_token_len_per_gpu"
         )
-    batches = plan_micro_batches(forest, max_tokens, num_ranks=1)[0]
     # the greatest of -n is minus the fewest
     steps, minus_fewest = largest([len(batches), -len(sequences)], group)
     steps = -(-steps // multiple) * multiple
@@ -105,20 +118,69 @@ def split(
     return at_least(batches, steps, forest)
 
 
+def _with_trunks(
+    forest: PrefixForest,
+    cut: Sequence[MicroBatch] | None,
+    group: Any,
+    max_tokens: int,
+    borrow_cost: BorrowCost,
+    has_backward: bool,
+) -> Sequence[MicroBatch] | None:
+    """Micro-batches that keep their trunks, as many on every rank; None where trees are cut.
+
+    Args:
+        cut: the micro-batches that cut trees; None where a sequence of any rank does not fit.
+    """
+    repeated = 0
+    if cut is not None:
+        mine = sum(batch.num_tokens for batch in cut) - forest.num_tokens
+        (repeated,) = total([mine], group)
+        if repeated == 0:
+            return None
+
+    def planned(micro_batches: Sequence[np.ndarray] | None = None) -> Trunks | None:
+        try:
+            return plan_trunks(forest, max_tokens, borrow_cost, micro_batches)
+        except ForestError:
+            return None
+
+    trunks = planned()
+    more = 0 if trunks is None else trunks.extra_tokens(max_tokens, has_backward)
+    failed, more = total([trunks is None, more], group)
+    if failed or (cut is not None and more >= repeated):
+        return None
+    assert trunks is not None
+    count, minus_fewest = largest([len(trunks.sequences), -forest.num_sequences], group)
+    if count <= -minus_fewest and count > len(trunks.sequences):
+        trunks = planned(halved(trunks.sequences, count, forest))
+    (failed,) = total([trunks is None or len(trunks.sequences) < count], group)
+    if failed or trunks is None:
+        return None
+    return batches_with_trunks(trunks)
+
+
 def at_least(batches: Sequence[MicroBatch], count: int, forest: PrefixForest) -> list[MicroBatch]:
-    """The same sequences of a forest in at least `count` micro-batches, none empty: those of most
-    sequences are halved, between the sequences that share least.
+    """The same sequences of a forest in at least `count` micro-batches, none empty.
 
     Not filled up with empty micro-batches, because verl takes as many values of every metric from
     all ranks.
     """
-    found = list(batches)
+    if len(batches) >= count:
+        return list(batches)
+    members = halved([batch.sequence_indices for batch in batches], count, forest)
+    return [micro_batch_of(forest, part) for part in members]
+
+
+def halved(members: Sequence[np.ndarray], count: int, forest: PrefixForest) -> list[np.ndarray]:
+    """Sets of sequences in at least `count` sets: those of most sequences are halved, between the
+    sequences that share least."""
+    found = list(members)
     while len(found) < count:
-        at = max(range(len(found)), key=lambda i: len(found[i].sequence_indices))
+        at = max(range(len(found)), key=lambda i: len(found[i]))
         # in the order of the leaves, as `leaf_order`
-        held = sorted(found[at].sequence_indices.tolist(), key=forest.sequence_node.__getitem__)
+        held = sorted(found[at].tolist(), key=forest.sequence_node.__getitem__)
         half = len(held) // 2
-        found[at : at + 1] = [micro_batch_of(forest, part) for part in (held[:half], held[half:])]
+        found[at : at + 1] = [np.array(part, np.int64) for part in (held[:half], held[half:])]
     return found
 
 
@@ -178,6 +240,15 @@ def to_jagged(per_sequence: list[torch.Tensor], like: Any) -> torch.Tensor:
 
 def largest(numbers: list[int], group: Any) -> list[int]:
     """The greatest of each number over the ranks of a group."""
+    return _reduced(numbers, group, dist.ReduceOp.MAX)
+
+
+def total(numbers: list[int], group: Any) -> list[int]:
+    """The sum of each number over the ranks of a group."""
+    return _reduced(numbers, group, dist.ReduceOp.SUM)
+
+
+def _reduced(numbers: list[int], group: Any, op: Any) -> list[int]:
     tensor = torch.tensor(numbers, dtype=torch.int64, device=get_device_id())
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(tensor, op=op, group=group)
     return tensor.tolist()

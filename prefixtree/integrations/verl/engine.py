@@ -9,8 +9,8 @@ verl's engines do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import (
 )
 from verl.workers.engine.utils import detach_tree
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     in_order,
@@ -53,11 +54,16 @@ from prefixtree.integrations.verl.refusals import (
     check_settings,
     check_step,
 )
+from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
+from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.edges import SequenceScores
+from prefixtree.scoring.in_steps import borrow_cost
+from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 
@@ -128,23 +134,39 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         keep_outputs = forward_only or tu.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
-        batches = split(data, group, self.ulysses_sequence_parallel_size, pictures=pictures)
+        batches = split(
+            data,
+            group,
+            self.ulysses_sequence_parallel_size,
+            pictures=pictures,
+            borrow_cost=self._borrow_cost(forward_only),
+            has_backward=not forward_only,
+        )
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         outputs = []
-        for step, batch in enumerate(batches):
-            last = step == len(batches) - 1
-            with (
-                torch.no_grad()
-                if forward_only
-                else self._gradient_sync_context(is_last_micro_batch=last),
-                torch.profiler.record_function(f"micro_batch{step}"),
-            ):
-                loss, output = self._step(data, batch, loss_function, forward_only, pictures)
-                if not forward_only:
-                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                if not keep_outputs:
-                    output.pop("model_output")
-            outputs.append(output)
+        no_graph = torch.no_grad() if forward_only else nullcontext()
+        with no_graph, self._kept(data, batches) as kept:
+            for step, batch in enumerate(batches):
+                # backwards of trunks come in between, so each is reduced
+                last = step == len(batches) - 1 or kept is not None
+                with (
+                    nullcontext()
+                    if forward_only
+                    else self._gradient_sync_context(is_last_micro_batch=last),
+                    torch.profiler.record_function(f"micro_batch{step}"),
+                ):
+                    scores = None
+                    if kept is not None:
+                        with self._autocast():
+                            _, scores = next(kept)
+                    loss, output = self._step(
+                        data, batch, loss_function, forward_only, pictures, scores
+                    )
+                    if not forward_only:
+                        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                    if not keep_outputs:
+                        output.pop("model_output")
+                outputs.append(output)
         if self.sees and not forward_only:
             fill_gradients_of_tower(self.module)
         return in_order(outputs, batches)
@@ -158,6 +180,16 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         check_positions(data, pictures, self.module)
         return pictures
 
+    # ---- trunks that micro-batches share ---------------------------------------------------------
+
+    def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
+        """The cost of a kept trunk's token; None where trees are cut instead."""
+        return None
+
+    def _kept(self, data: TensorDict, batches: Sequence[MicroBatch]) -> Any:
+        """A context with the scores of micro-batches that keep trunks; with None for others."""
+        return nullcontext()
+
     # ---- a micro-batch -----------------------------------------------------------------------
 
     def _step(
@@ -167,13 +199,19 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         loss_function: Callable[..., Any] | None,
         forward_only: bool,
         pictures: Pictures | None,
+        scores: SequenceScores | None,
     ) -> Any:
-        """Runs the model over one micro-batch of a batch and verl's loss over what comes out."""
-        packed = pack(batch.forest, self.pad_to_length_bucket if self.pad_to_length else None)
+        """Runs the model over one micro-batch of a batch, unless it is scored already, and verl's
+        loss over what comes out."""
         micro_batch = rows_of(data, batch).to(get_device_id())
         device = get_device_name()
         with self._autocast():
-            model_output = self._model_output(micro_batch, packed.to(device), pictures)
+            if scores is None:
+                bucket = self.pad_to_length_bucket if self.pad_to_length else None
+                packed = pack(batch.forest, bucket).to(device)
+                model_output = self._model_output(micro_batch, packed, pictures)
+            else:
+                model_output = _outputs_of(scores, micro_batch)
             if loss_function is None:
                 assert forward_only, "a training step needs a loss function"
                 loss, metrics = torch.tensor(1.0, device=device), {}
@@ -211,24 +249,65 @@ class PackedActorEngine(_FsdpEngine):
         self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
     ) -> dict[str, Any]:
         """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response."""
-        with_entropy = tu.get_non_tensor_data(micro_batch, "calculate_entropy", False)
         scores = sequence_logprobs(
             self.module,
             packed,
-            temperature=tu.get(micro_batch, "temperature"),
-            loss_mask=scored_tokens(micro_batch),
-            return_entropy=with_entropy,
+            **_score_options(micro_batch),
             recompute=self.recompute,
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
             group=self.ulysses_parallel_group,
             pictures=pictures,
         )
-        input_ids = micro_batch["input_ids"]
-        outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
-        if scores.entropy is not None:
-            outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
-        return outputs
+        return _outputs_of(scores, micro_batch)
+
+    def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
+        together = self.ulysses_parallel_group is not None
+        if self.sees or self.pad_to_length or together or self.recompute == "auto":
+            return None
+        try:
+            check_kept(self.module)
+            if getattr(find_causal_lm(self.module).config, "output_router_logits", False):
+                return None
+            # without a graph a token takes little beside the keys and values of a trunk's
+            with torch.enable_grad():
+                return borrow_cost(self.module, "all" if forward_only else self.recompute)
+        except UnsupportedError:
+            return None
+
+    @contextmanager
+    def _kept(
+        self, data: TensorDict, batches: Sequence[MicroBatch]
+    ) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]] | None]:
+        if getattr(batches, "trunks", None) is None:
+            yield None
+            return
+        with ExitStack() as stack:
+            # trunks run as the forwards of a micro-batch do
+            with self._autocast():
+                scored = kept_trunks(
+                    self.module, batches, **_score_options(data), recompute=self.recompute
+                )
+                kept = stack.enter_context(scored)
+            yield kept
+
+
+def _score_options(data: TensorDict) -> dict[str, Any]:
+    """Which tokens of a batch are scored, and how."""
+    return {
+        "temperature": tu.get(data, "temperature"),
+        "loss_mask": scored_tokens(data),
+        "return_entropy": tu.get_non_tensor_data(data, "calculate_entropy", False),
+    }
+
+
+def _outputs_of(scores: SequenceScores, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+    """In verl's names and layout."""
+    input_ids = micro_batch["input_ids"]
+    outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
+    if scores.entropy is not None:
+        outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
+    return outputs
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)

@@ -50,8 +50,11 @@ class Work:
                 Default: nobody looks for what runs again.
         """
         work = cls(to_win=None if sampled is None else 0)
-        for batch in batches:
-            forest = batch.forest
+        parts = [(batch.forest, batch.sequence_indices.tolist()) for batch in batches]
+        if (trunks := getattr(batches, "trunks", None)) is not None:
+            # all of them compute a token once
+            parts = [(trunks.forest, list(range(trunks.forest.num_sequences)))]
+        for forest, sequences in parts:
             position, length = forest.node_position.astype(np.int64), forest.node_length
             work.replicated += forest.num_replicated_tokens
             work.packed += forest.num_tokens
@@ -59,7 +62,7 @@ class Work:
             work.squares += 2 * visible_pairs(position, length, None) - forest.num_tokens
             work.replicated_squares += int((forest.sequence_lengths.astype(np.int64) ** 2).sum())
             if sampled is not None:
-                masks = [sampled[i].numpy() for i in batch.sequence_indices.tolist()]
+                masks = [sampled[i].numpy() for i in sequences]
                 work.to_win = (work.to_win or 0) + tokens_to_win(forest, masks)
         return work
 

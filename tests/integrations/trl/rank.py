@@ -57,6 +57,9 @@ ARGUMENTS = {
     "ddp_find_unused_parameters": False,
     "shuffle_dataset": False,
 }
+# of groups of 4
+CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+HALVES = {"steps_per_generation": 2, "num_iterations": 1}
 # with moments, which a checkpoint has to hold
 SAVING = {
     "optim": "adamw_torch",
@@ -239,6 +242,12 @@ CASES: dict[str, tuple[Ask, Case]] = {
     ),
     "rollouts": (compare, Case({}, {})),
     "unequal ranks": (compare, Case({}, {}, rollout=longer_on_rank_1)),
+    # trunks of a step are kept, in other numbers on each rank
+    "cut groups": (compare, Case({**CUT}, rollout=longer_on_rank_1)),
+    "cut groups, sharded": (compare, Case({**CUT}, {}, rollout=longer_on_rank_1)),
+    # several generations in a step: trunks end within no_sync
+    "cut groups, generations": (compare, Case({**CUT, **HALVES})),
+    "cut groups, generations, sharded": (compare, Case({**CUT, **HALVES}, {})),
     "kept whole, loaded by rank 0": (
         compare,
         Case({}, {"reshard_after_forward": False, "cpu_ram_efficient_loading": True}),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trl
 from packaging.version import Version
+from transformers import Trainer
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput
@@ -115,6 +116,25 @@ def test_all_scores_come_from_one_method() -> None:
             "num_images": "num_images",
             "num_tiles": "num_tiles",
         }
+
+
+def test_where_a_kept_trunk_lives() -> None:
+    """From the first micro-batch of a step to the backward of the last, before the clip."""
+    step = ast.unparse(source(GRPOTrainer.training_step))
+    assert step.index("super().training_step(") < step.index("self._step += 1")
+    prepare = ast.unparse(source(GRPOTrainer._prepare_inputs))
+    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in prepare
+    loss = ast.unparse(source(GRPOTrainer._compute_loss))
+    for kind in ("ids", "mask"):
+        assert f"torch.cat([prompt_{kind}, completion_{kind}], dim=1)" in loss
+    assert len(calls(Trainer.training_step, "backward")) == 1
+    loop = ast.unparse(source(Trainer._run_epoch))
+    assert "self.current_gradient_accumulation_steps = len(batch_samples)" in loop
+    # within what may leave gradients local, and once per micro-batch
+    within = "with sync_context():\n"
+    assert loop.count("self.training_step(") == 1
+    assert loop.index(within) < loop.index("self.training_step(") < loop.index("_clip_grad_norm(")
+    assert "_set_sync_gradients(do_sync_step)" in loop
 
 
 def test_no_other_method_runs_a_model() -> None:

@@ -65,6 +65,7 @@ TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
 # both wrappers, ranks unlike each other, an adapter, a checkpoint, and the trainers of samples
 EVERY_TIME = (
     *("ddp", "generation", "unequal ranks", "FSDP's checkpointing", "lora"),
+    *("cut groups", "cut groups, sharded"),
     *("resume, full", "dpo and sft, sharded"),
 )
 

@@ -166,8 +166,8 @@ def test_learned_positions_are_those_of_a_row_alone(
 
 
 def test_each_distinct_token_is_computed_once(folder: Path) -> None:
-    """And rows are packed `batch_size` at a time, as TRL forwards them; only what predicts a token
-    of a completion goes through the head."""
+    """And rows are packed `batch_size` at a time, as TRL forwards them, each with what it shares or
+    with trunks; only what predicts a token of a completion goes through the head."""
     ours, _ = made(folder)
     rows: list[int] = []
     scored: list[int] = []
@@ -187,9 +187,15 @@ def test_each_distinct_token_is_computed_once(folder: Path) -> None:
 
     with torch.no_grad():
         for batch_size in (None, 3):
+            ours._keeps = False
             ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=batch_size)
+        several = len(rows)
+        ours._keeps = True
+        ours._get_per_token_logps_and_entropies(ours.model, **data, batch_size=3)
     for handle in handles:
         handle.remove()
+    rows, kept = rows[:several], rows[several:]
+    assert sum(kept) == rows[0] < sum(rows[1:]) and len(kept) > 3
     assert rows == [distinct(sequences), *(distinct(sequences[i : i + 3]) for i in (0, 3, 6))]
     assert rows[0] < sum(map(len, sequences)) / 1.7
     prompts = data["attention_mask"][:, :P].sum(1).tolist()
@@ -294,11 +300,14 @@ def test_an_unknown_batch_entry_is_refused(entry: Any, message: str) -> None:
         adapter.reunite(batches)
 
 
+# of micro-batches that cut groups, and share trunks
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
 @pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
 def test_the_ratio_of_a_policy_that_has_not_moved_is_one(
-    folder: Path, bf16: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, bf16: bool, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: old log-probabilities come from the same forests."""
+    """To the last bit: old log-probabilities come from the same forests, or the same trunks."""
     differences = []
     compute = GRPOTrainer._compute_loss
     score = PrefixTreeGRPOTrainer._get_per_token_logps_and_entropies
@@ -314,6 +323,13 @@ def test_the_ratio_of_a_policy_that_has_not_moved_is_one(
         differences.append(float((scores[-1] - inputs["old_per_token_logps"]).abs().max()))
         return loss
 
+    def open_window(*args: Any, **options: Any) -> Any:
+        if (window := opens(*args, **options)) is not None:
+            opened.append(window)
+        return window
+
+    opened, opens = [], adapter.open_window
+    monkeypatch.setattr(adapter, "open_window", open_window)
     monkeypatch.setattr(PrefixTreeGRPOTrainer, "_get_per_token_logps_and_entropies", keep)
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", compare)
     make(
@@ -322,13 +338,17 @@ def test_the_ratio_of_a_policy_that_has_not_moved_is_one(
         bf16=bf16,
         options={"rollout_func": rollouts},
         max_steps=4,
-        # two groups a micro-batch
-        num_generations=2,
+        # two groups a micro-batch, or half of one
+        num_generations=4 if cut else 2,
+        per_device_train_batch_size=2 if cut else 4,
+        gradient_accumulation_steps=4 if cut else 2,
     ).train()
-    assert len(differences) == 8
-    first_iterations = differences[0:2] + differences[4:6]
-    assert first_iterations == [0.0] * 4
-    assert min(differences[2:4] + differences[6:8]) > 1e-4
+    of_step = 4 if cut else 2
+    assert len(differences) == 4 * of_step
+    steps = [differences[at : at + of_step] for at in range(0, len(differences), of_step)]
+    assert steps[0] + steps[2] == [0.0] * 2 * of_step
+    assert min(steps[1] + steps[3]) > 1e-4
+    assert bool(opened) == cut
 
 
 @pytest.fixture

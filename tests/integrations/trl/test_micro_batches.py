@@ -202,7 +202,8 @@ def test_the_advice_keeps_groups_whole(
     folder: Path, arguments: dict[str, Any], advice: dict[str, int]
 ) -> None:
     """And a step as large as it was; the trainer's own metric says what it is worth."""
-    common = {"options": {"rollout_func": rollouts}, "max_completion_length": 40, "max_steps": 2}
+    given = {"rollout_func": rollouts, "keep_trunks": False}
+    common = {"options": given, "max_completion_length": 40, "max_steps": 2}
 
     def ratio(**arguments: Any) -> float:
         made = train(PrefixTreeGRPOTrainer, folder, beta=0.0, **{**common, **arguments})

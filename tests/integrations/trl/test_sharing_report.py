@@ -40,7 +40,10 @@ def warned(kind: type[GRPOTrainer], folder: Path, **arguments: Any) -> list[str]
 
 def test_completions_that_are_alone(folder: Path) -> None:
     alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    (message,) = warned(PrefixTreeGRPOTrainer, folder, **alone)
+    # those of an optimiser step share trunks, unless that is switched off
+    assert warned(PrefixTreeGRPOTrainer, folder, **alone) == []
+    options = {"rollout_func": rollouts, "keep_trunks": False}
+    (message,) = warned(PrefixTreeGRPOTrainer, folder, **alone, options=options)
     assert "shared nothing" in message and "(replication ratio 1.00)" in message
     assert "set per_device_train_batch_size to a multiple of num_generations=4 (it is 1)" in message
 

@@ -52,10 +52,11 @@ def steps(rank: int) -> dict[str, Any]:
 
 @contextmanager
 def counted_exchanges() -> Iterator[Counter[str]]:
-    """How often verl's engine exchanged heads among ranks, and ours borrowed keys, and tails of
-    recurrent layers."""
+    """How often verl's engine exchanged heads among ranks; ours borrowed keys, and tails of recurrent
+    layers, or kept trunks."""
     from verl.models.transformers import monkey_patch
 
+    from prefixtree.integrations.verl import engine
     from prefixtree.parallel.ranks import RankExchange
     from prefixtree.parallel.state_heads import StatesByHeads
 
@@ -73,6 +74,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
         patch.object(monkey_patch, "gather_heads_scatter_seq", counted("heads", heads)),
         patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
         patch.object(StatesByHeads, "conv", counted("tails", StatesByHeads.conv)),
+        patch.object(engine, "kept_trunks", counted("trunks", engine.kept_trunks)),
     ):
         yield calls
 
@@ -100,12 +102,13 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         HYBRID_CASES,
         HYBRID_SEQUENCE_PARALLEL_CASES,
         SEQUENCE_PARALLEL_CASES,
+        TRUNK_CASES,
         run,
     )
     from tests.integrations.verl.vision_cases import VISION_CASES
 
     register_engines()
-    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES
+    cases = CASES | HYBRID_CASES | SEQUENCE_PARALLEL_CASES | VISION_CASES | TRUNK_CASES
     cases |= HYBRID_SEQUENCE_PARALLEL_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:

@@ -260,9 +260,24 @@ SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
         checkpointing=False,
     ),
 }
+# a budget below the longest sequence, which verl's own engine refuses
+TRUNK_CASES: dict[str, Settings] = {
+    "grpo, long sequences": Settings(tokens=20, beside="alone", even=False),
+    "grpo, long sequences, lora, nothing recomputed": Settings(
+        tokens=24,
+        beside="alone",
+        model_options={"lora_rank": 4, "lora_alpha": 8},
+        checkpointing=False,
+        lr=1.0,
+        engine={"use_no_sync_for_gradient_accumulation": False},
+    ),
+}
 # models with recurrent layers, of a newer transformers than verl asks for
 HYBRID_CASES: dict[str, Settings] = {
     "grpo, nemotron_h": Settings(model="nemotron_h"),
+    "grpo, nemotron_h, long sequences": Settings(
+        model="nemotron_h", beside="alone", tokens=24, even=False
+    ),
     # on these rollouts verl's own float32 scores are 5e-5 from float64, the packed ones 6e-6
     "grpo, qwen3_5_text": Settings(model="qwen3_5_text", score_tolerance=1e-4),
     # a critic is a token classifier, which neither of the two has. Gradients of norm 11: what

@@ -29,7 +29,10 @@ from tests.support.hybrid_configs import OLDEST_WITH_STATES
 
 # every time
 ONE = ("grpo, nemotron_h", "ppo, qwen3_next", "grpo, qwen3_5, text", "grpo, qwen3_5_moe, pictures")
-TWO = ("grpo, qwen3_5_text, lora", "ppo, qwen3_next, fsdp1")
+TWO = (
+    *("grpo, qwen3_5_text, lora", "ppo, qwen3_next, fsdp1"),
+    "grpo, nemotron_h, long sequences",
+)
 TOGETHER = ("grpo, nemotron_h, two ranks a forest",)
 
 SERVED = version.parse(transformers.__version__) >= version.parse(OLDEST_WITH_STATES)

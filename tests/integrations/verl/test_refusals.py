@@ -291,7 +291,10 @@ def test_a_temperature_of_zero(models: Path) -> None:
 
 
 def test_a_sequence_beyond_the_budget(models: Path) -> None:
-    worker = make_worker("prefixtree", models / "qwen3", replace(SETTINGS, tokens=12))
+    # where trunks are not kept
+    padded = {"pad_to_length": True, "pad_to_length_bucket": 32}
+    settings = replace(SETTINGS, tokens=12, engine=padded)
+    worker = make_worker("prefixtree", models / "qwen3", settings)
     with pytest.raises(ValueError, match="more than max_token_len_per_gpu=12"):
         worker.infer_batch(batch_of(rollouts(1, groups=1, size=2), **COMMON))
 

@@ -1,0 +1,183 @@
+"""Trunks that the micro-batches of an optimiser step share, each computed once: for GRPO's trainer.
+
+TRL runs forward, loss and backward for one micro-batch after another, and clips and steps behind
+the last one. So trunks run forward before the first micro-batch that needs them, and backward
+behind the last one, within TRL's `training_step` of that micro-batch. What is held at once stays
+within what the largest micro-batch takes alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.planning.cost_model import CostModel
+from prefixtree.planning.micro_batches import batches_with_trunks
+from prefixtree.planning.trunks import Trunks, plan_trunks
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.edges import SequenceScores
+from prefixtree.scoring.in_steps import borrow_cost
+from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
+
+#: Padded rows of a micro-batch: input_ids and attention_mask, [B, L] each.
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def is_kept(model: nn.Module, recompute: Recompute) -> bool:
+    """Whether kept trunks serve a model: a matter of settings, the same on all processes."""
+    if recompute == "auto":
+        return False
+    try:
+        check_kept(model)
+    except UnsupportedError:
+        return False
+    return True
+
+
+class KeptWindow:
+    """Micro-batches whose trunks are kept, scored one after another. Made by `open_window`.
+
+    Attributes:
+        rows: of each micro-batch.
+        prompts: int64 [B], of each micro-batch, the lengths of its prompts.
+        trunks: their plan.
+        scored: how many micro-batches were.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        rows: Sequence[Rows],
+        width: int,
+        trunks: Trunks,
+        recompute: Recompute,
+        **options: Any,
+    ) -> None:
+        self._accelerator, self._model = accelerator, model
+        self.rows, self.trunks = rows, trunks
+        self.scored = 0
+        self.prompts = [prompt_lengths(mask, width) for _, mask in rows]
+        lengths = trunks.forest.sequence_lengths
+        prompts = np.concatenate(self.prompts)
+        masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
+        self._masks = masks
+        batches = batches_with_trunks(trunks)
+        self._stack = ExitStack()
+        with accelerator.autocast():
+            kept = kept_trunks(model, batches, loss_mask=masks, recompute=recompute, **options)
+            self._scored = self._stack.enter_context(kept)
+        self._batches = batches
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all micro-batches were scored."""
+        return self.scored == len(self.rows)
+
+    def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SequenceScores:
+        """The scores of the next micro-batch.
+
+        Raises:
+            UnsupportedError: rows that are not those of that micro-batch.
+        """
+        if self.is_over or not same_rows(self.rows[self.scored], (input_ids, attention_mask)):
+            raise UnsupportedError(
+                "the loss of a micro-batch asks for other rows than the trainer buffered, and the "
+                "trunks that its rows share with others were computed already: a subclass or a "
+                "callback changes inputs within an optimiser step; make the trainer with "
+                "keep_trunks=False"
+            )
+        if isinstance(self._model, FSDPModule) and torch.is_grad_enabled():
+            # backwards of trunks come in between, on each rank at its own time: all are reduced
+            self._model.set_requires_gradient_sync(True)
+        with self._accelerator.autocast():
+            _, scores = next(self._scored)
+        self.scored += 1
+        return scores
+
+    def sharing_of(
+        self, at: int, cost: CostModel
+    ) -> tuple[PrefixForest, list[np.ndarray], tuple[int, float]]:
+        """Of a micro-batch: its forest, the loss masks of its rows [n], and its share, by its
+        tokens, of the tokens that run for the window and of their FLOPs."""
+        batch, forest = self._batches[at], self.trunks.forest
+        share = batch.forest.num_replicated_tokens / forest.num_replicated_tokens
+        flops = float(self.trunks.costs(cost).sum())
+        shares = round(share * forest.num_tokens), share * flops
+        return batch.forest, batch.take(self._masks), shares
+
+    def close(self, *failure: Any) -> None:
+        """Runs the backwards of trunks that are left; with an exception's triple lets go of all."""
+        self._stack.__exit__(*(failure or (None, None, None)))
+
+
+def open_window(
+    accelerator: Any,
+    model: nn.Module,
+    rows: Sequence[Rows],
+    width: int,
+    max_tokens: int | None,
+    recompute: Recompute,
+    checkpointing: Recompute,
+    **options: Any,
+) -> KeptWindow | None:
+    """A window over micro-batches; None where each is better computed by itself.
+
+    All processes decide together, as sharded models run in lockstep. Gradients or none, the same
+    micro-batches have the same trunks, so that log-probabilities are the same to the bit.
+
+    Args:
+        accelerator: of the trainer.
+        model: wrapped or not, one that `is_kept`.
+        rows: of each micro-batch, as many of them on every process.
+        width: C, the number of last columns, which are scored.
+        max_tokens: what may be held at once. Default: what the largest micro-batch takes.
+        recompute: as in `kept_trunks`.
+        checkpointing: what layers recompute in training where `recompute` is None.
+        options: temperature and return_entropy, as in `kept_trunks`.
+    """
+    input_ids, attention_mask = (torch.cat([row[i] for row in rows]).cpu() for i in (0, 1))
+    trunks, repeated, extra = None, 0, 0
+    if bool(attention_mask[:, : input_ids.shape[1] - width].any(1).all()):
+        forest = PrefixForest.from_padded(input_ids, attention_mask)
+        border = np.cumsum([0, *(len(ids) for ids, _ in rows)])
+        members = [np.arange(a, b) for a, b in itertools.pairwise(border)]
+        tokens = [_distinct(forest, each) for each in members]
+        budget = max(tokens) if max_tokens is None else max_tokens
+        repeated = sum(tokens) - forest.num_tokens
+        try:
+            cost = borrow_cost(model, recompute or checkpointing)
+            trunks = plan_trunks(forest, budget, cost, members)
+            extra = trunks.extra_tokens(budget, has_backward=True)
+        except (ForestError, UnsupportedError):
+            pass
+    numbers = torch.tensor([trunks is None, repeated - extra], device=accelerator.device)
+    failed, saved = accelerator.reduce(numbers, "sum").tolist()
+    if failed or trunks is None or saved <= 0:
+        return None
+    return KeptWindow(accelerator, model, rows, width, trunks, recompute, **options)
+
+
+def prompt_lengths(attention_mask: torch.Tensor, width: int) -> np.ndarray:
+    """The tokens of each row before its last `width` columns, int64 [B]."""
+    return attention_mask[:, : attention_mask.shape[1] - width].sum(1).cpu().numpy()
+
+
+def same_rows(rows: Rows, others: Rows) -> bool:
+    """Whether tokens and padding are the same."""
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, others, strict=True))
+
+
+def _distinct(forest: PrefixForest, sequences: np.ndarray) -> int:
+    """Distinct tokens of some sequences."""
+    nodes = np.unique(np.concatenate([forest.path(i) for i in sequences.tolist()]))
+    return int(forest.node_length[nodes].sum())

@@ -1,0 +1,235 @@
+"""Micro-batches of an optimiser step that share what their rows have in common, in real runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, kept_windows
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.scoring import logprobs as scoring
+from tests.integrations.trl.runs import (
+    SameOrder,
+    assert_equal_runs,
+    make,
+    moved,
+    rollouts,
+    save_model,
+    tiny_hybrid,
+    train,
+    worst_parameter,
+)
+from tests.support.lost_gradients import lose_keys, lose_states
+
+# of micro-batches that cut groups
+pytestmark = pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+
+# groups of 4 in micro-batches of 2, a step of 4 of them
+CUT: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 0.3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 4,
+    "max_completion_length": 40,
+    "options": {"rollout_func": rollouts},
+}
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Of each window that was opened: whether it trains, and its micro-batches."""
+    opened: list[tuple[bool, int]] = []
+    real = kept_windows.KeptWindow.__init__
+
+    def init(
+        self: Any, accelerator: Any, model: Any, rows: Any, *args: Any, **options: Any
+    ) -> None:
+        real(self, accelerator, model, rows, *args, **options)
+        opened.append((torch.is_grad_enabled(), len(rows)))
+
+    monkeypatch.setattr(kept_windows.KeptWindow, "__init__", init)
+    return opened
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # old and reference log-probabilities of a generation, then two iterations
+        ({}, [(False, 4), (False, 4), (True, 4), (True, 4)]),
+        # generation every half step, and every other step, in two parts of it
+        (
+            {"steps_per_generation": 2, "num_iterations": 1, "beta": 0.0},
+            [(True, 2), (True, 2)],
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 1},
+            [(False, 4), (False, 4), (True, 2), (True, 2)],
+        ),
+        ({"gradient_checkpointing": False, "num_iterations": 1}, [(False, 4), (True, 4)]),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, None),
+        ({"beta": 0.0, "num_iterations": 1, "epochs": 1}, None),
+    ],
+    ids=["iterations", "generations within", "generations over", "plain", "reentrant", "remainder"],
+)
+def test_runs_are_trls_own_on_the_same_micro_batches(
+    folder: Path, windows: Any, arguments: dict[str, Any], expected: Any
+) -> None:
+    given = {**CUT, **arguments}
+    if given.pop("epochs", None):
+        # the last step of the epoch has fewer micro-batches than the others
+        given |= {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}
+        given |= {"generation_batch_size": 8}
+    ours = train(PrefixTreeGRPOTrainer, folder, **given)
+    assert windows and all(count > 1 for _, count in windows)
+    if expected is not None:
+        assert windows[: len(expected)] == expected
+    theirs = train(SameOrder, folder, **given)
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+    assert ours._window is None and ours._done == 0
+
+
+def test_every_distinct_token_of_a_step_is_computed_once(folder: Path, windows: Any) -> None:
+    """And what is logged says so."""
+    options = {**CUT, "num_iterations": 1, "beta": 0.0, "gradient_checkpointing": False}
+    runs, counts = {}, {}
+    for keep in (True, False):
+        # with room for the graph of trunks, whose forward then runs once
+        given = {**options["options"], "keep_trunks": keep, "max_tokens": 200}
+        trainer = make(PrefixTreeGRPOTrainer, folder, **{**options, "options": given})
+        seen: list[int] = []
+        trainer.model.get_input_embeddings().register_forward_hook(
+            lambda m, args, out, seen=seen: seen.append(out.shape[1])
+        )
+        trainer.train()
+        runs[keep], counts[keep] = trainer, sum(seen)
+    assert windows == [(True, 4)] * 4
+    assert counts[True] < 0.85 * counts[False]
+    assert_equal_runs(runs[True], runs[False])
+    for keep, run in runs.items():
+        logs = [log for log in run.state.log_history if "loss" in log]
+        logged = sum(4 * log["prefixtree/tokens_computed"] for log in logs)
+        # shares are rounded
+        assert abs(logged - counts[keep]) <= 8
+    ratio = [
+        [x["prefixtree/replication_ratio"] for x in runs[k].state.log_history if "loss" in x]
+        for k in (True, False)
+    ]
+    assert min(ratio[0]) > 1.15 * max(ratio[1])
+
+
+def test_a_budget_computes_micro_batches_in_steps(
+    folder: Path, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one micro-batch a step there is nothing to share; with more, trunks take part."""
+    stepped: list[int] = []
+    real = scoring.scores_in_steps
+
+    def counted(*args: Any, **options: Any) -> Any:
+        stepped.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(scoring, "scores_in_steps", counted)
+    one = {**CUT, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    for arguments in (one, CUT):
+        given = {**CUT["options"], "max_tokens": 60}
+        ours = train(PrefixTreeGRPOTrainer, folder, **{**arguments, "options": given})
+        theirs = train(SameOrder, folder, **arguments)
+        assert_equal_runs(ours, theirs)
+    assert stepped and windows
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid"])
+def test_recurrent_layers(family: str, tmp_path: Path, windows: Any) -> None:
+    folder = save_model(tmp_path, tiny_hybrid(family))
+    arguments = {**CUT, "max_steps": 2, "router_aux_loss_coef": 0.0}
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    theirs = train(SameOrder, folder, **arguments)
+    assert windows and moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
+
+
+def test_adapters_with_their_reference(folder: Path, windows: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+    arguments = {**CUT, "learning_rate": 1.0}
+    arguments["options"] = {**CUT["options"], "peft_config": config, "recompute": "nothing"}
+    ours = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    assert windows
+    del arguments["options"]["recompute"]
+    theirs = train(SameOrder, folder, **arguments)
+    assert_equal_runs(ours, theirs)
+
+
+@pytest.mark.parametrize("lose", [lose_keys, lose_states])
+def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
+    lose: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_hybrid("granitemoehybrid") if lose is lose_states else None
+    folder = save_model(tmp_path, config)
+    arguments = {**CUT, "max_steps": 1, "router_aux_loss_coef": 0.0}
+    right = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    lose(monkeypatch)
+    wrong = train(PrefixTreeGRPOTrainer, folder, **arguments)
+    assert worst_parameter(right, wrong)[0] > 1e-4
+
+
+# ---- where trunks are not kept -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_trunks": False}, {"recompute": "auto"}],
+    ids=["switched off", "auto"],
+)
+def test_settings_without_windows(folder: Path, windows: Any, options: dict[str, Any]) -> None:
+    given = {**CUT, "max_steps": 1, "options": {**CUT["options"], **options}}
+    assert train(PrefixTreeGRPOTrainer, folder, **given)._keeps is False
+    assert not windows
+
+
+def test_no_window_where_it_would_hold_more_or_compute_more(
+    folder: Path, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each then runs by itself, with the same result."""
+    # nothing of a trunk fits beside a micro-batch
+    monkeypatch.setattr(
+        kept_windows, "borrow_cost", lambda *_: BorrowCost(token_bytes=1.0, on_host=True)
+    )
+    ours = train(PrefixTreeGRPOTrainer, folder, **{**CUT, "max_steps": 1})
+    assert not windows and ours._keeps
+    assert_equal_runs(ours, train(SameOrder, folder, **{**CUT, "max_steps": 1}))
+
+
+def test_whole_groups_of_one_step_say_nothing_where_trunks_are_kept(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="micro-batches cut")
+        make(PrefixTreeGRPOTrainer, folder, **CUT)
+    with pytest.warns(UserWarning, match="cut the groups"):
+        given = {**CUT, "options": {"keep_trunks": False}}
+        make(PrefixTreeGRPOTrainer, folder, **given)
+
+
+class ChangesRows(PrefixTreeGRPOTrainer):
+    """A subclass whose loss looks at other rows than those that were buffered."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        if self._step % 4 == 2:
+            inputs = {**inputs, "completion_ids": inputs["completion_ids"].flip(0)}
+        return super()._compute_loss(model, inputs)
+
+
+def test_rows_that_change_within_a_step_are_refused(folder: Path) -> None:
+    trainer = make(ChangesRows, folder, **CUT)
+    with pytest.raises(UnsupportedError, match="asks for other rows than the trainer buffered"):
+        trainer.train()
+    assert trainer._window is None
+    given = {**CUT["options"], "keep_trunks": False}
+    train(ChangesRows, folder, **{**CUT, "max_steps": 1, "options": given})

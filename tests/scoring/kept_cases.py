@@ -1,0 +1,96 @@
+"""Micro-batches of kept trunks beside each in a forward of its own: what their tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree import MicroBatchPlan, kept_trunks, plan_micro_batches, sequence_logprobs
+from tests.support.models import Objective, Run, assert_same, gradients, ragged_objective
+from tests.support.step_ranks import LIGHT, loss_of
+
+MAX_TOKENS = 24
+
+
+def plan_of(objective: Objective, max_tokens: int = MAX_TOKENS, **options: Any) -> MicroBatchPlan:
+    return plan_micro_batches(
+        objective.sequences, max_tokens, trunks=True, **{"borrow_cost": LIGHT, **options}
+    )
+
+
+def taken(objective: Objective, batch: Any) -> Objective:
+    """The objective of a micro-batch."""
+    masks = objective.loss_masks
+    return Objective(
+        batch.take(objective.sequences),
+        batch.take(objective.temperatures),
+        None if masks is None else batch.take(masks),
+        batch.take(objective.weights),
+    )
+
+
+def linear(objective: Objective, scores: Any) -> torch.Tensor:
+    """A loss that does not depend on the micro-batches."""
+    return objective.loss(scores.logprobs, scores.entropy)
+
+
+def run(
+    model: nn.Module,
+    objective: Objective | None = None,
+    plan: MicroBatchPlan | None = None,
+    loss: Callable[[Objective, Any], torch.Tensor] = loss_of,
+    **options: Any,
+) -> Run:
+    """Scores and gradients of the sum over micro-batches."""
+    objective = objective or ragged_objective()
+    plan = plan or plan_of(objective)
+    model.zero_grad(set_to_none=True)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    per_sequence = objective.temperatures, objective.loss_masks
+    with kept_trunks(
+        model, plan[0], *per_sequence, return_entropy=True, chunk_size=7, **options
+    ) as scored:
+        for batch, scores in scored:
+            pairs = zip(scores.logprobs, scores.entropy, strict=True)
+            found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
+            loss(taken(objective, batch), scores).backward()
+    return run_of(model, found)
+
+
+def one_by_one(model: nn.Module, objective: Objective, plan: MicroBatchPlan) -> Run:
+    """The same with every micro-batch in a forward of its own."""
+    model.zero_grad(set_to_none=True)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for batch in plan[0]:
+        its = taken(objective, batch)
+        scores = sequence_logprobs(
+            model, batch.packed, its.temperatures, its.loss_masks, return_entropy=True
+        )
+        assert scores.entropy is not None
+        pairs = zip(scores.logprobs, scores.entropy, strict=True)
+        found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
+        loss_of(its, scores).backward()
+    return run_of(model, found)
+
+
+def run_of(model: nn.Module, found: dict[int, Any]) -> Run:
+    values = ([found[i][column].detach() for i in sorted(found)] for column in (0, 1))
+    return Run(*values, gradients(model))
+
+
+def compare(
+    model: nn.Module,
+    objective: Objective | None = None,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> Run:
+    """Fails unless kept trunks give what micro-batches alone give; the run."""
+    objective = objective or ragged_objective()
+    plan = options.pop("plan", None) or plan_of(objective)
+    assert plan.stats.trunks.trunks > 0 and plan.stats.packed_tokens == plan.forest.num_tokens
+    got = run(model, objective, plan, **options)
+    print(assert_same(got, one_by_one(model, objective, plan), tolerance))
+    return got
