@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,11 +16,18 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import layers_of
+from prefixtree.models.layers import layers_of, most_of_all_ranks
+from prefixtree.models.tower import TowerRuns
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
-from prefixtree.recompute.layers import Mode, recomputing
+from prefixtree.recompute.layers import (
+    Mode,
+    checkpoint_of_tower,
+    checkpoints_itself,
+    recomputing,
+)
 from prefixtree.recompute.plan import (
+    RUN,
     RecomputePlan,
     Work,
     plan_for,
@@ -29,6 +36,7 @@ from prefixtree.recompute.plan import (
 )
 
 if TYPE_CHECKING:
+    from prefixtree.models.vision import PlacedPictures
     from prefixtree.recompute.trace import Adapters, ModelMemory
 
 #: What `sequence_logprobs(recompute=)` takes.
@@ -136,12 +144,15 @@ def recomputed_forward(
     scored: int,
     recompute: Recompute,
     held: int = 0,
+    placed: PlacedPictures | None = None,
 ) -> AbstractContextManager[None]:
-    """A context for one forward, in which layers recompute what was asked for.
+    """A context for one forward, in which layers, and the vision tower, recompute what was asked
+    for.
 
     Args:
         scored: edges whose log-probability is computed.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
+        placed: the pictures that the forward encodes. Default: text alone.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -149,7 +160,7 @@ def recomputed_forward(
         torch.OutOfMemoryError: see `plan_recomputation`.
     """
     if recompute is None or not torch.is_grad_enabled():
-        return nullcontext()
+        return _with_pictures(nullcontext(), model, placed, None)
     if not causal_lm.training:
         raise UnsupportedError(
             f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
@@ -157,24 +168,68 @@ def recomputed_forward(
         )
     layers = len(layers_of(causal_lm))
     modes: Sequence[Mode]
+    of_tower: Mode | RecomputePlan
     if recompute == "auto":
         memory = _left_for_activations(model, causal_lm, packed.device) - held
-        modes = plan_recomputation(model, packed, memory, scored).modes
+        of_tower = plan_recomputation(model, packed, memory, scored)
+        modes = of_tower.modes
     elif isinstance(recompute, RecomputePlan):
-        modes = recompute.modes
+        of_tower, modes = recompute, recompute.modes
         if len(modes) != layers:
             raise ValueError(
                 f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
                 "with this model"
             )
     elif recompute in get_args(Mode):
-        modes = [recompute] * layers
+        of_tower, modes = recompute, [recompute] * layers
     else:
         raise ValueError(
             f"recompute must be None, 'auto', {', '.join(map(repr, get_args(Mode)))} or a "
             f"RecomputePlan, got {recompute!r}"
         )
-    return recomputing(causal_lm, modes)
+    context = recomputing(causal_lm, modes)
+    return _with_pictures(context, model, placed, of_tower)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _with_pictures(
+    context: AbstractContextManager[None],
+    model: nn.Module,
+    placed: PlacedPictures | None,
+    recompute: Mode | RecomputePlan | None,
+) -> AbstractContextManager[None]:
+    """A context, in which the tower runs as layers are recomputed too.
+
+    Args:
+        recompute: None where the layers are as the model is set. Of a plan the tower is recomputed.
+    """
+    if placed is None:
+        return context
+    patches = RUN
+    mode: Mode = "all"
+    if isinstance(recompute, RecomputePlan):
+        patches = recompute.patches
+    elif recompute is not None:
+        mode = recompute
+    elif not checkpoints_itself(placed.tower):
+        mode = "nothing"
+    around = None
+    if torch.is_grad_enabled():
+        around = checkpoint_of_tower(placed.tower, mode)
+        if around is None:
+            return _entered(context, placed.encoded())
+    least = 0
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        # every run gathers the tower's parameters
+        (least,) = most_of_all_ranks(model, [placed.num_runs(patches)], placed.packed.device)
+    return _entered(context, placed.encoded(TowerRuns(patches, around, least)))
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns
 from prefixtree.models.vision import PlacedPictures, alone_inputs
 from tests.support.models import TOWERS, as_lists, randomise
 
@@ -294,7 +295,7 @@ def run_packed(
     )
 
 
-def run_forward(model: Any, made: Batch) -> Run:
+def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
     """The same by a forward of the model, whose logits may be float64: `sequence_logprobs` without
     its lm_head."""
     pt.prepare(model)
@@ -302,7 +303,7 @@ def run_forward(model: Any, made: Batch) -> Run:
     packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
     placed = PlacedPictures(model, model, packed, pictures)
     packed = placed.packed
-    with placed.encoded():
+    with placed.encoded(runs):
         logits = model(**forward_inputs(packed, model.config) | placed.inputs).logits[0]
     log_p = logits[packed.predictor.long().clamp(min=0)].log_softmax(-1)
     of_tokens = log_p.gather(-1, packed.input_ids[:, None])[:, 0]
