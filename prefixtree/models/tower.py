@@ -67,7 +67,7 @@ class TowerShape:
 
 
 def features_in(output: Any) -> dict[str, Any]:
-    """What the model reads of a tower's output, by attribute: tensors, or lists of them."""
+    """Finds the features in a tower's output, by attribute: tensors, or lists of them."""
     found = {name: getattr(output, name, None) for name in _FEATURES}
     if found["pooler_output"] is None:
         # Gemma 4's features come straight from the last layer

@@ -27,7 +27,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
-from prefixtree.models.layers import groups_of
+from prefixtree.models.layers import groups_of, layers_of
 from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, TowerShape, features_in, in_runs
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
@@ -49,11 +49,14 @@ class PlacedPictures:
         packed: the forest with the token ids that the model knows.
         inputs: keywords of the model's forward that differ from those of the packed forest alone.
         tower: the vision tower.
+        placements: of the pictures in the forest.
+        pictures: those of the batch.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
         config = causal_lm.config
         placements, paths = place(packed, pictures)
+        self.placements, self.pictures = placements, pictures
         assert packed.input_ids is not None
         ids = pictures.with_placeholders(packed.input_ids.cpu().numpy())
         self.packed = packed.with_input_ids(torch.from_numpy(ids))
@@ -61,7 +64,7 @@ class PlacedPictures:
         if family_of(config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
         self._causal_lm = causal_lm
-        _, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
+        self._grid_keyword = grid_keyword_of(config)
         self.tower, self._vision = tower_of(causal_lm), config.vision_config
         self._encodings = [
             encoding
@@ -129,15 +132,18 @@ def tower_of(causal_lm: Any) -> nn.Module:
     return tower
 
 
+def grid_keyword_of(config: Any) -> str:
+    """The keyword of a tower's forward that says how large pictures are."""
+    return _TOWERS.get(config.model_type, _TOWER)[1]
+
+
 _UNEXPECTED = (
     "pictures are verified with transformers' models, which call their vision tower once for the "
     "images and once for the videos of a forward; this one called it"
 )
 
 
-def check_pictures(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any, recompute: object
-) -> None:
+def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
     """Refuses pictures that the model would not run as it runs each sequence alone.
 
     Args:
@@ -167,22 +173,19 @@ def check_pictures(
         check_noise(config.vision_config, "vision_config")
     if packed.forest.routes is not None:
         raise UnsupportedError("recorded routes of experts are not verified with pictures")
-    if recompute == "auto":
-        raise UnsupportedError(
-            "recompute='auto' does not know the memory of a vision tower: with pictures give "
-            "'all', 'all_but_attention', 'nothing' or a RecomputePlan"
-        )
     if runs_deepspeed(model):
         raise UnsupportedError("DeepSpeed is not verified with pictures: use DDP or FSDP2")
+    in_layers = {module for layer in layers_of(causal_lm) for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 "FSDP1 is not verified with pictures: use FSDP2 (fully_shard) or DDP"
             )
-        if vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod"):
+        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
+        if is_compiled and module not in in_layers:
             raise UnsupportedError(
-                "pictures are not verified in compiled models: leave torch.compile and "
-                "compile_layers out"
+                f"pictures are not verified where {type(module).__name__} is compiled, which is "
+                "no decoder layer: leave torch.compile out, and compile with compile_layers(model)"
             )
         if getattr(module, "_is_hooked", False):
             raise UnsupportedError(
@@ -375,25 +378,31 @@ def _encoding(
 
 def _blank(config: Any, device: torch.device) -> _Encoding:
     """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
+    pixels, grid = blank_picture(config)
+    values, grids = _NAMES[config.model_type in _TOWERS, "image"]
+    placed = torch.full_like(grid, -1) if config.model_type in _TOWERS else torch.zeros_like(grid)
+    shape = TowerShape([pixels[..., 0].numel()], 1)
+    return _made({values: pixels, grids: grid}, placed, np.empty(0, np.int32), shape, device)
+
+
+def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A picture without content, as a model's processor would give it.
+
+    Args:
+        config: of the model. side: its placeholders in height and in width. Default: 1.
+
+    Returns:
+        Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
+    """
     vision = config.vision_config
-    tensors: dict[str, Any]
     if config.model_type in _TOWERS:
-        side = vision.pooling_kernel_size
-        steps = torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]
-        values = 3 * vision.patch_size**2
-        tensors = {
-            "pixel_values": torch.zeros(1, side**2, values),
-            "image_position_ids": steps,
-        }
-        placed = torch.full_like(steps, -1)
-    else:
-        side = vision.spatial_merge_size
-        channels = getattr(vision, "in_channels", None) or vision.in_chans
-        values = channels * vision.temporal_patch_size * vision.patch_size**2
-        grid = torch.tensor([[1, side, side]])
-        tensors = {"pixel_values": torch.zeros(side**2, values), "image_grid_thw": grid}
-        placed = torch.zeros_like(grid)
-    return _made(tensors, placed, np.empty(0, np.int32), TowerShape([side**2], 1), device)
+        each = torch.arange(side * vision.pooling_kernel_size)
+        steps = torch.cartesian_prod(each, each)[None]
+        return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
+    side *= vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    values = channels * vision.temporal_patch_size * vision.patch_size**2
+    return torch.zeros(side**2, values), torch.tensor([[1, side, side]])
 
 
 def _made(

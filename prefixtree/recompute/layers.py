@@ -68,13 +68,14 @@ _FUNCTIONS: dict[Mode, Any] = {
 }
 # what torch's attention runs in the towers of pictures
 _IN_TOWERS = [
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    operator.default
     for name in (
         "flash_attention",
         "flash_attention_for_cpu",
         "efficient_attention",
         "cudnn_attention",
     )
+    if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None)) is not None
 ]
 _of_towers = partial(
     _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, _IN_TOWERS)

@@ -140,7 +140,9 @@ def trace_memory(
             at numbers, so that shapes alone do not run.
     """
     try:
-        return _trace(_Key(config, adapters), dtype, autocast, torch.device(device).type, compiled)
+        return _trace(
+            TraceKey(config, adapters), dtype, autocast, torch.device(device).type, compiled
+        )
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of {config.model_type} cannot be traced: it looks at numbers "
@@ -179,7 +181,7 @@ class Adapters:
         return f"{said} {self.in_float32}"
 
 
-class _Key:
+class TraceKey:
     """A config and adapters that are compared by what they say."""
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
@@ -187,7 +189,7 @@ class _Key:
         self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._said == other._said
+        return isinstance(other, TraceKey) and self._said == other._said
 
     def __hash__(self) -> int:
         return hash(self._said)
@@ -195,7 +197,7 @@ class _Key:
 
 @lru_cache(maxsize=8)
 def _trace(
-    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
 ) -> ModelMemory:
     if not compiled:
         return _traced(key, dtype, autocast, device)
@@ -221,7 +223,7 @@ def _trace(
 
 
 def _traced(
-    key: _Key,
+    key: TraceKey,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     device: str,
@@ -237,7 +239,7 @@ def _traced(
         )
         if key.adapters is not None:
             key.adapters.on(model)
-    _make_fake(model, fake, torch.device(device))
+    make_fake(model, fake, torch.device(device))
     layers = layers_of(model)
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
@@ -283,7 +285,7 @@ def _traced(
     )
 
 
-def _make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
+def make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
     """Gives a model on the meta device fake tensors that say they are on `device`."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -173,7 +173,7 @@ def sequence_logprobs(
         ScoreOptions(return_entropy, return_statistics, chunk_size)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
-            check_pictures(model, causal_lm, packed, pictures, recompute)
+            check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures)
         check_routes(model, causal_lm, packed)
         if in_group:

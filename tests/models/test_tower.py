@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,21 +18,20 @@ from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trace import LiveBytes
-from tests.models.test_vision import FAMILIES, TREE, made_of, tolerance
+from tests.models.test_vision import FAMILIES, TREE, made_of
 from tests.support.models import counted, enable_checkpointing
 from tests.support.picture_cases import (
-    Batch,
     Float64,
     batch,
     build,
     errors,
     pictures_of,
-    pixels,
     reference,
-    run,
     run_alone,
     run_forward,
     run_packed,
+    screenshots,
+    tolerance,
 )
 
 
@@ -155,15 +153,6 @@ def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def _screenshots(count: int) -> Batch:
-    grid = (1, 16, 16)
-    rows = [np.array([5, 6, *run(grid), 7, i % 50 + 3, 8]) for i in range(count)]
-    weights = [torch.ones(len(row) - 1, dtype=torch.float64) for row in rows]
-    shown = torch.cat([pixels(i, grid) for i in range(count)]).float()
-    grids = torch.tensor([grid] * count)
-    return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, weights)
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_activations_do_not_grow_with_pictures(model_type):
     """Bytes that a tower holds after its forward and at the most in its backward, beside pixels and
@@ -176,7 +165,7 @@ def test_activations_do_not_grow_with_pictures(model_type):
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             tower = tower_of(model)
-            pictures = pictures_of(model, _screenshots(count))
+            pictures = pictures_of(model, screenshots(count))
             packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
             placed = PlacedPictures(model, model, packed, pictures)
             runs = TowerRuns(256, checkpoint_of_tower(tower, "all"))
