@@ -68,7 +68,6 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             self,
             verified=("use_liger_kernel", "torch_compile", "fp16"),
             deepspeed=True,
-            images=True,
         )
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, sharing_advice(self.args))
