@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -58,3 +60,14 @@ def groups_of(model: nn.Module) -> list[Any]:
     for mesh in dict.fromkeys(meshes):
         groups += [] if mesh is None else mesh.get_all_groups()
     return list(dict.fromkeys(groups))
+
+
+def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
+    """The largest of each number of any rank: those that shard or copy the model run it equally
+    often."""
+    if not (groups := groups_of(model)):
+        return numbers
+    most = torch.tensor(numbers, device=device)
+    for group in groups:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in most.tolist()]

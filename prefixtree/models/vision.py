@@ -27,7 +27,8 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
-from prefixtree.models.layers import groups_of
+from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, TowerShape, features_in, in_runs
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import PathPictures, Placements, place
@@ -39,7 +40,6 @@ _TOWERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
 _TOWER = ("visual", "grid_thw")
 # keywords of the text part, which outer forwards hand to towers too
 _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
-_FEATURES = ("pooler_output", "deepstack_features")
 
 
 class PlacedPictures:
@@ -48,11 +48,15 @@ class PlacedPictures:
     Attributes:
         packed: the forest with the token ids that the model knows.
         inputs: keywords of the model's forward that differ from those of the packed forest alone.
+        tower: the vision tower.
+        placements: of the pictures in the forest.
+        pictures: those of the batch.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
         config = causal_lm.config
         placements, paths = place(packed, pictures)
+        self.placements, self.pictures = placements, pictures
         assert packed.input_ids is not None
         ids = pictures.with_placeholders(packed.input_ids.cpu().numpy())
         self.packed = packed.with_input_ids(torch.from_numpy(ids))
@@ -60,8 +64,8 @@ class PlacedPictures:
         if family_of(config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
         self._causal_lm = causal_lm
-        _, self._grid_keyword = _TOWERS.get(config.model_type, _TOWER)
-        self._tower, self._vision = tower_of(causal_lm), config.vision_config
+        self._grid_keyword = grid_keyword_of(config)
+        self.tower, self._vision = tower_of(causal_lm), config.vision_config
         self._encodings = [
             encoding
             for modality in ("image", "video")
@@ -73,9 +77,16 @@ class PlacedPictures:
         for encoding in self._encodings:
             self.inputs |= encoding.inputs()
 
+    def num_runs(self, patches: int) -> int:
+        """The most runs of at most `patches` patches in one call of the tower."""
+        return max((len(e.shape.runs(patches)) for e in self._encodings), default=0)
+
     @contextmanager
-    def encoded(self) -> Iterator[None]:
+    def encoded(self, runs: TowerRuns = ALL_AT_ONCE) -> Iterator[None]:
         """One forward, in which the tower encodes each distinct picture once.
+
+        Args:
+            runs: how many pictures the tower takes at once. Default: all of a modality.
 
         Raises:
             UnsupportedError: a model that does not call its tower as transformers' does.
@@ -97,8 +108,18 @@ class PlacedPictures:
             current.pop().repeat(output)
 
         with changing(self._causal_lm) as changes:
-            changes.hook(self._tower.register_forward_pre_hook, before, with_kwargs=True)
-            changes.hook(self._tower.register_forward_hook, after)
+            changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
+            changes.hook(self.tower.register_forward_hook, after)
+            if runs.patches is not None:
+                blank = _blank(self._causal_lm.config, self.packed.device)
+                split = in_runs(
+                    self.tower.forward,
+                    self._grid_keyword,
+                    runs,
+                    lambda: current[-1].shape,
+                    blank.shown,
+                )
+                changes.set(self.tower, forward=split)
             yield
         if left:
             raise UnsupportedError(f"{_UNEXPECTED} {len(left)} times less")
@@ -111,15 +132,18 @@ def tower_of(causal_lm: Any) -> nn.Module:
     return tower
 
 
+def grid_keyword_of(config: Any) -> str:
+    """The keyword of a tower's forward that says how large pictures are."""
+    return _TOWERS.get(config.model_type, _TOWER)[1]
+
+
 _UNEXPECTED = (
     "pictures are verified with transformers' models, which call their vision tower once for the "
     "images and once for the videos of a forward; this one called it"
 )
 
 
-def check_pictures(
-    model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any, recompute: object
-) -> None:
+def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
     """Refuses pictures that the model would not run as it runs each sequence alone.
 
     Args:
@@ -149,22 +173,19 @@ def check_pictures(
         check_noise(config.vision_config, "vision_config")
     if packed.forest.routes is not None:
         raise UnsupportedError("recorded routes of experts are not verified with pictures")
-    if recompute == "auto":
-        raise UnsupportedError(
-            "recompute='auto' does not know the memory of a vision tower: with pictures give "
-            "'all', 'all_but_attention', 'nothing' or a RecomputePlan"
-        )
     if runs_deepspeed(model):
         raise UnsupportedError("DeepSpeed is not verified with pictures: use DDP or FSDP2")
+    in_layers = {module for layer in layers_of(causal_lm) for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
                 "FSDP1 is not verified with pictures: use FSDP2 (fully_shard) or DDP"
             )
-        if vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod"):
+        is_compiled = vars(module).get("_compiled_call_impl") or hasattr(module, "_orig_mod")
+        if is_compiled and module not in in_layers:
             raise UnsupportedError(
-                "pictures are not verified in compiled models: leave torch.compile and "
-                "compile_layers out"
+                f"pictures are not verified where {type(module).__name__} is compiled, which is "
+                "no decoder layer: leave torch.compile out, and compile with compile_layers(model)"
             )
         if getattr(module, "_is_hooked", False):
             raise UnsupportedError(
@@ -279,19 +300,25 @@ class _Encoding:
         grid_name: the one of them that is the grids.
         placed: in its place, the grids of the K placements: as many features as they hold.
         rows: from features [F, H] of the distinct pictures to those of the placements.
-        count: F.
+        shape: how many patches and features the distinct pictures have.
     """
 
     tensors: dict[str, torch.Tensor]
     grid_name: str
     placed: torch.Tensor
     rows: GatherIndex
-    count: int
+    shape: TowerShape
 
     @property
     def grids(self) -> torch.Tensor:
         """Of the distinct pictures."""
         return self.tensors[self.grid_name]
+
+    @property
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels and grids of the distinct pictures."""
+        pixels, grids = self.tensors.values()
+        return pixels, grids
 
     def inputs(self) -> dict[str, Any]:
         """Keywords of the model's forward."""
@@ -299,23 +326,20 @@ class _Encoding:
 
     def repeat(self, output: Any) -> None:
         """Repeats the features in the tower's output per placement, in packed order."""
-        found = [name for name in _FEATURES if getattr(output, name, None) is not None]
-        if self.grid_name == "image_position_ids":
-            # its features come straight from the last layer
-            found = ["last_hidden_state"]
+        found = features_in(output)
         if not found:
             raise UnsupportedError(f"{_UNEXPECTED} and got {type(output).__name__}")
-        for name in found:
-            values = getattr(output, name)
+        for name, values in found.items():
             is_list = isinstance(values, (list, tuple))
             repeated = [self._repeated(each) for each in (values if is_list else [values])]
             setattr(output, name, repeated if is_list else repeated[0])
 
     def _repeated(self, features: torch.Tensor) -> torch.Tensor:
-        if len(features) != self.count:
+        if len(features) != self.shape.features:
             raise UnsupportedError(
-                f"the vision tower gave {len(features)} features for pictures of {self.count} "
-                "placeholders: it is not the one that the pictures were made for"
+                f"the vision tower gave {len(features)} features for pictures of "
+                f"{self.shape.features} placeholders: it is not the one that the pictures were "
+                "made for"
             )
         return gather(features, self.rows)
 
@@ -348,41 +372,47 @@ def _encoding(
     tensors = _tensors(modality, pictures.model_type, shown)
     # positions are given, which alone would ask for them
     tensors.pop("second_per_grid_ts", None)
-    return _made(tensors, torch.stack(grids), np.concatenate(rows), ends[-1], device)
+    shape = TowerShape([len(p.pixels) for p in shown], ends[-1])
+    return _made(tensors, torch.stack(grids), np.concatenate(rows), shape, device)
 
 
 def _blank(config: Any, device: torch.device) -> _Encoding:
     """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
+    pixels, grid = blank_picture(config)
+    values, grids = _NAMES[config.model_type in _TOWERS, "image"]
+    placed = torch.full_like(grid, -1) if config.model_type in _TOWERS else torch.zeros_like(grid)
+    shape = TowerShape([pixels[..., 0].numel()], 1)
+    return _made({values: pixels, grids: grid}, placed, np.empty(0, np.int32), shape, device)
+
+
+def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A picture without content, as a model's processor would give it.
+
+    Args:
+        config: of the model. side: its placeholders in height and in width. Default: 1.
+
+    Returns:
+        Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
+    """
     vision = config.vision_config
-    tensors: dict[str, Any]
     if config.model_type in _TOWERS:
-        side = vision.pooling_kernel_size
-        steps = torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]
-        values = 3 * vision.patch_size**2
-        tensors = {
-            "pixel_values": torch.zeros(1, side**2, values),
-            "image_position_ids": steps,
-        }
-        placed = torch.full_like(steps, -1)
-    else:
-        side = vision.spatial_merge_size
-        channels = getattr(vision, "in_channels", None) or vision.in_chans
-        values = channels * vision.temporal_patch_size * vision.patch_size**2
-        grid = torch.tensor([[1, side, side]])
-        tensors = {"pixel_values": torch.zeros(side**2, values), "image_grid_thw": grid}
-        placed = torch.zeros_like(grid)
-    return _made(tensors, placed, np.empty(0, np.int32), 1, device)
+        each = torch.arange(side * vision.pooling_kernel_size)
+        steps = torch.cartesian_prod(each, each)[None]
+        return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
+    side *= vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    values = channels * vision.temporal_patch_size * vision.patch_size**2
+    return torch.zeros(side**2, values), torch.tensor([[1, side, side]])
 
 
 def _made(
     tensors: dict[str, Any],
     placed: torch.Tensor,
     rows: np.ndarray,
-    count: int,
+    shape: TowerShape,
     device: torch.device,
 ) -> _Encoding:
     moved = {name: move(tensor, device) for name, tensor in tensors.items()}
     _, grid_name = moved
-    return _Encoding(
-        moved, grid_name, move(placed, device), GatherIndex(rows, count, device), count
-    )
+    index = GatherIndex(rows, shape.features, device)
+    return _Encoding(moved, grid_name, move(placed, device), index, shape)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,11 +17,21 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import layers_of
+from prefixtree.models.layers import layers_of, most_of_all_ranks
+from prefixtree.models.tower import TowerRuns
+from prefixtree.models.vision import tower_of
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
-from prefixtree.recompute.layers import Mode, recomputing
+from prefixtree.packing.placements import place
+from prefixtree.recompute.layers import (
+    Mode,
+    checkpoint_of_tower,
+    checkpoints_itself,
+    recomputing,
+)
 from prefixtree.recompute.plan import (
+    RUN,
+    PictureWork,
     RecomputePlan,
     Work,
     plan_for,
@@ -29,7 +40,11 @@ from prefixtree.recompute.plan import (
 )
 
 if TYPE_CHECKING:
+    from prefixtree.models.vision import PlacedPictures
+    from prefixtree.packing.placements import Placements
+    from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import Adapters, ModelMemory
+    from prefixtree.recompute.trace_tower import TowerMemory
 
 #: What `sequence_logprobs(recompute=)` takes.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
@@ -37,7 +52,12 @@ Recompute = Literal["auto"] | Mode | RecomputePlan | None
 
 @with_hints
 def plan_recomputation(
-    model: nn.Module, packed: PackedForest, memory: int | None = None, scored: int | None = None
+    model: nn.Module,
+    packed: PackedForest,
+    memory: int | None = None,
+    scored: int | None = None,
+    *,
+    pictures: Pictures | None = None,
 ) -> RecomputePlan:
     """Plans what the layers of a model recompute in the backward of a packed forest.
 
@@ -47,12 +67,15 @@ def plan_recomputation(
     computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
     Kernel's layers take less than is predicted.
 
+    With pictures, the vision tower computes them again in the backward, as many at once as fit.
+
     Args:
         model: as `sequence_logprobs` takes it.
         packed: the packed forest, on the model's device.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least).
         scored: edges whose log-probability is computed. Default: one per token.
+        pictures: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
         RecomputePlan: for `sequence_logprobs(recompute=)`.
@@ -62,12 +85,27 @@ def plan_recomputation(
         ValueError: memory or scored that is no such number.
         UnsupportedError: a family whose memory cannot be traced, or layers that a wrapper
             recomputes by itself.
-        torch.OutOfMemoryError: the forest does not fit with every layer recomputed.
+        torch.OutOfMemoryError: the forest does not fit with every layer recomputed, or its largest
+            picture does not fit.
     """
     check_packed(packed, "plan_recomputation", subset=True)
     memory = None if memory is None else _bytes(memory)
     if scored is not None:
         scored = integer("scored", scored, 0, or_none=True)
+    placements = None if pictures is None else place(packed, pictures)[0]
+    return _planned(model, packed, memory, scored, placements, pictures, moved=False)
+
+
+def _planned(
+    model: nn.Module,
+    packed: PackedForest,
+    memory: int | None,
+    scored: int | None,
+    placements: Placements | None,
+    pictures: Pictures | None,
+    moved: bool,
+) -> RecomputePlan:
+    """As `plan_recomputation`; moved: whether pixels are on the device."""
     causal_lm = _causal_lm(model)
     lm_head = causal_lm.get_output_embeddings()
     trains = any(p.requires_grad for p in lm_head.parameters())
@@ -75,7 +113,11 @@ def plan_recomputation(
     traced = memory_of(model, causal_lm, packed.device)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, packed.device)
-    return plan_for(traced, work, memory)
+    if placements is None or pictures is None or not len(placements.number):
+        return plan_for(traced, work, memory)
+    tower = tower_memory_of(model, causal_lm, packed.device)
+    of_pictures = PictureWork.of(placements, pictures, tower.dtype, moved)
+    return plan_for(traced, replace(work, pictures=of_pictures), memory, tower)
 
 
 @with_hints
@@ -136,12 +178,15 @@ def recomputed_forward(
     scored: int,
     recompute: Recompute,
     held: int = 0,
+    placed: PlacedPictures | None = None,
 ) -> AbstractContextManager[None]:
-    """A context for one forward, in which layers recompute what was asked for.
+    """A context for one forward, in which layers, and the vision tower, recompute what was asked
+    for.
 
     Args:
         scored: edges whose log-probability is computed.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
+        placed: the pictures that the forward encodes. Default: text alone.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -149,7 +194,7 @@ def recomputed_forward(
         torch.OutOfMemoryError: see `plan_recomputation`.
     """
     if recompute is None or not torch.is_grad_enabled():
-        return nullcontext()
+        return _with_pictures(nullcontext(), model, placed, None)
     if not causal_lm.training:
         raise UnsupportedError(
             f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
@@ -157,24 +202,71 @@ def recomputed_forward(
         )
     layers = len(layers_of(causal_lm))
     modes: Sequence[Mode]
+    of_tower: Mode | RecomputePlan
     if recompute == "auto":
         memory = _left_for_activations(model, causal_lm, packed.device) - held
-        modes = plan_recomputation(model, packed, memory, scored).modes
+        placements, pictures = None, None
+        if placed is not None:
+            placements, pictures = placed.placements, placed.pictures
+        of_tower = _planned(model, packed, memory, scored, placements, pictures, moved=True)
+        modes = of_tower.modes
     elif isinstance(recompute, RecomputePlan):
-        modes = recompute.modes
+        of_tower, modes = recompute, recompute.modes
         if len(modes) != layers:
             raise ValueError(
                 f"recompute is a plan for {len(modes)} layers, and the model has {layers}: plan "
                 "with this model"
             )
     elif recompute in get_args(Mode):
-        modes = [recompute] * layers
+        of_tower, modes = recompute, [recompute] * layers
     else:
         raise ValueError(
             f"recompute must be None, 'auto', {', '.join(map(repr, get_args(Mode)))} or a "
             f"RecomputePlan, got {recompute!r}"
         )
-    return recomputing(causal_lm, modes)
+    context = recomputing(causal_lm, modes)
+    return _with_pictures(context, model, placed, of_tower)
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _with_pictures(
+    context: AbstractContextManager[None],
+    model: nn.Module,
+    placed: PlacedPictures | None,
+    recompute: Mode | RecomputePlan | None,
+) -> AbstractContextManager[None]:
+    """A context, in which the tower runs as layers are recomputed too.
+
+    Args:
+        recompute: None where the layers are as the model is set. Of a plan the tower is recomputed.
+    """
+    if placed is None:
+        return context
+    patches = RUN
+    mode: Mode = "all"
+    if isinstance(recompute, RecomputePlan):
+        patches = recompute.patches
+    elif recompute is not None:
+        mode = recompute
+    elif not checkpoints_itself(placed.tower):
+        mode = "nothing"
+    around = None
+    if torch.is_grad_enabled():
+        around = checkpoint_of_tower(placed.tower, mode)
+        if around is None:
+            return _entered(context, placed.encoded())
+    least = 0
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        # every run gathers the tower's parameters
+        (least,) = most_of_all_ranks(model, [placed.num_runs(patches)], placed.packed.device)
+    return _entered(context, placed.encoded(TowerRuns(patches, around, least)))
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
@@ -182,6 +274,25 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     PEFT's adapters, and with layers as they are compiled."""
     from prefixtree.recompute.trace import trace_memory
 
+    dtypes = _dtypes(causal_lm, device)
+    adapters = _adapters_of(model, causal_lm, dtypes[0])
+    layer = layers_of(causal_lm)[0]
+    compiled = vars(layer).get("_compiled_call_impl") is not None
+    return trace_memory(causal_lm.config, *dtypes, device, adapters, compiled)
+
+
+def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> TowerMemory:
+    """The same of its vision tower."""
+    from prefixtree.recompute.trace_tower import trace_tower
+
+    dtypes = _dtypes(causal_lm, device)
+    adapters = _adapters_of(model, causal_lm, dtypes[0])
+    trains = any(p.requires_grad for p in tower_of(causal_lm).parameters())
+    return trace_tower(causal_lm.config, *dtypes, adapters, trains)
+
+
+def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """Of weights, and of autocast."""
     layer = layers_of(causal_lm)[0]
     # FSDP1 takes a layer's parameters away
     dtype = next(causal_lm.parameters()).dtype
@@ -190,9 +301,7 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     autocast = None
     if torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
-    adapters = _adapters_of(model, causal_lm, dtype)
-    compiled = vars(layer).get("_compiled_call_impl") is not None
-    return trace_memory(causal_lm.config, dtype, autocast, device, adapters, compiled)
+    return dtype, autocast
 
 
 def _adapters_of(model: nn.Module, causal_lm: Any, dtype: torch.dtype) -> Adapters | None:

@@ -37,8 +37,13 @@ _selective = partial(
 )
 
 
-def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
-    """A checkpoint that keeps the outputs of `KEPT`, under autocast too.
+def _keeping_attention(
+    run: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool,
+    selective: Callable[..., Any] = _selective,
+) -> Any:
+    """A checkpoint that keeps the outputs of `KEPT`, or of others, under autocast too.
 
     Whoever asks a layer how it is checkpointed reads the keyword, as of transformers' functions.
 
@@ -48,10 +53,10 @@ def _keeping_attention(run: Callable[..., Any], *args: Any, use_reentrant: bool)
     before = torch.is_autocast_cache_enabled()
     # compiled layers have no such cache
     if not before or torch.compiler.is_compiling():
-        return _selective(run, *args)
+        return selective(run, *args)
     torch.set_autocast_cache_enabled(False)
     try:
-        return _selective(run, *args)
+        return selective(run, *args)
     finally:
         torch.set_autocast_cache_enabled(before)
 
@@ -61,6 +66,20 @@ _FUNCTIONS: dict[Mode, Any] = {
     "all_but_attention": partial(_keeping_attention, use_reentrant=False),
     "nothing": None,
 }
+# what torch's attention runs in the towers of pictures
+_IN_TOWERS = [
+    operator.default
+    for name in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+    )
+    if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None)) is not None
+]
+_of_towers = partial(
+    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, _IN_TOWERS)
+)
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
@@ -77,6 +96,30 @@ def recomputing(model: Any, modes: Sequence[Mode]) -> Iterator[None]:
             function = partial(_as_one, within, function) if within else function
             changes.set(layer, **{_SWITCH: mode != "nothing", _FUNCTION: function})
         yield
+
+
+def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | None:
+    """A checkpoint around a whole vision tower, in which its layers have none of their own.
+
+    Args:
+        tower: of a transformers model.
+        mode: of the tower. "all_but_attention" keeps the outputs of torch's attention.
+
+    Returns:
+        (function, *tensors) -> what the function returns. None for "nothing".
+    """
+    if mode == "nothing":
+        return None
+    function: Callable[..., Any] = _checkpoint
+    if mode == "all_but_attention":
+        function = partial(_keeping_attention, use_reentrant=False, selective=_of_towers)
+    within = [m for m in tower.modules() if _has_switch(m)]
+    return partial(_as_one, within, function) if within else function
+
+
+def checkpoints_itself(tower: nn.Module) -> bool:
+    """Whether transformers recomputes the layers of a tower in the backward."""
+    return tower.training and any(getattr(m, _SWITCH, False) for m in tower.modules())
 
 
 def _has_switch(module: nn.Module) -> bool:

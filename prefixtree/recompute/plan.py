@@ -7,7 +7,7 @@ all. Of all such plans that fit, the one that recomputes the fewest FLOPs is tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +18,15 @@ from prefixtree.packing.visible import visible_pairs
 from prefixtree.recompute.layers import MODES, Mode
 
 if TYPE_CHECKING:
+    from prefixtree.packing.placements import Placements
+    from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace_tower import TowerMemory
 
 _GIB = 2**30
+#: patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
+#: activations in a tower of 24 layers of width 1024
+RUN = 1 << 15
 # logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs
 _LOGITS = 1 << 29
 
@@ -33,10 +39,13 @@ class RecomputePlan:
         modes: "all", "all_but_attention" or "nothing", first layer to last.
         peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
             weights that are added to kept ones count, weights and kept gradients do not.
+        patches: of pictures, that the vision tower takes at once, and computes again in the
+            backward; a larger picture is taken alone.
     """
 
     modes: tuple[Mode, ...]
     peak_bytes: int
+    patches: int = RUN
 
     def __str__(self) -> str:
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
@@ -51,11 +60,50 @@ class Work:
         forest: of the micro-batch.
         scored: edges whose log-probability is computed.
         trains_lm_head: whether the lm_head's weight gets a gradient.
+        pictures: that its forest places. Default: text alone.
     """
 
     forest: PrefixForest
     scored: int
     trains_lm_head: bool = True
+    pictures: PictureWork | None = None
+
+
+@dataclass(frozen=True)
+class PictureWork:
+    """The pictures of a micro-batch, as the memory model sees them.
+
+    Attributes:
+        patches: of each distinct picture, by its number.
+        features: those of distinct pictures, and those in the place of placeholders.
+        pixel_bytes: that are not there yet: pixels on their way, and in the tower's dtype.
+    """
+
+    patches: dict[int, int]
+    features: int
+    pixel_bytes: int
+
+    @classmethod
+    def of(
+        cls, placements: Placements, pictures: Pictures, dtype: torch.dtype, moved: bool
+    ) -> PictureWork | None:
+        """Those of a forest; None where it places none.
+
+        Args:
+            placements: of the forest. dtype: in which the tower takes pixels.
+            moved: whether their pixels are on the device.
+        """
+        shown = {n: pictures.distinct[n] for n in sorted(set(placements.number.tolist()))}
+        if not shown:
+            return None
+        taken = sum(
+            (0 if moved else p.pixels.nbytes)
+            + (0 if p.pixels.dtype == dtype else p.pixels.numel() * dtype.itemsize)
+            for p in shown.values()
+        )
+        features = sum(p.runs * p.run_tokens for p in shown.values())
+        features += sum(shown[n].run_tokens for n in placements.number.tolist())
+        return cls({n: len(p.pixels) for n, p in shown.items()}, features, taken)
 
 
 def scoring_bytes(memory: ModelMemory, work: Work) -> float:
@@ -70,12 +118,43 @@ def scoring_bytes(memory: ModelMemory, work: Work) -> float:
     return rows + 4 * cost.lm_head_weights + max(_LOGITS, cost.element_bytes * cost.lm_head_weights)
 
 
-def plan_for(memory: ModelMemory, work: Work, available: float) -> RecomputePlan:
+def plan_for(
+    memory: ModelMemory, work: Work, available: float, tower: TowerMemory | None = None
+) -> RecomputePlan:
     """The plan that recomputes least of those that need at most `available` bytes.
 
+    Features of pictures are there from the tower's forward to its backward. The backward of the
+    tower comes last, when the activations of layers are gone, so the larger of both counts.
+
+    Args:
+        tower: the memory of the tower, where there are pictures. It is always recomputed, in runs
+            of as many patches as fit.
+
     Raises:
-        torch.OutOfMemoryError: not even a backward that recomputes every layer fits.
+        torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the tower
+            does not with one picture at a time.
     """
+    if work.pictures is not None and tower is not None:
+        held = work.pictures.features * tower.feature + work.pictures.pixel_bytes
+        available -= held
+        # the gradient of the embedding waits
+        of_tower = available - memory.before * work.forest.num_tokens
+        number, largest = max(work.pictures.patches.items(), key=lambda item: item[1])
+        at_once = tower.patches_that_fit(of_tower)
+        if largest > at_once:
+            raise torch.OutOfMemoryError(
+                f"the vision tower needs about {tower.run(largest) / _GIB:.1f} GiB for picture "
+                f"{number} alone, the largest with {largest:,} patches, and "
+                f"{max(0.0, of_tower) / _GIB:.1f} GiB are available beside pixels and features, "
+                f"enough for {at_once:,} patches at once: give smaller pictures (max_pixels of the "
+                "processor), fewer of them in a micro-batch, or more memory"
+            )
+        text = plan_for(memory, replace(work, pictures=None), available)
+        # the tower takes pictures one by one, or as many as fit
+        patches = min(RUN, at_once)
+        run = tower.run(max(largest, min(patches, sum(work.pictures.patches.values()))))
+        peak = max(text.peak_bytes, run + available - of_tower)
+        return replace(text, peak_bytes=round(peak + held), patches=patches)
     peaks = _peaks(memory, work.forest.num_tokens, scoring_bytes(memory, work))
     # [a, b]: layers before a recompute all, from b on nothing
     cost = _recomputed(memory, work.forest)

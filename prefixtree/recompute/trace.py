@@ -139,7 +139,7 @@ def trace_memory(
         UnsupportedError: a family that transformers does not checkpoint, or one whose layers look
             at numbers, so that shapes alone do not run.
     """
-    key = _Key(config, adapters)
+    key = TraceKey(config, adapters)
     try:
         # it says what training takes, also to those who ask before a forward without gradients
         with torch.inference_mode(False), torch.enable_grad():
@@ -182,7 +182,7 @@ class Adapters:
         return f"{said} {self.in_float32}"
 
 
-class _Key:
+class TraceKey:
     """A config and adapters that are compared by what they say."""
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
@@ -190,7 +190,7 @@ class _Key:
         self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._said == other._said
+        return isinstance(other, TraceKey) and self._said == other._said
 
     def __hash__(self) -> int:
         return hash(self._said)
@@ -198,7 +198,7 @@ class _Key:
 
 @lru_cache(maxsize=8)
 def _trace(
-    key: _Key, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
+    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
 ) -> ModelMemory:
     if not compiled:
         return _traced(key, dtype, autocast, device)
@@ -224,7 +224,7 @@ def _trace(
 
 
 def _traced(
-    key: _Key,
+    key: TraceKey,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     device: str,
@@ -240,7 +240,7 @@ def _traced(
         )
         if key.adapters is not None:
             key.adapters.on(model)
-    _make_fake(model, fake, torch.device(device))
+    make_fake(model, fake, torch.device(device))
     layers = layers_of(model)
     if (autocast or dtype) != torch.bfloat16 and _has_grouped_experts(layers):
         # torch knows the shapes of grouped products in bfloat16 alone; what is kept in float32
@@ -286,7 +286,7 @@ def _traced(
     )
 
 
-def _make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
+def make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:
     """Gives a model on the meta device fake tensors that say they are on `device`."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +23,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import find_causal_lm, runs_deepspeed
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
-from prefixtree.models.layers import groups_of, layers_of
+from prefixtree.models.layers import layers_of, most_of_all_ranks
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
@@ -339,14 +338,3 @@ class Wrapped:
             for module, synchronises in self._ddp:
                 changes.set(module, require_backward_grad_sync=synchronises and is_last)
             yield
-
-
-def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
-    """The largest of each number of any rank: those that shard or copy the model run it equally
-    often."""
-    if not (groups := groups_of(model)):
-        return numbers
-    most = torch.tensor(numbers, device=device)
-    for group in groups:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    return [int(number) for number in most.tolist()]

@@ -8,8 +8,7 @@ wrappers see an ordinary forward, which uses its parameters and returns its outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +184,7 @@ def sequence_logprobs(
         ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
         causal_lm = find_causal_lm(model)
         if pictures is not None:
-            check_pictures(model, causal_lm, packed, pictures, recompute)
+            check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures)
         check_routes(model, causal_lm, packed)
         if in_group:
@@ -193,7 +192,6 @@ def sequence_logprobs(
         return causal_lm, find_edges(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
-    encoded: Callable[[], AbstractContextManager[None]] = nullcontext
     if group is not None and in_group:
         options = {
             "return_entropy": return_entropy,
@@ -206,14 +204,14 @@ def sequence_logprobs(
         causal_lm, found = check()
         if pictures is not None:
             placed = PlacedPictures(model, causal_lm, packed, pictures)
-            packed, encoded = placed.packed, placed.encoded
+            packed = placed.packed
         local = whole_forest(packed, found, causal_lm.config)
         if placed is not None:
             local = replace(local, inputs=local.inputs | placed.inputs)
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    forward.loss, forward.encoded = loss, encoded
+    forward.loss, forward.placed = loss, placed
     if max_tokens is None:
         scores = local.gathered(forward(local.mask, local.inputs, local.edges))
     else:
@@ -238,7 +236,7 @@ class ModelForward:
 
     Attributes:
         loss: the load-balancing loss to compute. Default: none.
-        encoded: a context in which pictures are encoded. Default: text alone.
+        placed: the pictures that a forward encodes. Default: text alone.
         output: what the model returned last: the loss and its logits stand beside the scores.
     """
 
@@ -253,7 +251,7 @@ class ModelForward:
         prepare_states(causal_lm)
         self.recompute = recompute
         self.loss: RouterLoss | None = None
-        self.encoded: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.placed: PlacedPictures | None = None
         self.output: Any = None
         self._model, self._causal_lm, self._packed = model, causal_lm, packed
         self._options = replace(options, rule=logit_rule(causal_lm))
@@ -266,17 +264,18 @@ class ModelForward:
             inputs: keywords of the model.
             edges: what its lm_head scores.
         """
-        model, causal_lm, loss = self._model, self._causal_lm, self.loss
+        model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self._packed
         keywords = router_keywords(causal_lm.config, loss)
         held_bytes = 0 if loss is None else loss.held_bytes()
         count = len(edges.target)
         if self._options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
         with (
-            recomputed_forward(model, causal_lm, self._packed, count, self.recompute, held_bytes),
+            recomputed_forward(
+                model, causal_lm, packed, count, self.recompute, held_bytes, self.placed
+            ),
             every_layer_attends(causal_lm, mask),
-            replaying(causal_lm, self._packed),
-            self.encoded(),
+            replaying(causal_lm, packed),
             scoring_lm_head(causal_lm, edges, self._options, loss) as handed,
         ):
             if loss is not None:

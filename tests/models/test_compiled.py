@@ -19,6 +19,7 @@ from prefixtree.kernels.attention import operator
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
 from prefixtree.recompute.layers import MODES
+from tests.support import picture_cases
 from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
 from tests.support.models import (
     EVERY_TIME,
@@ -84,6 +85,26 @@ def test_every_family(backend, model_type):
     assert not counters["graph_break"]
     for _ in over_forests(model, 1):
         pass
+
+
+@pytest.mark.parametrize(
+    ("model_type", "recompute"),
+    [
+        ("qwen3_vl", "all"),
+        pytest.param("qwen3_vl", None, marks=pytest.mark.full),
+        ("qwen2_5_vl", None),
+        pytest.param("qwen3_5", "all_but_attention", marks=pytest.mark.full),
+        pytest.param("gemma4", None, marks=pytest.mark.full),
+    ],
+)
+def test_pictures(model_type, recompute):
+    """The tower is not compiled; it runs as without."""
+    model, made = picture_cases.build(model_type), picture_cases.batch(model_type)
+    compile_layers(model, backend="aot_eager")
+    run = picture_cases.run_packed(model, made, recompute=recompute)
+    found = picture_cases.errors(run, picture_cases.reference(model_type))
+    assert found.largest < (2e-4 if model_type == "qwen3_5" else 5e-5)
+    assert 0 < graphs() <= 5 and not counters["graph_break"]
 
 
 def over_forests(

@@ -127,12 +127,12 @@ def test_a_plan_leaves_room_for_router_logits(monkeypatch):
     """Their bytes are no longer there for activations."""
     asked = []
 
-    def planned(model: Any, packed: Any, memory: int, scored: int) -> Any:
-        asked.append(memory)
-        return original(model, packed, memory, scored)
+    def planned(memory: Any, work: Any, available: int) -> Any:
+        asked.append(available)
+        return original(memory, work, available)
 
-    original = forward.plan_recomputation
-    monkeypatch.setattr(forward, "plan_recomputation", planned)
+    original = forward.plan_for
+    monkeypatch.setattr(forward, "plan_for", planned)
     monkeypatch.setattr(forward, "available_bytes", lambda device: 2**30)
     model, packed = build("qwen3_moe"), ragged_packed()
     for wanted in (False, True):

@@ -177,7 +177,7 @@ def test_whose_switches_are_set():
 
 
 def test_without_gradients_nothing_is_planned(monkeypatch):
-    monkeypatch.setattr(forward, "plan_recomputation", None)
+    monkeypatch.setattr(forward, "plan_for", None)
     with torch.no_grad():
         pt.sequence_logprobs(build("qwen3").eval(), ragged_packed(), recompute="auto")
 

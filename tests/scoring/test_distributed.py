@@ -109,7 +109,7 @@ def test_two_ranks(results, case, step):
 def test_pictures(results, wrapper, model_type, kind):
     """Rank 1 has no image: its tower runs all the same, with gradients of zero. DDP waits for it
     without find_unused_parameters, and FSDP2 in every block."""
-    expected = reference(model_type, kind)
+    expected = reference(model_type, "videos" if kind == "videos" else "images")
     found = _of(results, "pictures", f"{wrapper}, {model_type}, {kind}")
     gradients = {name: g / WORLD_SIZE for name, g in expected.gradients.items()}
     logprobs = [p for each in found for p in each["logprobs"]]
@@ -120,6 +120,8 @@ def test_pictures(results, wrapper, model_type, kind):
         assert differences.largest < 5e-5
         # once per micro-batch, without pictures too; the first rank's have images beside videos
         assert each["calls"] == (4 if (kind, rank) == ("videos", 0) else 2)
+        # rank 0 has two pictures and then three; blank ones stand beside them on rank 1
+        assert each["blocks"] == (2 * (2 + 3) if kind == "runs" else each["calls"])
         assert (each["sharded"] == 0) == (wrapper == "ddp")
         assert each["wrapper"].startswith("Distributed" if wrapper == "ddp" else "FSDP")
         if wrapper == "fsdp2" and model_type == "qwen3_vl":

@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns
 from prefixtree.models.vision import PlacedPictures, alone_inputs
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TOWERS, as_lists, randomise
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
@@ -294,7 +296,7 @@ def run_packed(
     )
 
 
-def run_forward(model: Any, made: Batch) -> Run:
+def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
     """The same by a forward of the model, whose logits may be float64: `sequence_logprobs` without
     its lm_head."""
     pt.prepare(model)
@@ -302,7 +304,7 @@ def run_forward(model: Any, made: Batch) -> Run:
     packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
     placed = PlacedPictures(model, model, packed, pictures)
     packed = placed.packed
-    with placed.encoded():
+    with placed.encoded(runs):
         logits = model(**forward_inputs(packed, model.config) | placed.inputs).logits[0]
     log_p = logits[packed.predictor.long().clamp(min=0)].log_softmax(-1)
     of_tokens = log_p.gather(-1, packed.input_ids[:, None])[:, 0]
@@ -346,9 +348,23 @@ def errors(found: Run, expected: Run) -> Errors:
     )
 
 
+def tolerance(model_type: str) -> float:
+    """Of float32. States are read through exponentials of sums, which blow rounding up."""
+    return 2e-4 if model_type in HYBRIDS else 5e-5
+
+
 def clone(made: Batch, **changes: Any) -> Batch:
     """The same with other arguments."""
     return Batch(made.sequences, copy.copy(made.arguments) | changes, made.weights)
+
+
+def screenshots(count: int) -> Batch:
+    """As many sequences, each with a picture of its own of 256 patches."""
+    grid = (1, 16, 16)
+    rows = [np.array([5, 6, *run(grid), 7, i % 50 + 3, 8]) for i in range(count)]
+    shown = torch.cat([pixels(i, grid) for i in range(count)]).float()
+    grids = torch.tensor([grid] * count)
+    return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, _weights(rows))
 
 
 @cache

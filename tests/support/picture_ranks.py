@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.recompute import forward as recompute
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
 from tests.support.picture_cases import batch, build, pictures_of, videos
 
 RUNS = [
-    *((wrapper, kind, "images") for wrapper in ("ddp", "fsdp2") for kind in ("qwen3_vl", "gemma4")),
+    ("ddp", "qwen3_vl", "images"),
+    ("ddp", "gemma4", "images"),
     ("ddp", "qwen3_vl", "videos"),
+    ("fsdp2", "qwen3_vl", "images"),
+    ("fsdp2", "qwen3_vl", "runs"),
+    ("fsdp2", "gemma4", "runs"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
     "images": [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]],
     "videos": [[[0, 1, 2], [3, 4]], [[5], []]],
 }
+PARTS["runs"] = PARTS["images"]
 
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
-    """Log-probabilities, whole gradients, how often the tower ran, and what refuses videos."""
+    """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
+    refuses videos. In "runs" each picture is a run of its own, recomputed."""
     model = build(model_type)
-    made = batch(model_type) if kind == "images" else videos(model_type)
+    made = videos(model_type) if kind == "videos" else batch(model_type)
     pictures = pictures_of(model, made)
     inner = model.model
     tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
@@ -44,15 +52,20 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
             fully_shard(part, mesh=mesh)
         wrapped = model
     logprobs = []
-    with counted([tower]) as towers:
+    options: dict[str, Any] = {"recompute": "all"} if kind == "runs" else {}
+    with (
+        mock.patch.object(recompute, "RUN", 1),
+        counted([tower]) as towers,
+        counted(blocks[:1]) as first_blocks,
+    ):
         for indices in PARTS[kind][rank]:
             rows = [pictures.sequences[i] for i in indices] or [pictures.sequences[0][:1]]
             packed = pt.pack(pt.PrefixForest.from_sequences(rows))
-            scores = pt.sequence_logprobs(wrapped, packed, pictures=pictures).logprobs
+            scores = pt.sequence_logprobs(wrapped, packed, pictures=pictures, **options).logprobs
             weights = [made.weights[i] for i in indices] or [torch.zeros(0)]
             sum((p * w.to(p.dtype)).sum() for p, w in zip(scores, weights, strict=True)).backward()
             logprobs += [p.detach() for p in scores if len(p)]
-        calls = towers()
+        calls, of_blocks = towers(), first_blocks()
     refused = ""
     if wrapper == "fsdp2" and model_type != "gemma4":
         shown = pictures_of(model, videos(model_type))
@@ -69,6 +82,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
             if p.grad is not None
         },
         "calls": calls,
+        "blocks": of_blocks,
         "wrapper": type(wrapped).__name__,
         "sharded": sum(hasattr(p, "placements") for p in wrapped.parameters()),
     }

@@ -61,18 +61,19 @@ class PrefixTreeDPOTrainer(KeepsOutputs, DPOTrainer):
         Args:
             model: the reference; with PEFT, the policy, whose adapter TRL switches off.
             inputs: a batch: input_ids, attention_mask and completion_mask, [2B, L], the chosen
-                answers before the rejected ones.
+                answers before the rejected ones; and their images.
 
         Returns:
             float32 [B] each.
         """
-        return super().compute_ref_log_probs(PackedModel(model), inputs)
+        packed = PackedModel(model, images=self._is_vlm)
+        return super().compute_ref_log_probs(packed, inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         outputs = ["entropy", "mean_logits", "is_top1"]
         if self.use_weighting:
             outputs.append("log_sum_sq_probs")
-        packed = PackedModel(model, outputs, self._sharing, self._recompute)
+        packed = PackedModel(model, outputs, self._sharing, self._recompute, self._is_vlm)
         if not self.precompute_ref_logps:
             reference = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             names = ("ref_chosen_logps", "ref_rejected_logps")

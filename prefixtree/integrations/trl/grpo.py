@@ -92,7 +92,6 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             self,
             verified=("use_liger_kernel", "torch_compile", "fp16"),
             deepspeed=True,
-            images=True,
         )
         self._recompute = check_recompute(self, recompute)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)

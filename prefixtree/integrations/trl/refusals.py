@@ -55,16 +55,13 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 _ALONE = ("use_liger_kernel", "torch_compile", "fp16")
 
 
-def prepare_trainer(
-    trainer: Any, verified: Collection[str] = (), deepspeed: bool = False, images: bool = False
-) -> None:
+def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: bool = False) -> None:
     """Refuses a trainer that is not verified, sets the attention of its models and prepares their
     recurrent layers.
 
     Args:
         trainer: a trainer of TRL with a model and perhaps a ref_model.
         verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
-        images: whether images are verified with this trainer. Default: False.
 
     Raises:
         UnsupportedError: arguments, a distribution, images or a model.
@@ -72,11 +69,6 @@ def prepare_trainer(
     check_arguments(trainer.args, verified)
     check_distribution(trainer, deepspeed)
     check_liger(trainer.args, trainer.model)
-    if trainer._is_vlm and not images:
-        raise UnsupportedError(
-            f"processing_class is a {type(trainer.processing_class).__name__}: images are verified "
-            "with GRPO and SFT alone; for a text-only run pass its tokenizer"
-        )
     if trainer._is_vlm:
         check_images(trainer)
     if trainer.aux_loss_enabled:

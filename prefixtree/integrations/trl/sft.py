@@ -41,7 +41,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_sft(SFTTrainer)
         super().__init__(*args, **kwargs)
-        prepare_trainer(self, images=True)
+        prepare_trainer(self)
         _check_loss(self)
         self._recompute = check_recompute(self, recompute)
         self._sharing = SharingReport(self, DATA_SET_ADVICE)

@@ -176,7 +176,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         check_unpatched(self.module)
         pictures = pictures_of(data, self.model_config.hf_config, group)
         if pictures is not None:
-            check_pictures(self.engine_config, self.recompute, self.compiles)
+            check_pictures(self.engine_config)
         check_positions(data, pictures, self.module)
         return pictures
 

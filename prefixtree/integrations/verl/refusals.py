@@ -206,11 +206,11 @@ def _not_served(setting: str, more: str = "") -> UnsupportedError:
     )
 
 
-def check_pictures(engine_config: Any, recompute: Any, compiles: bool) -> None:
+def check_pictures(engine_config: Any) -> None:
     """Refuses settings of an engine whose batches have pictures.
 
     Args:
-        engine_config: verl's FSDPEngineConfig. recompute, compiles: of override_config.
+        engine_config: verl's FSDPEngineConfig.
 
     Raises:
         UnsupportedError: with the setting to change.
@@ -223,12 +223,6 @@ def check_pictures(engine_config: Any, recompute: Any, compiles: bool) -> None:
             "divide pictures yet; set it to 1",
         ),
         (strategy != "fsdp2", f"strategy={strategy} is not verified; set strategy=fsdp2"),
-        (
-            recompute == "auto",
-            f"override_config.{RECOMPUTE}='auto' does not know the memory of a vision tower; set "
-            f"one of {', '.join(map(repr, MODES))}",
-        ),
-        (compiles, f"override_config.{COMPILE}=True is not verified; take it out"),
     ):
         if refused:
             raise UnsupportedError(f"{_PREFIX}the batch has pictures (multi_modal_inputs). {why}")

@@ -137,3 +137,13 @@ def captions() -> Dataset:
         start = "<|vision_start|><|image_pad|><|vision_end|>what is it? "
         rows += [{"text": start + word * (i + 1), "images": [image]} for word in ("ab", "cde")]
     return Dataset.from_list(rows)
+
+
+def pairs() -> Dataset:
+    """Two pairs of answers after each prompt with an image."""
+    rows = []
+    for row in chats():
+        for word in ("ab", "cde"):
+            said = [[{"role": "assistant", "content": text}] for text in (word, word + "x")]
+            rows.append({**row, "chosen": said[0], "rejected": said[1]})
+    return Dataset.from_list(rows)

@@ -1,24 +1,28 @@
-"""GRPO and SFT with images: the adapter against TRL's trainers, from equal weights and seeds."""
+"""GRPO, SFT and DPO with images: beside TRL's trainers, from equal weights and seeds."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
-from trl import GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 import prefixtree as pt
-from prefixtree.integrations.trl import PrefixTreeGRPOTrainer, PrefixTreeSFTTrainer, packed_model
+from prefixtree.integrations.trl import (
+    PrefixTreeDPOTrainer,
+    PrefixTreeGRPOTrainer,
+    PrefixTreeSFTTrainer,
+    packed_model,
+)
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
-from prefixtree.integrations.trl.refusals import prepare_trainer
-from tests.integrations.trl.image_runs import captions, chats, processor, save_vision_model
+from prefixtree.models import vision as tower
+from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import SameOrder, assert_equal_runs, make, parameters
-from tests.integrations.trl.sample_runs import make_sft, ratios
+from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
 
@@ -140,21 +144,43 @@ def test_sft_is_trls_own(vision: Path, wrong: bool, monkeypatch: pytest.MonkeyPa
         assert_equal_runs(ours, theirs, tolerance=1e-3)
 
 
-def test_dpo_is_refused(vision: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(vision)
-    trainer = SimpleNamespace(
-        model=model,
-        args=SFTConfig(output_dir=str(vision / "out"), use_cpu=True, bf16=False),
-        accelerator=SimpleNamespace(parallelism_config=None),
-        is_deepspeed_enabled=False,
-        is_fsdp_enabled=False,
-        processing_class=processor(vision),
-        _is_vlm=True,
-    )
-    with pytest.raises(
-        pt.UnsupportedError, match="Processor: images are verified with GRPO and SF"
-    ):
-        prepare_trainer(trainer)
+@pytest.mark.parametrize("wrong", ["", "images of other rows", "no gradient of the tower"])
+def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its reference's; red where rows get one another's images, or the tower no gradient."""
+    if wrong == "images of other rows":
+        of = packed_model._images_of
+        turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
+        monkeypatch.setattr(packed_model, "_images_of", turned)
+    elif wrong:
+        repeated = tower._Encoding._repeated
+        monkeypatch.setattr(tower._Encoding, "_repeated", lambda *args: repeated(*args).detach())
+
+    def run(kind: type[DPOTrainer]) -> DPOTrainer:
+        trainer = make_dpo(
+            kind,
+            vision,
+            model=AutoModelForImageTextToText.from_pretrained(vision),
+            options={
+                "ref_model": AutoModelForImageTextToText.from_pretrained(vision),
+                "processing_class": processor(vision),
+                "train_dataset": pairs(),
+            },
+            max_length=None,
+            max_steps=2,
+        )
+        trainer.train()
+        return trainer
+
+    ours, theirs = run(PrefixTreeDPOTrainer), run(DPOTrainer)
+    before = start(vision)
+    change = {n: float((p - before[n]).abs().max()) for n, p in parameters(theirs.model).items()}
+    assert all(change[n] > 0 for n in change if "visual" in n and "weight" in n)
+    assert min(ratios(ours)) > 1.5
+    if not wrong:
+        assert_equal_runs(ours, theirs)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal_runs(ours, theirs, tolerance=1e-3)
 
 
 def test_what_is_refused(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:

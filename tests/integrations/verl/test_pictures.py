@@ -82,25 +82,27 @@ def test_text_of_a_forest_on_two_ranks(two_ranks: list[dict[Any, Any]], sees: Pa
 
 
 @pytest.mark.parametrize(
-    ("engine", "override"),
+    ("engine", "override", "with_pictures"),
     [
-        ({"strategy": "fsdp", "use_orig_params": True}, {}),
-        ({}, {"prefixtree_recompute": "auto"}),
-        pytest.param({}, {"prefixtree_compile": True}, marks=pytest.mark.full),
+        ({"strategy": "fsdp", "use_orig_params": True}, {}, False),
+        ({}, {"prefixtree_recompute": "auto"}, True),
+        pytest.param({}, {"prefixtree_recompute": "auto"}, False, marks=pytest.mark.full),
+        pytest.param({}, {"prefixtree_compile": True}, True, marks=pytest.mark.full),
     ],
-    ids=["fsdp1", "auto", "compiled"],
+    ids=["fsdp1", "auto", "auto on text", "compiled"],
 )
-def test_text_alone_under_what_pictures_are_refused_with(
-    engine: dict[str, Any], override: dict[str, Any], sees: Path
+def test_other_settings(
+    engine: dict[str, Any], override: dict[str, Any], with_pictures: bool, sees: Path
 ) -> None:
-    """One update with weight decay, which moves the tower too."""
+    """One update with weight decay, which moves the tower on text alone too. FSDP1 is refused with
+    pictures."""
     plain = VISION_CASES["qwen3_vl, text, decay"]
     options = {"override_config": {"attn_implementation": "prefixtree", **override}}
     ends = []
     for settings in (plain, replace(plain, engine=engine, model_options=options)):
         worker = make_worker("prefixtree", sees / "qwen3_vl", settings)
         worker.set_loss_fn(actor_loss(replace(plain, algorithm="ppo")))
-        rows = shown(rollouts(10, groups=4, size=4), sees / "qwen3_vl", False)
+        rows = shown(rollouts(10, groups=4, size=4), sees / "qwen3_vl", with_pictures)
         flat = [torch.zeros(len(row)) for row in rows["responses"]]
         score = {"old_log_probs": jagged([row - 4 for row in flat])}
         score["advantages"] = jagged([row + i % 3 - 1 for i, row in enumerate(flat)])

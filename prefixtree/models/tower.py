@@ -1,0 +1,138 @@
+"""A vision tower's forward in runs: some pictures at a time, computed again in the backward.
+
+A tower that takes all pictures at once keeps the activations of all of them until the backward. In
+runs it keeps pixels and features, and the activations of one run at a time are there.
+
+Legend: N distinct pictures of one modality, P patches of a run, F features, D values per patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+#: calls a function with tensors, as torch's checkpoint does
+Around = Callable[..., Any]
+
+# what the model reads of a tower's output
+_FEATURES = ("pooler_output", "deepstack_features")
+
+
+@dataclass(frozen=True)
+class TowerRuns:
+    """How many pictures a tower takes at once.
+
+    Attributes:
+        patches: the most of a run of several pictures; a larger picture is a run. None: all
+            pictures are one run, which is called as the model calls it.
+        around: what calls each run. Default: nothing is recomputed.
+        least: how many runs there are at least, blank ones behind the pictures: ranks that shard
+            the tower run it equally often. Default: 0.
+    """
+
+    patches: int | None
+    around: Around | None = None
+    least: int = 0
+
+
+#: as the model calls its tower
+ALL_AT_ONCE = TowerRuns(None)
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """The sizes of one call.
+
+    Attributes:
+        patches: of each of the N pictures.
+        features: F, of all pictures.
+    """
+
+    patches: list[int]
+    features: int
+
+    def runs(self, most: int) -> list[tuple[int, int]]:
+        """Runs of at most `most` patches, one picture at least: (first picture, end)."""
+        found, first, held = [], 0, 0
+        for i, size in enumerate(self.patches):
+            if i > first and held + size > most:
+                found.append((first, i))
+                first, held = i, 0
+            held += size
+        return [*found, (first, len(self.patches))]
+
+
+def features_in(output: Any) -> dict[str, Any]:
+    """Finds the features in a tower's output, by attribute: tensors, or lists of them."""
+    found = {name: getattr(output, name, None) for name in _FEATURES}
+    if found["pooler_output"] is None:
+        # Gemma 4's features come straight from the last layer
+        found = {"last_hidden_state": getattr(output, "last_hidden_state", None)}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def in_runs(
+    forward: Callable[..., Any],
+    grid_keyword: str,
+    runs: TowerRuns,
+    shape: Callable[[], TowerShape],
+    blank: tuple[torch.Tensor, torch.Tensor],
+) -> Callable[..., Any]:
+    """A tower's forward that takes its pictures in runs.
+
+    Args:
+        forward: the tower's, of all pictures. grid_keyword: its keyword of grids.
+        runs: with a number of patches.
+        shape: that of the pictures of a call.
+        blank: pixels and grids of a picture that no token shows.
+
+    Returns:
+        A forward that returns the same features, and nothing else.
+    """
+    assert runs.patches is not None
+    most, around = runs.patches, runs.around
+
+    def in_turn(*args: Any, **kwargs: Any) -> Any:
+        (pixels,) = args or [kwargs.pop("pixel_values")]
+        grids = kwargs.pop(grid_keyword)
+        kind: list[Any] = []
+
+        def run(pixels: torch.Tensor, grids: torch.Tensor) -> dict[str, Any]:
+            output = forward(pixels, **{grid_keyword: grids}, **kwargs)
+            kind[:] = [type(output)]
+            return features_in(output)
+
+        of_call = shape()
+        call = run if around is None else partial(around, run)
+        parts = [
+            call(_of_pictures(pixels, of_call, first, end), grids[first:end])
+            for first, end in of_call.runs(most)
+        ]
+        missing = max(0, runs.least - len(parts))
+        parts += [call(blank[0].to(pixels), blank[1]) for _ in range(missing)]
+        # those of blanks get gradients of zeros, so that their backwards run too
+        joined = {name: _joined([part[name] for part in parts], missing) for name in parts[0]}
+        return kind[0](**joined)
+
+    return in_turn
+
+
+def _of_pictures(pixels: torch.Tensor, shape: TowerShape, first: int, end: int) -> torch.Tensor:
+    """Pixels of some pictures: of [sum of patches, D], or of [N, patches, D] as Gemma 4 has it."""
+    if pixels.ndim == 3:
+        return pixels[first:end]
+    start = sum(shape.patches[:first])
+    return pixels[start : start + sum(shape.patches[first:end])]
+
+
+def _joined(parts: list[Any], blanks: int) -> Any:
+    """The features of runs one after the other, without those of the blank runs behind."""
+    if isinstance(parts[0], (list, tuple)):
+        return [_joined(list(each), blanks) for each in zip(*parts, strict=True)]
+    whole = torch.cat(parts)
+    # a blank picture has one feature
+    return whole[: len(whole) - blanks]

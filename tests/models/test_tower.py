@@ -1,0 +1,196 @@
+"""A tower's forward in runs of pictures: as all at once, with the activations of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import prefixtree as pt
+from prefixtree.models import tower as runs_of_tower
+from prefixtree.models.tower import TowerRuns, TowerShape
+from prefixtree.models.vision import PlacedPictures, tower_of
+from prefixtree.recompute import forward as recompute
+from prefixtree.recompute.layers import checkpoint_of_tower
+from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.recompute.trace import LiveBytes
+from tests.models.test_vision import FAMILIES, TREE, made_of
+from tests.support.models import counted, enable_checkpointing
+from tests.support.picture_cases import (
+    Float64,
+    batch,
+    build,
+    errors,
+    pictures_of,
+    reference,
+    run_alone,
+    run_forward,
+    run_packed,
+    screenshots,
+    tolerance,
+)
+
+
+def _layers(model: Any) -> Any:
+    tower = tower_of(model)
+    return tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
+
+
+def test_runs_of_pictures():
+    shape = TowerShape([32, 32, 24, 100, 8], 49)
+    assert shape.runs(64) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert shape.runs(1) == [(i, i + 1) for i in range(5)]
+    assert shape.runs(196) == [(0, 5)] and shape.runs(195) == [(0, 4), (4, 5)]
+
+
+# ---- exact ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [("qwen3_vl", "images"), ("qwen2_5_vl", "videos"), ("gemma4", "images")],
+)
+def test_float64_is_exact(model_type, kind):
+    """Runs of one and of two pictures, with a blank behind."""
+    made = made_of(model_type, kind)
+    with Float64():
+        expected = run_alone(build(model_type, "eager", torch.float64), made)
+        for patches in (1, 80):
+            model = build(model_type, dtype=torch.float64)
+            again = checkpoint_of_tower(tower_of(model), "all")
+
+            def around(run: Any, *tensors: Any, again: Any = again) -> Any:
+                def in_float64(*tensors: Any) -> Any:
+                    # a backward is a call of torch, in which the mode around it is off
+                    with Float64():
+                        return run(*tensors)
+
+                return again(in_float64, *tensors)
+
+            found = errors(run_forward(model, made, TowerRuns(patches, around, 3)), expected)
+            assert found.largest < 1e-12
+
+
+@contextmanager
+def _small_runs(patches: int = 40) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recompute, "RUN", patches)
+        yield
+
+
+@pytest.mark.parametrize("mode", ["all", "all_but_attention", "plan", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_as_layers_are_recomputed(model_type, mode):
+    """Each picture is a run, computed twice, whoever asked for it."""
+    if mode == "reentrant" and model_type == "gemma4":
+        pytest.skip("refused: layers use keys of earlier ones")
+    model = build(model_type)
+    options: dict[str, Any] = {}
+    if mode.endswith("reentrant"):
+        enable_checkpointing(model, use_reentrant=mode == "reentrant")
+    else:
+        layers = len(model.get_decoder().layers)
+        plan = RecomputePlan(("nothing",) * layers, 0, patches=40)
+        options["recompute"] = plan if mode == "plan" else mode
+    with _small_runs(), counted(_layers(model)[:1]) as blocks:
+        found = errors(run_packed(model, batch(model_type), **options), reference(model_type))
+        assert blocks() == 2 * 3
+    assert found.largest < tolerance(model_type)
+
+
+class _Attention(TorchDispatchMode):
+    """Counts the calls of torch's attention."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.calls += "_scaled_dot_product" in name and not name.endswith("backward")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_attention_that_is_kept_runs_once(model_type):
+    calls = {}
+    for mode in ("all_but_attention", "all"):
+        with _small_runs(), _Attention() as counter:
+            run_packed(build(model_type), batch(model_type), recompute=mode)
+        calls[mode] = counter.calls
+    assert calls["all"] == 2 * calls["all_but_attention"] > 0
+
+
+def test_without_gradients_runs_are_as_short():
+    made, model = batch("qwen3_vl"), build("qwen3_vl")
+    pictures = pictures_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    with _small_runs(), torch.no_grad(), counted(_layers(model)[:1]) as blocks:
+        scores = pt.sequence_logprobs(model, packed, pictures=pictures).logprobs
+        assert blocks() == 3
+    wanted = reference("qwen3_vl").logprobs
+    assert max(float((a - b).abs().max()) for a, b in zip(scores, wanted, strict=True)) < 5e-5
+
+
+@pytest.mark.parametrize("model_type", TREE)
+def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
+    joined = runs_of_tower._joined
+
+    def dropped(parts: list[Any], blanks: int) -> Any:
+        if isinstance(parts[0], torch.Tensor):
+            parts = [*parts[:-1], parts[-1].detach()]
+        return joined(parts, blanks)
+
+    monkeypatch.setattr(runs_of_tower, "_joined", dropped)
+    with _small_runs():
+        run = run_packed(build(model_type), batch(model_type), recompute="all")
+    wrong = errors(run, reference(model_type))
+    assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_activations_do_not_grow_with_pictures(model_type):
+    """Bytes that a tower holds after its forward and at the most in its backward, beside pixels and
+    features, of twice as many pictures."""
+    held: dict[str, list[int]] = {"at once": [], "in runs": []}
+    most: dict[str, list[int]] = {"at once": [], "in runs": []}
+    for how in held:
+        for count in (4, 8):
+            model = build(model_type)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            tower = tower_of(model)
+            pictures = pictures_of(model, screenshots(count))
+            packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+            placed = PlacedPictures(model, model, packed, pictures)
+            runs = TowerRuns(256, checkpoint_of_tower(tower, "all"))
+            if how == "at once":
+                runs = TowerRuns(None)
+            shown, grids = placed.inputs["pixel_values"], placed.inputs["image_grid_thw"]
+            known = (x for p in model.parameters() for x in (p, p.grad))
+            live = LiveBytes([shown, *known])
+            with placed.encoded(runs), live:
+                output = tower(shown, grid_thw=grids)
+                features = [
+                    output.pooler_output,
+                    *(getattr(output, "deepstack_features", ()) or ()),
+                ]
+                del output
+                size = sum(f.nbytes for f in features)
+                held[how].append(live.bytes - size)
+                live.restart()
+                torch.autograd.backward(features, [torch.ones_like(f) for f in features])
+                # features, those before they were placed, and gradients of both
+                most[how].append(live.restart() - 4 * size)
+    print(held, most)
+    few, many = held["in runs"]
+    # grids
+    assert many < 400 * 8 and held["at once"][1] > 1.9 * held["at once"][0] > 1 << 20
+    few, many = most["in runs"]
+    assert many < 1.05 * few and most["at once"][1] > 1.9 * most["at once"][0]
+    assert most["at once"][1] > 6 * many
