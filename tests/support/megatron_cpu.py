@@ -12,9 +12,10 @@ import os
 import sys
 import typing
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 
@@ -117,6 +118,34 @@ def with_norms(spec: Any) -> Any:
             self_attention=replace(attention, submodules=normed),
         ),
     )
+
+
+class _Double:
+    """torch, whose float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """While open, Megatron's routers, which round to float32 wherever they are, keep float64: their
+    softmax, counts and biases, and with the default the sums that are logged."""
+    from megatron.core.transformer.moe import moe_utils, router
+
+    double, default = _Double(), torch.get_default_dtype()
+    with (
+        patch.object(moe_utils, "torch", double),
+        patch.object(router, "torch", double),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 #: Settings of Megatron-Bridge's providers that need a GPU or one of its packages.

@@ -24,8 +24,14 @@ from megatron.core.tensor_parallel import (
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.megatron.checks import check_calls, check_model, find_model
+from prefixtree.integrations.megatron.checks import (
+    check_calls,
+    check_model,
+    find_model,
+    routed_tokens,
+)
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.routers import RoutedTokens
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.changes import changing
 from prefixtree.packing.gather import GatherIndex, gather
@@ -86,6 +92,7 @@ class _BatchPacking:
         self._copied = False
         self._open = ExitStack()
         self._calls: Callable[[], tuple[int, int]] | None = None
+        self._tokens: RoutedTokens | None = None
         group = language_model.pg_collection.tp
         # whose tensor-parallel ranks cut tokens between them
         self._group = group if language_model.config.sequence_parallel else None
@@ -99,7 +106,11 @@ class _BatchPacking:
             return None
         check_model(model)
         _check_call(inputs, params)
-        packed, self._copies = _forest_of(model, inputs["input_ids"], params)
+        packed, rows = _forest_of(model, inputs["input_ids"], params)
+        self._copies = GatherIndex(rows, packed.num_tokens, packed.device)
+        self._tokens = routed_tokens(model, packed.multiplicity)
+        if self._tokens is not None and inputs.get("padding_mask") is not None:
+            self._tokens.copies = _counted(packed, rows, inputs["padding_mask"])
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
         if model.post_process:
             # found anew each time: trainers put value heads there
@@ -111,9 +122,8 @@ class _BatchPacking:
             "position_ids": packed.position_ids[None],
             "attention_mask": None,
             "packed_seq_params": ForestParams.of(packed),
+            "padding_mask": None if self._tokens is None else self._tokens.as_mask(),
         }
-        # it keeps padding out of the router's losses and counts, which check_model refuses
-        inputs.pop("padding_mask", None)
         return (), inputs
 
     def _copy_out(self, layer: Any, args: tuple[Any, ...]) -> Any:
@@ -132,13 +142,13 @@ class _BatchPacking:
         return (hidden, *args[1:])
 
     def end(self, model: Any, args: Any, output: Any) -> None:
-        calls, copied = self._calls, self._copied
+        calls, copied, tokens = self._calls, self._copied, self._tokens
         count = 0 if calls is None else calls()[0]
         self._reset()
         # without an output an error is on its way, which is not to be hidden
         if calls is None or output is None:
             return
-        check_calls(model, count)
+        check_calls(model, count, tokens)
         if model.post_process and not copied:
             raise UnsupportedError(
                 "the model did not call its output layer while its batch was shared (a trainer's "
@@ -147,7 +157,7 @@ class _BatchPacking:
             )
 
     def _reset(self) -> None:
-        self._copies, self._copied, self._calls = None, False, None
+        self._copies, self._copied, self._calls, self._tokens = None, False, None, None
         self._open.close()
 
 
@@ -183,8 +193,9 @@ def _check_call(inputs: dict[str, Any], params: Any) -> None:
         )
 
 
-def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest, GatherIndex]:
-    """The packed forest of ids [1, R], and which of its rows each of the R tokens copies."""
+def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest, np.ndarray]:
+    """The packed forest of ids [1, R], and which of its rows each of the R tokens copies, int32
+    [R], -1 for tokens of no sequence."""
     ends = params.cu_seqlens_q
     padded = getattr(params, "cu_seqlens_q_padded", None)
     starts = ends if padded is None else padded
@@ -207,4 +218,12 @@ def _forest_of(model: Any, ids: torch.Tensor, params: Any) -> tuple[PackedForest
     # what lies between sequences, and behind them, reads zeros
     copies = np.full(ids.shape[1], -1, np.int32)
     copies[np.concatenate([np.arange(s, s + n) for s, n in chosen])] = rows
-    return packed, GatherIndex(copies, packed.num_tokens, packed.device)
+    return packed, copies
+
+
+def _counted(packed: PackedForest, rows: np.ndarray, padding: torch.Tensor) -> torch.Tensor:
+    """How often the batch has each packed token, int64 [T], without what the caller's padding_mask
+    [1, R] marks."""
+    counted = ~padding.reshape(-1).cpu().numpy().astype(bool) & (rows >= 0)
+    counts = np.bincount(rows[counted], minlength=packed.num_tokens)
+    return torch.from_numpy(counts).to(packed.device)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -21,7 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
-from prefixtree.integrations.megatron.refusals import check_config
+from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
+from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.layout import PackedForest
 
@@ -92,6 +94,34 @@ def check_model(model: Any) -> None:
     for name, module in language_model.named_modules():
         if isinstance(module, Attention):
             _check_attention(name, module)
+    if _counts(language_model):
+        for name, router in routers_of(language_model).items():
+            _check_router(name, router)
+
+
+def _counts(language_model: Any) -> bool:
+    return language_model.training and counts_tokens(language_model.config)
+
+
+def _check_router(name: str, router: Any) -> None:
+    if not isinstance(router, ForestRouter):
+        raise UnsupportedError(
+            f"{name}.router is a {type(router).__name__}, which counts each shared token once for "
+            f"its loss or its experts' bias: {_FIX} (it serves TopKRouter), or set "
+            "moe_aux_loss_coeff=0, moe_z_loss_coeff=None and moe_router_bias_update_rate=0"
+        )
+
+
+def routed_tokens(language_model: Any, copies: torch.Tensor) -> RoutedTokens | None:
+    """The tokens of a forest for a model's routers; None if they need nothing.
+
+    Args:
+        language_model: the model, checked.
+        copies: integers [T], how often the replicated batch has each packed token.
+    """
+    if not _counts(language_model) or not routers_of(language_model):
+        return None
+    return RoutedTokens(copies.long())
 
 
 def _check_layer(name: str, layer: Any) -> None:
@@ -153,19 +183,22 @@ def _refuse_others(name: str, module: Any) -> None:
 
 
 @contextmanager
-def every_layer_attends(language_model: Any, packed: PackedForest) -> Iterator[None]:
-    """One forward over a forest, in which every self-attention must call tree attention once.
+def every_layer_attends(
+    language_model: Any, packed: PackedForest, tokens: RoutedTokens | None
+) -> Iterator[None]:
+    """One forward over a forest, in which every self-attention must call tree attention once, and
+    every router must read `tokens` once.
 
     Raises:
         UnsupportedError: a number of calls that is not that of the layers.
     """
     with counted_calls(packed.mask.host) as calls:
         yield
-        check_calls(language_model, calls()[0])
+        check_calls(language_model, calls()[0], tokens)
 
 
-def check_calls(language_model: Any, count: int) -> None:
-    """Refuses the results of a forward in which not every self-attention called tree attention."""
+def check_calls(language_model: Any, count: int, tokens: RoutedTokens | None) -> None:
+    """Refuses the results of a forward in which a layer did not see the forest."""
     expected = sum(isinstance(m, Attention) for m in language_model.modules())
     if count != expected:
         raise UnsupportedError(
@@ -173,4 +206,12 @@ def check_calls(language_model: Any, count: int) -> None:
             f"{type(language_model).__name__}, which has {expected} attention layers here: the "
             "others ran another attention (a patched forward, or a layer that replaces it), whose "
             "results are those of another batch"
+        )
+    routers = len(routers_of(language_model))
+    if tokens is not None and tokens.calls != routers:
+        raise UnsupportedError(
+            f"{tokens.calls} routers read how often sequences hold each token in a forward of "
+            f"{type(language_model).__name__}, which has {routers} routers here: the losses and "
+            "counts of the others are those of another batch (a patched forward, or a layer that "
+            "does not hand on padding_mask)"
         )

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.routers import ForestRouter
 from prefixtree.kernels.attention import tree_attention
 
 
@@ -93,7 +95,7 @@ class ForestCoreAttention:
 
 
 def tree_spec(spec: Any) -> Any:
-    """A copy of a spec in which self-attention takes packed forests.
+    """A copy of a spec in which self-attention and routers take packed forests.
 
     Parameters, their names in checkpoints, and what an ordinary batch computes stay the same.
     Layers that forests cannot pass (latent attention, recurrent layers) are copied as they are:
@@ -130,7 +132,7 @@ def _of_function(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mapped(node: Any) -> Any:
-    """A spec, or a part of one, with other classes for self-attention."""
+    """A spec, or a part of one, with other classes for self-attention and routers."""
     if isinstance(node, ModuleSpec):
         module = get_module(node)
         if is_served_attention(module):
@@ -140,6 +142,12 @@ def _mapped(node: Any) -> Any:
         return replace(node, submodules=_mapped(node.submodules))
     if isinstance(node, list):
         return [_mapped(n) for n in node]
+    if isinstance(node, functools.partial):
+        # layers of experts are named so
+        named = {name: _mapped(value) for name, value in node.keywords.items()}
+        return functools.partial(node.func, *node.args, **named)
+    if node is TopKRouter:
+        return _joined(ForestRouter, node)
     if is_dataclass(node) and not isinstance(node, type):
         return replace(node, **{name: _mapped(value) for name, value in vars(node).items()})
     return node

@@ -7,7 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from packaging.version import Version
+
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.version import installed
 
 
 class Refusal(NamedTuple):
@@ -72,8 +75,22 @@ def _updates_bias(config: Any) -> bool:
     )
 
 
+def counts_tokens(config: Any) -> bool:
+    """Whether routers take sums over tokens while they train: for a loss, or an expert's bias."""
+    return bool(_auxiliary(config) or _get("moe_z_loss_coeff")(config) or _updates_bias(config))
+
+
+def _loses_z_loss(config: Any) -> bool:
+    """Before 0.19 a rank scaled it by its own tokens, so the sum over ranks was too small."""
+    return bool(
+        _get("calculate_per_token_loss")(config)
+        and _get("moe_z_loss_coeff")(config)
+        and _get("sequence_parallel")(config)
+        and Version(installed()) < Version("0.19")
+    )
+
+
 _LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_SEES_DISTINCT = "it counts tokens, and a forest has each shared token once; "
 _DROPS = "which tokens an expert drops depends on the tokens beside them; "
 
 #: Every setting that is refused, in the order of the checks.
@@ -120,23 +137,23 @@ REFUSALS = (
         only_training=True,
     ),
     Refusal(
-        "moe_aux_loss_coeff",
-        _auxiliary,
-        f"{_SEES_DISTINCT}set it to 0 (the auxiliary loss of the router), or "
-        "moe_router_load_balancing_type to 'none'",
+        "mlp_chunks_for_training",
+        lambda c: _get("mlp_chunks_for_training", 1)(c) > 1 and counts_tokens(c),
+        "a router that has a loss or counts tokens would not know which tokens its chunk has; set "
+        "it to 1",
         only_training=True,
     ),
     Refusal(
-        "moe_z_loss_coeff",
-        _get("moe_z_loss_coeff"),
-        f"{_SEES_DISTINCT}set it to None",
+        "moe_router_fusion",
+        lambda c: _get("moe_router_fusion")(c) and counts_tokens(c),
+        "fused routers were not compared where they have a loss or count tokens; set it to False",
         only_training=True,
     ),
     Refusal(
-        "moe_router_enable_expert_bias",
-        _updates_bias,
-        f"the bias is updated from counts: {_SEES_DISTINCT}set moe_router_bias_update_rate to 0, "
-        "which keeps the bias as it is",
+        "calculate_per_token_loss",
+        _loses_z_loss,
+        "this Megatron divides the z loss of a router by the number of ranks under sequence "
+        "parallelism; install megatron-core>=0.19, or set moe_z_loss_coeff to None",
         only_training=True,
     ),
     Refusal(

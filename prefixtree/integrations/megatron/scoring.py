@@ -25,7 +25,12 @@ from megatron.core.tensor_parallel import (
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
-from prefixtree.integrations.megatron.checks import check_model, every_layer_attends, find_model
+from prefixtree.integrations.megatron.checks import (
+    check_model,
+    every_layer_attends,
+    find_model,
+    routed_tokens,
+)
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.options import ScoreOptions
@@ -125,12 +130,14 @@ def tree_outputs(model: Any, packed: PackedForest) -> Any:
     check_model(language_model)
     _check_forest(language_model, packed)
     inputs = packed.model_inputs()
-    with every_layer_attends(language_model, packed):
+    tokens = routed_tokens(language_model, packed.multiplicity)
+    with every_layer_attends(language_model, packed, tokens):
         return model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
             attention_mask=None,
             packed_seq_params=ForestParams.of(packed),
+            padding_mask=None if tokens is None else tokens.as_mask(),
         )
 
 

@@ -21,23 +21,24 @@ def check_version() -> None:
         UnsupportedError: with the versions that were tested.
         ModuleNotFoundError: there is no Megatron-Core.
     """
-    installed = _installed()
+    current = installed()
     first, last = (Version(v) for v in TESTED)
-    if Version(installed) < first:
+    if Version(current) < first:
         raise UnsupportedError(
             f"prefixtree.integrations.megatron serves megatron-core {TESTED[0]} to {TESTED[1]}; "
-            f"this is {installed}: install megatron-core>={TESTED[0]}"
+            f"this is {current}: install megatron-core>={TESTED[0]}"
         )
-    if Version(installed).release[:2] > last.release[:2]:
+    if Version(current).release[:2] > last.release[:2]:
         warnings.warn(
-            f"prefixtree: megatron-core {installed} is newer than {TESTED[1]}, the last one that "
+            f"prefixtree: megatron-core {current} is newer than {TESTED[1]}, the last one that "
             "the adapter was tested with; compare a few log-probabilities with those of unpacked "
             "sequences before you train",
             stacklevel=2,
         )
 
 
-def _installed() -> str:
+def installed() -> str:
+    """The version of Megatron-Core that is installed."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

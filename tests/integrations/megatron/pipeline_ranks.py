@@ -4,6 +4,7 @@ two forests as two micro-batches, against every sequence as a micro-batch of its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from prefixtree.integrations.megatron import pack_batches, tree_logprobs
+from tests.integrations.megatron import router_runs
+from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import (
     TEMPERATURE,
     Case,
@@ -28,16 +31,24 @@ from tests.integrations.megatron.runs import (
     wrapped,
 )
 from tests.integrations.megatron.test_one_process import FULL
+from tests.integrations.megatron.test_routers import RECOMPUTED
+from tests.support.megatron_cpu import in_float64
 
 LAYERS = {"num_layers": 4}
 # Megatron exchanges the lengths of micro-batches in an order that two ranks alone mix up when
-# virtual stages send both ways
+# virtual stages send both ways; and gloo's dispatcher of experts takes one length alone
 FIXED = LAYERS | {"variable_seq_lengths": False}
 CASES = {
     "1F1B": Case(LAYERS),
     "1F1B, tied": Case(LAYERS, tied=True),
     "1F1B, pack_batches": Case(LAYERS, way="pack_batches"),
     "1F1B, recompute": Case(LAYERS | FULL),
+}
+#: A recomputation has to see the counts of its own micro-batch.
+ROUTERS = {
+    "1F1B, router losses, experts recomputed": Case(
+        FIXED | losses("aux_loss", **Z, **BIAS) | RECOMPUTED
+    ),
 }
 INTERLEAVED = {
     "interleaved": Case(FIXED),
@@ -98,6 +109,15 @@ def replicated(batches: Any, model: Any) -> Any:
     return _with_loss(weights.loss([logprobs], [entropy]) * len(ALONE))
 
 
+def replicated_row(batches: Any, model: Any) -> Any:
+    """A group's sequences in one row, by Megatron's own attention and routers."""
+    at = next(batches)
+    output = router_runs.one_row(model, GROUPS[at])
+    if not model.module.post_process:
+        return _sent_on(output)
+    return _with_loss(WEIGHTS[at].loss(*router_runs.scored(output, GROUPS[at])) * len(GROUPS))
+
+
 def run(chunks: list[Any], step: Any, count: int, length: int) -> tuple[dict[str, Any], float]:
     """Gradients of this stage, and on the last stage the loss."""
     models = [wrapped(chunk) for chunk in chunks]
@@ -111,12 +131,15 @@ def run(chunks: list[Any], step: Any, count: int, length: int) -> tuple[dict[str
         micro_batch_size=1,
         forward_only=False,
     )
+    counts = [router_runs.router_counts(model.module) for model in models]
     finalize_model_grads(models)
     found = {
         f"{at}.{name}": p.main_grad.clone()
         for at, model in enumerate(models)
         for name, p in model.module.named_parameters()
     }
+    for at, counted in enumerate(counts):
+        found |= {f"{at}.{name}": count for name, count in counted.items()}
     return found, float(sum(loss["loss"] for loss in losses) / count) if losses else 0.0
 
 
@@ -137,6 +160,10 @@ def compare(case: Case, virtual: int | None) -> dict[str, Any]:
     padding = thd(GROUPS[0])["packed_seq_params"].cu_seqlens_q.diff()[len(GROUPS[0]) :].sum()
     length = DISTINCT + int(padding) * (case.way == "pack_batches")
     got, our_loss = run(chunks, step, len(GROUPS), length)
+    return _errors(got, our_loss, expected, loss, chunks)
+
+
+def _errors(got: Any, our_loss: float, expected: Any, loss: float, chunks: Any) -> dict[str, Any]:
     assert got.keys() == expected.keys() and all(g.any() for g in expected.values())
     return {
         "parameters": len(got),
@@ -149,10 +176,28 @@ def compare(case: Case, virtual: int | None) -> dict[str, Any]:
     }
 
 
+def compare_routers(case: Case) -> dict[str, Any]:
+    """As `compare`, and the counts and biases of this stage's routers."""
+    places = router_runs.positions_of(GROUPS[0])
+    found = []
+    for wrap, step, length, positions in (
+        (lambda spec: spec, replicated_row, len(places), router_runs.restarting(places)),
+        (None, scored, DISTINCT, contextlib.nullcontext()),
+    ):
+        with in_float64(), positions:
+            chunks = stages(case, None, wrap)
+            gradients, loss = run(chunks, step, len(GROUPS), length)
+            routers = router_runs.router_results(chunks[0])
+            found.append((gradients | routers, loss, len(routers)))
+    (expected, loss, routers), (got, our_loss, _) = found
+    return {"routers": routers} | _errors(got, our_loss, expected, loss, stages(case, None))
+
+
 def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """Errors of each case on this stage."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     results = {name: compare(case, None) for name, case in CASES.items()}
+    results |= {name: compare_routers(case) for name, case in ROUTERS.items()}
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2

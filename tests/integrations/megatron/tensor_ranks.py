@@ -10,11 +10,16 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
+from packaging.version import Version
 
 from prefixtree.integrations.megatron import batch_packing, parameters, scoring
+from prefixtree.integrations.megatron.version import installed
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
+from tests.integrations.megatron import router_runs
+from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import Case, build, compared, moe
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
+from tests.integrations.megatron.test_routers import RECOMPUTED
 
 SP = {"sequence_parallel": True}
 TENSOR = {
@@ -37,6 +42,22 @@ TENSOR = {
 EXPERT = {
     "EP": Case(moe()),
     "EP, pack_batches": Case(moe(), way="pack_batches"),
+}
+#: Before 0.19 a z loss is refused there.
+PER_TOKEN = losses("aux_loss", **(Z if Version(installed()) >= Version("0.19") else {}))
+ROUTERS = {
+    "TP + SP, three losses, bias": Case(
+        SP | losses("aux_loss", "seq_aux_loss", "global_aux_loss", **BIAS)
+    ),
+    "TP + SP, aux, z, pack_batches": Case(SP | losses("aux_loss", **Z), way="pack_batches"),
+    "TP + SP, z, hybrid, all recomputed": Case(SP | losses(**Z) | FULL, model="hybrid"),
+    "TP + SP, aux, z, bias, experts recomputed": Case(
+        SP | losses("aux_loss", **Z, **BIAS) | RECOMPUTED
+    ),
+    "TP + SP, aux, a loss per token": Case(SP | PER_TOKEN | {"calculate_per_token_loss": True}),
+}
+EXPERT_ROUTERS = {
+    "EP, global aux, z, bias": Case(losses("global_aux_loss", **Z, **BIAS)),
 }
 
 
@@ -95,12 +116,14 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     for name, (case, mistake) in MISTAKES.items():
         with mistake():
             results[f"mistake: {name}"] = compared(case).worst
+    results |= {name: router_runs.compared(case) for name, case in ROUTERS.items()}
     model = build(TENSOR["TP + SP"])
     results["shape of the output layer"] = tuple(model.output_layer.weight.shape)
     results["sequence parallel"] = bool(model.output_layer.sequence_parallel)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     results |= {name: vars(compared(case)) for name, case in EXPERT.items()}
+    results |= {name: router_runs.compared(case) for name, case in EXPERT_ROUTERS.items()}
     experts = build(EXPERT["EP"]).decoder.layers[0].mlp.experts
     results["local experts"] = experts.num_local_experts
     return results

@@ -27,6 +27,8 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from packaging.version import Version
@@ -83,7 +85,7 @@ def test_sources_on_the_path_have_a_version(monkeypatch: pytest.MonkeyPatch) -> 
         raise version.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(version.importlib.metadata, "version", missing)
-    assert version._installed() == megatron.core.__version__
+    assert version.installed() == megatron.core.__version__
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -272,6 +274,33 @@ def test_the_rotary_table_has_a_row_per_position(kind: Any) -> None:
     rows = params.at_depths((table, None))
     assert rows[1] is None and params.at_depths(table) is rows[0]
     assert torch.equal(rows[0], table[packed.position_ids])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    {
+        "forward": ["input", "padding_mask"],
+        "apply_z_loss": ["logits", "padding_mask"],
+        "_apply_aux_loss": ["probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"],
+        "_apply_global_aux_loss": [
+            *("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
+        ],
+        "_apply_seq_aux_loss": [
+            *("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz"),
+            "with_padding_mask",
+        ],
+        "_apply_expert_bias": ["routing_map", "padding_mask"],
+    }.items(),
+)
+def test_routers(name: str, arguments: list[str]) -> None:
+    assert names(getattr(TopKRouter, name))[1:] == arguments
+    assert "valid_token_count" in names(TopKRouter.attach_and_log_load_balancing_loss)
+
+
+def test_layers_of_experts_have_a_router_in_their_submodules() -> None:
+    assert {f.name for f in fields(MoESubmodules)} >= {"router", "experts"}
+    assert MoESubmodules(experts=None).router is TopKRouter
+    assert names(MoELayer.forward)[1:] == ["hidden_states", "intermediate_tensors", "padding_mask"]
 
 
 def test_windows() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.megatron.pipeline_ranks import CASES, INTERLEAVED
+from tests.integrations.megatron.pipeline_ranks import CASES, INTERLEAVED, ROUTERS
 from tests.support.spawn import run_ranks
 
 
@@ -17,11 +17,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks("tests.integrations.megatron.pipeline_ranks", folder)
 
 
-@pytest.mark.parametrize("name", [*CASES, *INTERLEAVED])
+@pytest.mark.parametrize("name", [*CASES, *ROUTERS, *INTERLEAVED])
 def test_equals_sequences(ranks: list[dict[str, Any]], name: str) -> None:
     first, last = ranks[0][name], ranks[1][name]
     assert first["layers"] == last["layers"] == ([1, 1] if name in INTERLEAVED else [2])
     assert last["has loss"] and not first["has loss"]
     for stage in (first, last):
-        assert stage["parameters"] > 10
+        assert stage["parameters"] > 10 and (name not in ROUTERS or stage["routers"])
         assert stage["gradients"] < 1e-13 and stage["loss"] < 1e-13, stage

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.megatron.tensor_ranks import EXPERT, MISTAKES, TENSOR
+from tests.integrations.megatron.tensor_ranks import (
+    EXPERT,
+    EXPERT_ROUTERS,
+    MISTAKES,
+    ROUTERS,
+    TENSOR,
+)
 from tests.support.spawn import run_ranks
 
 EXACT = [name for name in TENSOR if "float32" not in name and "experts" not in name]
@@ -46,6 +52,13 @@ def test_experts(ranks: list[dict[str, Any]], name: str) -> None:
         found = rank[name]
         assert max(found["logprobs"], found["entropy"]) < 1e-13, found
         assert found["gradients"] < 1e-6, found
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, *EXPERT_ROUTERS])
+def test_router_losses_and_counts(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        found = rank[name]
+        assert max(found["scores"], found["gradients"], found["routers"]) < 1e-13, found
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -22,11 +22,12 @@ from prefixtree.errors import ForestError
 from prefixtree.integrations.megatron import (
     check_model,
     pack_batches,
+    refusals,
     tree_logprobs,
     tree_outputs,
     tree_spec,
 )
-from prefixtree.integrations.megatron.refusals import REFUSALS
+from prefixtree.integrations.megatron.refusals import REFUSALS, counts_tokens
 from tests.integrations.megatron.runs import (
     VOCABULARY,
     Case,
@@ -88,9 +89,9 @@ SETTINGS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "hidden_dropout": 0.1,
     "moe_input_jitter_eps": 0.01,
-    "moe_aux_loss_coeff": 0.01,
-    "moe_z_loss_coeff": 0.001,
-    "moe_router_enable_expert_bias": True,
+    "mlp_chunks_for_training": 2,
+    "moe_router_fusion": True,
+    "calculate_per_token_loss": True,
     "moe_router_load_balancing_type": "sinkhorn",
     "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.0,
@@ -111,34 +112,77 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+#: What a setting is refused together with.
+BESIDE: dict[str, dict[str, Any]] = {
+    "mlp_chunks_for_training": {"moe_z_loss_coeff": 0.01},
+    "moe_router_fusion": {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"},
+    "calculate_per_token_loss": {"moe_z_loss_coeff": 0.01, "sequence_parallel": True},
+}
+
+
+def set_all(model: Any, name: str) -> None:
+    for setting, value in {name: SETTINGS[name], **BESIDE.get(name, {})}.items():
+        setattr(model.config, setting, value)
+
+
 def test_every_refused_setting_is_tested() -> None:
     assert SETTINGS.keys() == {refusal.name for refusal in REFUSALS}
     assert len(REFUSALS) == len(SETTINGS)
 
 
+@pytest.fixture
+def before_0_19(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "installed", lambda: "0.18.9")
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(model: Any, name: str) -> None:
+def test_settings(model: Any, name: str, before_0_19: None) -> None:
     pack_batches(model)
-    setattr(model.config, name, SETTINGS[name])
+    set_all(model, name)
     refused_everywhere(model, rf"{name}={re.escape(repr(SETTINGS[name]))}: .*(set|use|leave) ")
 
 
 @pytest.mark.parametrize("name", [refusal.name for refusal in REFUSALS if refusal.only_training])
-def test_what_only_training_does_is_served_in_evaluation(model: Any, name: str) -> None:
-    setattr(model.config, name, SETTINGS[name])
+def test_what_only_training_does_is_served_in_evaluation(
+    model: Any, name: str, before_0_19: None
+) -> None:
+    set_all(model, name)
     score(model.eval())
 
 
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_refused_together_is_served_alone(model: Any, name: str, before_0_19: None) -> None:
+    set_all(model, name)
+    for other in BESIDE[name]:
+        setattr(model.config, other, None if "z_loss" in other else 0)
+        break
+    check_model(model)
+
+
+def test_a_z_loss_per_token_since_0_19(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "installed", lambda: "0.19.0")
+    set_all(model, "calculate_per_token_loss")
+    check_model(model)
+
+
 def test_auxiliary_losses_that_are_off_and_lists_of_them(model: Any) -> None:
-    model.config.moe_aux_loss_coeff = 0.1
-    model.config.moe_router_load_balancing_type = "none"
-    score(model)
-    model.config.moe_router_load_balancing_type = ["none", "seq_aux_loss"]
-    refused_everywhere(model, "moe_aux_loss_coeff=", shared=False)
-    model.config.moe_aux_loss_coeff = [0.1, 0.0]
-    score(model)
-    model.config.moe_aux_loss_coeff = [0.0, 0.1]
-    refused_everywhere(model, "moe_aux_loss_coeff=", shared=False)
+    config = model.config
+    config.moe_aux_loss_coeff, config.moe_router_load_balancing_type = 0.1, "none"
+    assert not counts_tokens(config)
+    config.moe_router_load_balancing_type = ["none", "seq_aux_loss"]
+    assert counts_tokens(config)
+    config.moe_aux_loss_coeff = [0.1, 0.0]
+    assert not counts_tokens(config)
+    config.moe_aux_loss_coeff = [0.0, 0.1]
+    assert counts_tokens(config)
+
+
+def test_a_bias_that_is_kept_counts_nothing(model: Any) -> None:
+    model.config.moe_router_enable_expert_bias = True
+    model.config.moe_router_bias_update_rate = 0.0
+    assert not counts_tokens(model.config)
+    model.config.moe_router_bias_update_rate = 1e-3
+    assert counts_tokens(model.config)
 
 
 def test_positions_of_images(model: Any) -> None:

@@ -1,0 +1,166 @@
+"""`ForestRouter`: routers whose losses and counts are those of the replicated batch.
+
+A forest has each shared token once, where a replicated batch has it as often as sequences hold it.
+So the sums over tokens behind the load-balancing losses, the z loss and the bias of experts take
+each token times its number of copies.
+
+How the numbers of copies get there: as Megatron's `padding_mask`. It is an argument of every layer
+and of every function that is recomputed in the backward, so a recomputation sees those of its own
+micro-batch, with pipelines too.
+
+Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts,
+m copies of a token, R tokens of the replicated batch (the sum of m).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from prefixtree.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import TopKRouter as _Router
+else:
+    _Router = object
+
+
+@dataclass
+class RoutedTokens:
+    """A forest's tokens, as routers need them.
+
+    Attributes:
+        copies: int64 [T], how often the replicated batch has each packed token; 0 for padding.
+        calls: how many routers have read it so far.
+    """
+
+    copies: torch.Tensor
+    calls: int = 0
+
+    def as_mask(self) -> TokenMask:
+        """In the shape and the place of Megatron's padding_mask, [1, T]."""
+        mask = torch.empty(1, len(self.copies), dtype=torch.bool, device="meta")
+        carrier = mask.as_subclass(TokenMask)
+        carrier.tokens = self
+        return carrier
+
+
+class TokenMask(torch.Tensor):
+    """`RoutedTokens` on the way of Megatron's padding_mask.
+
+    The tensor has no values: where code took it for a mask of padding, it would meet tensors of
+    another device and raise. What is made of it, a transposed one or a part, has its tokens.
+    """
+
+    tokens: RoutedTokens
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, cls) and args and isinstance(args[0], cls) and "tokens" in vars(args[0]):
+            out.tokens = args[0].tokens
+        return out
+
+
+class ForestRouter(_Router):
+    """Stands before TopKRouter: a token weighs as much as its copies."""
+
+    # int64 [n, 1], while a forest is routed
+    _copies: torch.Tensor | None = None
+
+    def forward(self, input: torch.Tensor, padding_mask: Any = None) -> Any:
+        """input [n, 1, d] -> the probabilities [n, E] and routes [n, E] of Megatron's router."""
+        if not isinstance(padding_mask, TokenMask):
+            return super().forward(input, padding_mask)
+        tokens = padding_mask.tokens
+        tokens.calls += 1
+        self._copies = self._of_this_rank(tokens.copies, input)[:, None]
+        try:
+            return super().forward(input, None)
+        finally:
+            self._copies = None
+
+    def _of_this_rank(self, whole: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        """The rows of [T, ...] whose hidden states are here."""
+        group, rows = self.tp_group, input.shape[0] * input.shape[1]
+        if rows == len(whole):
+            return whole
+        if rows * group.size() != len(whole):
+            raise UnsupportedError(
+                f"a router got {rows} tokens of a forest of {len(whole)}, expected all of them or "
+                f"one part of {group.size()}: which ones it got is not known"
+            )
+        return whole[group.rank() * rows : (group.rank() + 1) * rows]
+
+    def _weighed(self, scores: Any, routes: Any, kwargs: dict[str, Any]) -> Any:
+        """Scores and routes [n, E] in which Megatron's sums over tokens are those over copies."""
+        if self._copies is None:
+            return scores, routes, kwargs
+        # with a padding mask, Megatron counts tokens by their routes
+        return scores * self._copies, routes * self._copies, kwargs | {"with_padding_mask": True}
+
+    def _apply_aux_loss(self, probs: Any, scores: Any, routes: Any, **kwargs: Any) -> Any:
+        scores, routes, kwargs = self._weighed(scores, routes, kwargs)
+        return super()._apply_aux_loss(probs, scores, routes, **kwargs)
+
+    def _apply_seq_aux_loss(
+        self, probs: Any, scores: Any, routes: Any, *sizes: Any, **kwargs: Any
+    ) -> Any:
+        # a THD micro-batch is one sequence to Megatron, and so is a forest
+        scores, routes, kwargs = self._weighed(scores, routes, kwargs)
+        return super()._apply_seq_aux_loss(probs, scores, routes, *sizes, **kwargs)
+
+    def _apply_global_aux_loss(self, probs: Any, scores: Any, routes: Any, **kwargs: Any) -> Any:
+        scores, routes, kwargs = self._weighed(scores, routes, kwargs)
+        return super()._apply_global_aux_loss(probs, scores, routes, **kwargs)
+
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Any:
+        if self._copies is not None and self.calculate_per_token_loss:
+            # R, cut evenly between ranks as the replicated batch is
+            size = self.tp_cp_group.size()
+            kwargs["valid_token_count"] = self._replicated() / size
+        return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
+        config = self.config
+        on = config.moe_z_loss_coeff is not None and self.training and torch.is_grad_enabled()
+        if self._copies is None or not on:
+            return super().apply_z_loss(logits, padding_mask)
+        # a mean of the means of ranks would be another loss, since their parts of R differ
+        total = self._replicated()
+        squares = logits.logsumexp(-1).square() * self._copies[:, 0]
+        part = squares.sum() / total
+        get_moe_metrics_tracker().record(
+            "z_loss",
+            part.detach() * self.tp_cp_group.size(),
+            self.layer_number,
+            config.num_layers,
+            avg_group=self.tp_dp_cp_group,
+        )
+        scale = total if self.calculate_per_token_loss else 1
+        loss = part * config.moe_z_loss_coeff * scale
+        return MoEAuxLossAutoScaler.apply(logits, loss)
+
+    def _replicated(self) -> torch.Tensor:
+        """R over the ranks that have a part of the tokens."""
+        assert self._copies is not None
+        total = self._copies.sum()
+        if self.tp_cp_group.size() > 1:
+            torch.distributed.all_reduce(total, group=self.tp_cp_group)
+        return total
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
+        if self._copies is not None:
+            routing_map = routing_map * self._copies
+        super()._apply_expert_bias(routing_map, padding_mask)
+
+
+def routers_of(language_model: Any) -> dict[str, Any]:
+    """The routers of a model's layers of experts, by the names of the layers."""
+    modules = language_model.named_modules()
+    return {name: m.router for name, m in modules if isinstance(m, BaseMoELayer)}
