@@ -17,7 +17,7 @@ from packaging import version
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.low_precision import check_low_precision
+from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
@@ -424,11 +424,7 @@ def check_modules(model: nn.Module) -> None:
     quantised, and layers replaced by kernels of the hub."""
     for name, module in model.named_modules():
         check_low_precision(name, module)
-        if vars(module).get("hf_quantizer") is not None:
-            raise UnsupportedError(
-                "models that transformers loads quantised (quantization_config) are not verified: "
-                "load it unquantised; torchao's quantize_ may then quantise its weights"
-            )
+        check_quantizer(module)
         if vars(module).get("_use_kernels"):
             raise UnsupportedError("use_kernels replaces layers of the model: load it without")
         if module.training and (alpha := vars(module).get("neftune_noise_alpha")):

@@ -26,14 +26,17 @@ _tried: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()
 def check_low_precision(name: str, module: nn.Module) -> None:
     """Refuses a linear layer whose output for a token depends on the tokens beside it.
 
-    torchao's are known by name. Others whose class or weight is not torch's are tried once, on two
-    batches of a few rows, where their weight is on one device and whole.
+    torchao's and bitsandbytes' are known by name. Others whose class or weight is not torch's are
+    tried once, on two batches of a few rows, where their weight is on one device and whole.
 
     Raises:
         UnsupportedError: it does.
     """
     # adapters are judged by their method
     if not isinstance(module, nn.Linear) or type(module).__module__.startswith("peft."):
+        return
+    if type(module).__module__.startswith("bitsandbytes."):
+        _check_bitsandbytes(name, module)
         return
     weight: Any = getattr(module.weight, "_local_tensor", module.weight)
     if type(module).forward is nn.Linear.forward and type(weight) in (nn.Parameter, torch.Tensor):
@@ -53,6 +56,48 @@ def check_low_precision(name: str, module: nn.Module) -> None:
             f"stand beside it, which a packed forest changes: {_INSTEAD}"
         )
     _tried[module] = type(weight)
+
+
+def check_quantizer(transformer: nn.Module) -> None:
+    """Refuses a model that transformers loaded with a quantiser whose layers are not verified.
+
+    Raises:
+        UnsupportedError: any but bitsandbytes in 4 bits, or in 8 without a threshold.
+    """
+    quantizer: Any = vars(transformer).get("hf_quantizer")
+    if quantizer is None:
+        return
+    method = quantizer.quantization_config.quant_method
+    # an enumeration whose members are text
+    if getattr(method, "value", method) != "bitsandbytes":
+        raise UnsupportedError(
+            f"models that transformers loads quantised by {getattr(method, 'value', method)} are "
+            "not verified: load it unquantised, or by bitsandbytes; torchao's quantize_ may then "
+            "quantise its weights"
+        )
+
+
+def is_quantised(transformer: nn.Module) -> bool:
+    """Whether transformers loaded a model quantised."""
+    return vars(transformer).get("hf_quantizer") is not None
+
+
+def _check_bitsandbytes(name: str, module: Any) -> None:
+    """Weights in 4 bits are multiplied as they are; in 8 bits, columns with a large entry in any
+    row are kept apart."""
+    kind = type(module).__name__
+    if kind not in ("Linear4bit", "Linear8bitLt", "LinearNF4", "LinearFP4"):
+        raise UnsupportedError(f"{name} ({kind} of bitsandbytes) is not verified")
+    if kind == "Linear8bitLt" and module.state.threshold > 0:
+        raise UnsupportedError(
+            f"{name} ({kind}) keeps columns apart in which any token of a call is above a "
+            f"threshold ({module.state.threshold}), so a token's output depends on which others "
+            "stand beside it: load the model with llm_int8_threshold=0.0"
+        )
+    if module.weight.requires_grad:
+        raise UnsupportedError(
+            f"{name} ({kind}) has a quantised weight that wants a gradient: train adapters alone"
+        )
 
 
 _INSTEAD = (

@@ -18,6 +18,7 @@ from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import layers_of, most_of_all_ranks
+from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns
 from prefixtree.models.vision import tower_of
 from prefixtree.packing.arguments import check_packed
@@ -274,6 +275,12 @@ def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMe
     PEFT's adapters, and with layers as they are compiled."""
     from prefixtree.recompute.trace import trace_memory
 
+    if is_quantised(causal_lm):
+        raise UnsupportedError(
+            "the memory of a quantised model is not that of its configuration, which would be "
+            "traced: recompute='auto' and plan_recomputation are refused; give 'all', "
+            "'all_but_attention' or 'nothing'"
+        )
     dtypes = _dtypes(causal_lm, device)
     adapters = _adapters_of(model, causal_lm, dtypes[0])
     layer = layers_of(causal_lm)[0]

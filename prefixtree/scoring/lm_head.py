@@ -321,7 +321,8 @@ def check_rows_alone(
         return None
     with torch.no_grad():
         row = hidden[:1]
-        among_others = forward(torch.cat([row, -row, row.flip(-1), row]))[[0, -1]]
+        # a larger one, which takes a common scale with it
+        among_others = forward(torch.cat([row, -row, 3 * row.flip(-1), row]))[[0, -1]]
         alone = forward(row)
     tolerance = max(4 * torch.finfo(alone.dtype).eps, 1e-4) * alone.abs().max()
     # NaN is for whoever looks at the scores

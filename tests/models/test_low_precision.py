@@ -5,15 +5,19 @@ torchao is not installed. Stand-ins have the names that its layers and tensors a
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import prefixtree as pt
 from prefixtree import UnsupportedError
 from prefixtree.models import low_precision
+from prefixtree.scoring.lm_head import check_rows_alone
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     assert_same,
@@ -130,3 +134,89 @@ def test_a_layer_is_tried_once() -> None:
     for _ in range(2):
         low_precision.check_low_precision("up_proj", layer)
     assert calls == [low_precision._ROWS] * 2
+
+
+# ---- bitsandbytes --------------------------------------------------------------------------------
+
+
+def _loaded(folder: Path, model_type: str, **settings: Any) -> Any:
+    """A checkpoint that transformers quantised while it loaded it, with LoRA, in training mode."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    build(model_type, "eager").save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=BitsAndBytesConfig(**settings),
+        attn_implementation="eager",
+        device_map="cpu",
+        dtype=torch.float32,
+    )
+    layers = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config)
+
+
+_NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_compute_dtype": torch.float32,
+    "bnb_4bit_use_double_quant": True,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen3", _NF4),
+        ("qwen3_5_text", _NF4),
+        ("qwen3", {"load_in_8bit": True, "llm_int8_threshold": 0.0}),
+    ],
+    ids=["4 bit", "4 bit, states", "8 bit"],
+)
+def test_bitsandbytes(tmp_path: Path, model_type: str, settings: dict[str, Any]) -> None:
+    """QLoRA: adapters' gradients of the packed forest, and of each sequence alone."""
+    model = _loaded(tmp_path, model_type, **settings)
+    # in 4 bits layers give no gradient in eval(); in 8 bits they quantise no tokens in train()
+    model.train("load_in_4bit" in settings)
+    expected = run_replicated(model, ragged_objective())
+    assert len(expected.gradients) > 5 and all(
+        name.split(".")[-2] == "default" for name in expected.gradients
+    )
+    plain = run_packed(build(model_type), ragged_packed(), ragged_objective())
+    pt.prepare(model)
+    found = run_packed(model, ragged_packed(), ragged_objective())
+    assert_same(found, expected, 5e-5 if "5" in model_type else 1e-5)
+    # quantised indeed
+    assert float((torch.cat(found.logprobs) - torch.cat(plain.logprobs)).abs().max()) > 1e-2
+    if model.training:
+        again = run_packed(model, ragged_packed(), ragged_objective(), recompute="all")
+        assert_same(again, expected, 5e-5)
+    with pytest.raises(UnsupportedError, match=r"memory of a quantised model.*'auto'"):
+        run_packed(model.train(), ragged_packed(), ragged_objective(), recompute="auto")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_quantisers_that_are_refused(tmp_path: Path) -> None:
+    outliers = _loaded(tmp_path, "qwen3", load_in_8bit=True)
+    with pytest.raises(UnsupportedError, match=r"a threshold \(6.0\).*llm_int8_threshold=0.0"):
+        pt.prepare(outliers)
+    other = build("qwen3")
+    other.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
+    with pytest.raises(UnsupportedError, match="quantised by gptq are not verified"):
+        sequence_logprobs(other, ragged_packed())
+
+
+def test_a_head_with_one_scale_is_refused() -> None:
+    """Its probe holds a row that is larger than the others."""
+
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 16)
+    for kind in (_RoundedByRow, nn.Linear):
+        head = kind(16, 40)
+        assert check_rows_alone(head, head.forward, hidden, "the output embedding") == 40
+    head = _Rounded(16, 40)
+    with pytest.raises(UnsupportedError, match=r"the output embedding \(_Rounded\) gives a token"):
+        check_rows_alone(head, head.forward, hidden, "the output embedding")
