@@ -49,7 +49,8 @@ ROOMS = {
         "parallel/*.py scoring/in_groups.py scoring/parallel_lm_head.py "
         "kernels/lm_head/vocabulary_parallel.py",
         "tests/parallel/test_*.py tests/scoring/test_in_groups.py "
-        "tests/scoring/test_tensor_parallel.py tests/scoring/test_states_in_steps.py",
+        "tests/scoring/test_states_in_groups.py tests/scoring/test_tensor_parallel.py "
+        "tests/scoring/test_states_in_steps.py",
     ),
     "triton": (
         "kernels/attention/triton/*.py kernels/triton_primitives.py",
