@@ -24,6 +24,8 @@ from prefixtree import (
     sequence_logprobs,
 )
 from prefixtree.models.compiled import compile_layers
+from prefixtree.planning.micro_batches import batches_with_trunks
+from prefixtree.planning.trunks import plan_trunks
 from prefixtree.scoring import kept_trunks as module
 from tests.scoring.kept_cases import (
     MAX_TOKENS,
@@ -84,6 +86,25 @@ def test_random_forests_in_float64_against_every_sequence_alone(seed: int) -> No
             got = run(model, objective, plan, linear, recompute_trunks=mode)
             assert errors(got, expected).largest < 2e-6
     assert used >= 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("model_type", cases(["qwen3", "nemotron_h"]))
+def test_micro_batches_that_are_given(model_type: str, seed: int) -> None:
+    """In any order, so that trunks lie on several paths and wait while others run."""
+    rng = np.random.default_rng(seed)
+    objective = make_objective(chains(seed, 12), seed)
+    forest = PrefixForest.from_sequences(objective.sequences)
+    of = np.arange(12) % 4
+    rng.shuffle(of)
+    given = [np.flatnonzero(of == at) for at in range(4)]
+    model = build(model_type)
+    expected = run_eager(model, objective)
+    for max_tokens in (1000, int(forest.sequence_lengths.max()) + 20):
+        batches = batches_with_trunks(plan_trunks(forest, max_tokens, LIGHT, given))
+        assert batches.trunks is not None and batches.trunks.stats.trunks
+        got = run(model, objective, [batches], linear)
+        assert_same(got, expected, 2e-5)
 
 
 @pytest.mark.parametrize(
