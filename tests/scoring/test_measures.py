@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.packing.gather import _Gather
+from prefixtree.scoring import logprobs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
 from tests.support.models import (
@@ -51,6 +53,19 @@ def test_tied_embeddings():
 def test_recomputed(recompute):
     model = build("gemma2")
     assert_same(run(model, recompute=recompute), run_eager(model))
+
+
+def test_what_a_measure_takes_is_planned_for(monkeypatch):
+    """Sixteen tensors of float32 logits, of all edges where these are few."""
+    held: list[int] = []
+
+    def note(model: Any, causal_lm: Any, packed: Any, scored: int, mode: Any, bytes_: int) -> Any:
+        held.append(bytes_ - 16 * 4 * scored * causal_lm.config.vocab_size)
+        return nullcontext()
+
+    monkeypatch.setattr(logprobs, "recomputed_forward", note)
+    run(build("qwen3"))
+    assert held == [0]
 
 
 def test_checkpointing():
