@@ -65,7 +65,7 @@ class PlacedPictures:
         self._model, self._causal_lm = model, causal_lm
 
     def of(self, own: np.ndarray | None = None) -> EncodedPictures:
-        """What one forward encodes: the pictures of its tokens.
+        """Finds the pictures of one forward's tokens.
 
         Args:
             own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
