@@ -31,7 +31,7 @@ from prefixtree.models.layers import groups_of, layers_of
 from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, TowerShape, features_in, in_runs
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import PackedForest
-from prefixtree.packing.placements import PathPictures, Placements, place
+from prefixtree.packing.placements import PathPictures, place
 from prefixtree.packing.transfers import move
 from prefixtree.pictures import Pictures
 
@@ -43,39 +43,69 @@ _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
 
 
 class PlacedPictures:
-    """A packed forest with its pictures, ready for one forward.
+    """A packed forest with its pictures.
 
     Attributes:
         packed: the forest with the token ids that the model knows.
-        inputs: keywords of the model's forward that differ from those of the packed forest alone.
-        tower: the vision tower.
+        inputs: keywords of the model's forward that differ from those of the packed forest alone,
+            the pictures left out.
         placements: of the pictures in the forest.
         pictures: those of the batch.
     """
 
     def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
-        config = causal_lm.config
-        placements, paths = place(packed, pictures)
-        self.placements, self.pictures = placements, pictures
+        self.placements, paths = place(packed, pictures)
+        self.pictures = pictures
         assert packed.input_ids is not None
         ids = pictures.with_placeholders(packed.input_ids.cpu().numpy())
         self.packed = packed.with_input_ids(torch.from_numpy(ids))
         self.inputs: dict[str, Any] = {}
-        if family_of(config).position_rows > 1:
+        if family_of(causal_lm.config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
-        self._causal_lm = causal_lm
-        self._grid_keyword = grid_keyword_of(config)
-        self.tower, self._vision = tower_of(causal_lm), config.vision_config
-        self._encodings = [
+        self._model, self._causal_lm = model, causal_lm
+
+    def of(self, own: np.ndarray | None = None) -> EncodedPictures:
+        """Finds the pictures of one forward's tokens.
+
+        Args:
+            own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
+                whole. Default: all.
+        """
+        config, device = self._causal_lm.config, self.packed.device
+        is_own = np.full(self.packed.num_tokens, own is None)
+        is_own[[] if own is None else own] = True
+        found = [
             encoding
             for modality in ("image", "video")
-            if (encoding := _encoding(modality, placements, pictures, packed.device)) is not None
+            if (encoding := _encoding(modality, self, is_own, config)) is not None
         ]
-        if not self._encodings and _runs_in_lockstep(model):
+        if not found and _runs_in_lockstep(self._model):
             # ranks with pictures run the tower, and wait for those without
-            self._encodings = [_blank(config, packed.device)]
-        for encoding in self._encodings:
-            self.inputs |= encoding.inputs()
+            found = [_blank(config, device)]
+        return EncodedPictures(self, self._causal_lm, found)
+
+    def pixels(self) -> dict[str, torch.Tensor]:
+        """By a name for messages, the pixels of the pictures in the forest."""
+        return {
+            f"the pixels of picture {n}": self.pictures.distinct[n].pixels
+            for n in np.unique(self.placements.number).tolist()
+        }
+
+
+class EncodedPictures:
+    """The pictures of one forward over a forest, or over a part of one.
+
+    Attributes:
+        placed: those of the forest.
+        inputs: keywords of the model's forward.
+        tower: the vision tower.
+    """
+
+    def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[_Encoding]) -> None:
+        self.placed, self.tower = placed, tower_of(causal_lm)
+        self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
+        self._causal_lm, self._encodings = causal_lm, encodings
+        self._grid_keyword = grid_keyword_of(causal_lm.config)
 
     def num_runs(self, patches: int) -> int:
         """The most runs of at most `patches` patches in one call of the tower."""
@@ -100,7 +130,8 @@ class PlacedPictures:
             encoding = left.pop(0)
             current.append(encoding)
             kwargs = {k: v for k, v in kwargs.items() if k not in _OF_THE_TEXT}
-            if self._vision._attn_implementation == "prefixtree":
+            vision = self._causal_lm.config.vision_config
+            if vision._attn_implementation == "prefixtree":
                 kwargs[ENCODES] = True
             return args, kwargs | {self._grid_keyword: encoding.grids}
 
@@ -111,7 +142,7 @@ class PlacedPictures:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
             if runs.patches is not None:
-                blank = _blank(self._causal_lm.config, self.packed.device)
+                blank = _blank(self._causal_lm.config, self.placed.packed.device)
                 split = in_runs(
                     self.tower.forward,
                     self._grid_keyword,
@@ -345,35 +376,47 @@ class _Encoding:
 
 
 def _encoding(
-    modality: Modality, placements: Placements, pictures: Pictures, device: torch.device
+    modality: Modality, of: PlacedPictures, is_own: np.ndarray, config: Any
 ) -> _Encoding | None:
-    """The call for the pictures of one modality; None where none is placed."""
-    numbers, frames = placements.number.tolist(), placements.frame.tolist()
-    placed = [
-        (n, frame)
-        for n, frame in zip(numbers, frames, strict=True)
-        if pictures.distinct[n].modality == modality
-    ]
+    """The call for the pictures of one modality that own tokens show; None where none does."""
+    pictures, placements = of.pictures, of.placements
+    placed: list[tuple[int, np.ndarray]] = []
+    for start, n, frame in zip(placements.start, placements.number, placements.frame, strict=True):
+        picture = pictures.distinct[n]
+        own = np.flatnonzero(is_own[start : start + picture.run_tokens])
+        if picture.modality == modality and len(own):
+            placed.append((int(n), frame * picture.run_tokens + own))
     if not placed:
         return None
     distinct = sorted({n for n, _ in placed})
     shown = [pictures.distinct[n] for n in distinct]
     ends = np.cumsum([p.runs * p.run_tokens for p in shown]).tolist()
     first = dict(zip(distinct, [0, *ends], strict=False))
-    rows, grids = [], []
-    for n, frame in placed:
-        picture = pictures.distinct[n]
-        start = first[n] + frame * picture.run_tokens
-        rows.append(np.arange(start, start + picture.run_tokens, dtype=np.int32))
-        grid = picture.grid.clone()
-        if picture.runs > 1:
-            grid[0] = 1
-        grids.append(grid)
+    rows = np.concatenate([first[n] + rows for n, rows in placed]).astype(np.int32)
     tensors = _tensors(modality, pictures.model_type, shown)
     # positions are given, which alone would ask for them
     tensors.pop("second_per_grid_ts", None)
+    counts = [len(rows) for _, rows in placed]
+    grids = _grids_of(counts, config, len(shown[0].pixels))
     shape = TowerShape([len(p.pixels) for p in shown], ends[-1])
-    return _made(tensors, torch.stack(grids), np.concatenate(rows), shape, device)
+    return _made(tensors, grids, rows, shape, of.packed.device)
+
+
+def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
+    """Grids of as many placeholders: of them transformers reads no more, as positions are given.
+
+    Args:
+        counts: placeholders of each run. config: of the model.
+        patches: of Gemma 4, to which pictures are padded.
+    """
+    vision = config.vision_config
+    if config.model_type not in _TOWERS:
+        merge = vision.spatial_merge_size
+        return torch.tensor([[1, merge, merge * count] for count in counts])
+    positions = torch.full((len(counts), patches, 2), -1)
+    for of_run, count in zip(positions, counts, strict=True):
+        of_run[: count * vision.pooling_kernel_size**2] = 0
+    return positions
 
 
 def _blank(config: Any, device: torch.device) -> _Encoding:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from prefixtree._numbers import integer, number
+from prefixtree._picture_inputs import PictureRule
+from prefixtree.errors import UnsupportedError
 from prefixtree.packing.visible import pairs_per_run
-from prefixtree.planning.model_cost import ModelCost, model_cost
+from prefixtree.planning.model_cost import ModelCost, model_cost, tower_weights
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,29 @@ class CostModel:
         windowed: FLOPs per visible (query, key) pair, all layers with this sliding window.
         window: the sliding window, in tokens; it counts the token itself. None where no layer has
             one.
+        picture: FLOPs per token of a picture in the vision tower, without its attention; plans of
+            micro-batches count it.
+        first_picture: the first token id that stands for a picture. None: there are none.
 
     Raises:
-        ValueError: costs that are no numbers, negative, not finite or all 0; windows that are no
-            integers; `windowed` without a window, or of another number than the windows.
+        ValueError: costs that are no numbers, negative, not finite or all 0; windows or ids that
+            are no integers; `windowed` without a window, or of another number than the windows.
     """
 
     linear: float = 4.7e10
     attention: float = 2.1e6
     windowed: float | tuple[float, ...] = 0.0
     window: int | tuple[int, ...] | None = None
+    picture: float = 0.0
+    first_picture: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("linear", "attention", "windowed"):
+        for name in ("linear", "attention", "windowed", "picture"):
             object.__setattr__(self, name, _each(getattr(self, name), _cost, name))
         object.__setattr__(self, "window", _each(self.window, _window, "window"))
+        if self.first_picture is not None:
+            first = integer("first_picture", self.first_picture, 0, or_none=True)
+            object.__setattr__(self, "first_picture", first)
         windowed, windows = _entries(self.windowed), _entries(self.window)
         if sum((self.linear, self.attention, *windowed)) == 0:
             raise ValueError(f"costs must not all be 0, got {self}")
@@ -59,6 +69,7 @@ class CostModel:
     ) -> CostModel:
         """The coefficients of a Hugging Face model, from its config alone:
 
+            picture    3 x 2 x (weights that the patches of a placeholder meet in the tower)
             linear     3 x 2 x (weights a token meets in linear layers, and its cost in states)
                        + 4 x 2 x (weights of the lm_head) x scored_share
             attention  3.5 x 2 x (query heads) x (D + Dv), summed over layers
@@ -93,16 +104,26 @@ class CostModel:
             cost = model_cost(config)
         except ValueError as problem:
             raise ValueError(f"{problem}; {instead}") from None
-        return cost_model_of(
+        of_text = cost_model_of(
             cost, gradient_checkpointing=gradient_checkpointing, scored_share=scored_share
         )
+        try:
+            rule = PictureRule(config)
+        except UnsupportedError:
+            return of_text
+        passes = 4 if gradient_checkpointing else 3
+        picture = passes * 2 * tower_weights(config)
+        return replace(of_text, picture=picture, first_picture=rule.first_id)
 
-    def cost(self, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+    def cost(
+        self, position: np.ndarray, length: np.ndarray, pictured: np.ndarray | None = None
+    ) -> np.ndarray:
         """Computes the FLOPs of runs of tokens.
 
         Args:
             position: int64 [N], the position of each run's first token in its sequences.
             length: int64 [N], the number of tokens of each run.
+            pictured: int64 [N], how many of them stand for pictures. Default: none.
 
         Returns:
             float64 [N].
@@ -111,7 +132,7 @@ class CostModel:
         for windowed, window in zip(_entries(self.windowed), _entries(self.window), strict=True):
             if windowed:
                 flops = flops + windowed * pairs_per_run(position, length, window)
-        return flops
+        return flops if pictured is None else flops + self.picture * pictured
 
 
 def cost_model_of(

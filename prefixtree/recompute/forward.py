@@ -41,7 +41,7 @@ from prefixtree.recompute.plan import (
 )
 
 if TYPE_CHECKING:
-    from prefixtree.models.vision import PlacedPictures
+    from prefixtree.models.vision import EncodedPictures
     from prefixtree.packing.placements import Placements
     from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import Adapters, ModelMemory
@@ -179,7 +179,7 @@ def recomputed_forward(
     scored: int,
     recompute: Recompute,
     held: int = 0,
-    placed: PlacedPictures | None = None,
+    shown: EncodedPictures | None = None,
 ) -> AbstractContextManager[None]:
     """A context for one forward, in which layers, and the vision tower, recompute what was asked
     for.
@@ -187,7 +187,7 @@ def recomputed_forward(
     Args:
         scored: edges whose log-probability is computed.
         held: bytes that are held until the backward beside activations of layers. Default: 0.
-        placed: the pictures that the forward encodes. Default: text alone.
+        shown: the pictures that the forward encodes. Default: text alone.
 
     Raises:
         ValueError: an unknown mode, or a plan for another number of layers.
@@ -195,7 +195,7 @@ def recomputed_forward(
         torch.OutOfMemoryError: see `plan_recomputation`.
     """
     if recompute is None or not torch.is_grad_enabled():
-        return _with_pictures(nullcontext(), model, placed, None)
+        return _with_pictures(nullcontext(), model, shown, None)
     if not causal_lm.training:
         raise UnsupportedError(
             f"recompute={recompute!r}: transformers recomputes layers in training mode alone; call "
@@ -207,8 +207,8 @@ def recomputed_forward(
     if recompute == "auto":
         memory = _left_for_activations(model, causal_lm, packed.device) - held
         placements, pictures = None, None
-        if placed is not None:
-            placements, pictures = placed.placements, placed.pictures
+        if shown is not None:
+            placements, pictures = shown.placed.placements, shown.placed.pictures
         of_tower = _planned(model, packed, memory, scored, placements, pictures, moved=True)
         modes = of_tower.modes
     elif isinstance(recompute, RecomputePlan):
@@ -226,7 +226,7 @@ def recomputed_forward(
             f"RecomputePlan, got {recompute!r}"
         )
     context = recomputing(causal_lm, modes)
-    return _with_pictures(context, model, placed, of_tower)
+    return _with_pictures(context, model, shown, of_tower)
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
 def _with_pictures(
     context: AbstractContextManager[None],
     model: nn.Module,
-    placed: PlacedPictures | None,
+    shown: EncodedPictures | None,
     recompute: Mode | RecomputePlan | None,
 ) -> AbstractContextManager[None]:
     """A context, in which the tower runs as layers are recomputed too.
@@ -248,7 +248,7 @@ def _with_pictures(
     Args:
         recompute: None where the layers are as the model is set. Of a plan the tower is recomputed.
     """
-    if placed is None:
+    if shown is None:
         return context
     patches = RUN
     mode: Mode = "all"
@@ -256,18 +256,18 @@ def _with_pictures(
         patches = recompute.patches
     elif recompute is not None:
         mode = recompute
-    elif not checkpoints_itself(placed.tower):
+    elif not checkpoints_itself(shown.tower):
         mode = "nothing"
     around = None
     if torch.is_grad_enabled():
-        around = checkpoint_of_tower(placed.tower, mode)
+        around = checkpoint_of_tower(shown.tower, mode)
         if around is None:
-            return _entered(context, placed.encoded())
+            return _entered(context, shown.encoded())
     least = 0
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         # every run gathers the tower's parameters
-        (least,) = most_of_all_ranks(model, [placed.num_runs(patches)], placed.packed.device)
-    return _entered(context, placed.encoded(TowerRuns(patches, around, least)))
+        (least,) = most_of_all_ranks(model, [shown.num_runs(patches)], shown.placed.packed.device)
+    return _entered(context, shown.encoded(TowerRuns(patches, around, least)))
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:

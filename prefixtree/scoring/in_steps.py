@@ -40,8 +40,8 @@ from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.in_groups import LocalPart
 
-#: Calls the model once: (mask, keywords, edges) -> scores [u, columns].
-Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges], torch.Tensor]
+#: Calls the model once: (mask, keywords, edges, own packed tokens) -> scores [u, columns].
+Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], torch.Tensor]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
@@ -188,6 +188,7 @@ def scores_in_steps(
     packed: PackedForest,
     found: ScoredEdges,
     whole: LocalPart,
+    pixels: dict[str, torch.Tensor],
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
@@ -199,6 +200,7 @@ def scores_in_steps(
         forward: calls the model once.
         model, causal_lm, packed, found: as `sequence_logprobs` has them.
         whole: the forest as this rank's part.
+        pixels: of its pictures, by a name.
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
@@ -242,7 +244,7 @@ def scores_in_steps(
             "rank can go on without it; its own message says what it needs"
         )
     if num_runs == 1:
-        return forward(whole.mask, whole.inputs, whole.edges)
+        return forward(whole.mask, whole.inputs, whole.edges, None)
     on_host = steps is not None and steps.stats.on_host
     if steps is None:
         # other ranks have more than one
@@ -253,7 +255,7 @@ def scores_in_steps(
     wrapped = Wrapped(model, device)
     # what the second forward of a step reads
     inputs = {f"packed.{n}, or what shares its memory,": whole.inputs[n] for n in _TOKENS}
-    stamp = ModelStamp(model, inputs, for_backward=True) if trains else None
+    stamp = ModelStamp(model, inputs | pixels, for_backward=True) if trains else None
 
     def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
         with wrapped.as_in_the_forward(is_last=step == 0):
@@ -261,12 +263,14 @@ def scores_in_steps(
                 dummy = dummy_of(packed)
                 rows = np.empty(0, np.int64)
                 nothing = edges_on_device(packed, found, rows, rows)
-                return forward(dummy.mask, forward_inputs(dummy, causal_lm.config), nothing)
+                of_dummy = forward_inputs(dummy, causal_lm.config)
+                return forward(dummy.mask, of_dummy, nothing, np.empty(0, np.int64))
             part = steps[step]
             of_part = part_inputs(
                 whole.inputs, part, PartMask(part, exchanges, exchanges.states_of)
             )
-            return forward(part.mask, of_part, edges_on_device(packed, found, *scored[step]))
+            scored_here = edges_on_device(packed, found, *scored[step])
+            return forward(part.mask, of_part, scored_here, part.own_tokens)
 
     def check() -> None:
         if stamp is not None and (change := stamp.change()) is not None:

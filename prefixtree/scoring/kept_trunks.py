@@ -433,7 +433,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
         edges = edges_on_device(self._packed, self._found, *self._scored[part])
         with self._wrapped.as_in_the_forward(is_last=False):
-            scores = forward(tokens.mask, inputs, edges)
+            scores = forward(tokens.mask, inputs, edges, None)
         forward.output = None
         return scores
 
@@ -454,7 +454,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         edges = edges_on_device(self._packed, self._found, nothing, nothing)
         inputs = forward_inputs(packed, self._causal_lm.config)
         with self._wrapped.as_in_the_forward(is_last):
-            scores = self._own_forward(packed.mask, inputs, edges)
+            scores = self._own_forward(packed.mask, inputs, edges, None)
         self._own_forward.output = None
         return scores
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -95,8 +96,8 @@ def sequence_logprobs(
             has no predictor and is ignored. Default: every token is scored.
         pictures: the images and videos of a batch that the forest's sequences belong to; the forest
             is then one of `pictures.sequences`, or of some of them. Each distinct picture is
-            encoded once. Not together with `group`, or with `max_tokens` below the forest. Ranks of
-            DDP and FSDP2 either all pass pictures or none does. Default: text alone.
+            encoded once, in steps once per step that has tokens of it. Not together with `group`.
+            Ranks of DDP and FSDP2 either all pass pictures or none does. Default: text alone.
         return_entropy: whether to compute entropies too. Default: False.
         return_statistics: which statistics of the distributions to compute too, without gradients:
             "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
@@ -172,11 +173,6 @@ def sequence_logprobs(
                 "routes of experts are not verified where a forest is divided: make the forest "
                 "without routes, or leave out group and max_tokens"
             )
-        if pictures is not None:
-            raise UnsupportedError(
-                "pictures are not verified where a forest is divided: leave out group and "
-                "max_tokens, and score in micro-batches (plan_micro_batches)"
-            )
 
     def check() -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
@@ -189,6 +185,12 @@ def sequence_logprobs(
         check_routes(model, causal_lm, packed)
         if in_group:
             check_divided()
+            if pictures is not None:
+                raise UnsupportedError(
+                    "pictures are not verified where ranks of a group divide a forest: leave out "
+                    "group, and score in micro-batches (plan_micro_batches) or in steps "
+                    "(max_tokens)"
+                )
         return causal_lm, find_edges(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
@@ -215,7 +217,8 @@ def sequence_logprobs(
     if max_tokens is None:
         scores = local.gathered(forward(local.mask, local.inputs, local.edges))
     else:
-        arguments = model, causal_lm, packed, found, local
+        pixels = {} if placed is None else placed.pixels()
+        arguments = model, causal_lm, packed, found, local, pixels
         options_of_steps = max_tokens, borrow_cost, recompute
         scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
     found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted, local.order)
@@ -236,7 +239,7 @@ class ModelForward:
 
     Attributes:
         loss: the load-balancing loss to compute. Default: none.
-        placed: the pictures that a forward encodes. Default: text alone.
+        placed: the pictures of the forest. Default: text alone.
         output: what the model returned last: the loss and its logits stand beside the scores.
     """
 
@@ -256,14 +259,25 @@ class ModelForward:
         self._model, self._causal_lm, self._packed = model, causal_lm, packed
         self._options = replace(options, rule=logit_rule(causal_lm))
 
-    def __call__(self, mask: TreeMask, inputs: dict[str, Any], edges: DeviceEdges) -> torch.Tensor:
+    def __call__(
+        self,
+        mask: TreeMask,
+        inputs: dict[str, Any],
+        edges: DeviceEdges,
+        own: np.ndarray | None = None,
+    ) -> torch.Tensor:
         """One forward, [u, columns].
 
         Args:
             mask: that of the tokens.
             inputs: keywords of the model.
             edges: what its lm_head scores.
+            own: int64 [t], the packed tokens that it computes, ascending. Default: all.
         """
+        shown = None
+        if self.placed is not None:
+            shown = self.placed.of(own)
+            inputs = inputs | shown.inputs
         model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self._packed
         keywords = router_keywords(causal_lm.config, loss)
         held_bytes = 0 if loss is None else loss.held_bytes()
@@ -271,9 +285,7 @@ class ModelForward:
         if self._options.measure is not None:
             held_bytes += measure_bytes(count, causal_lm.config.get_text_config().vocab_size)
         with (
-            recomputed_forward(
-                model, causal_lm, packed, count, self.recompute, held_bytes, self.placed
-            ),
+            recomputed_forward(model, causal_lm, packed, count, self.recompute, held_bytes, shown),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
             scoring_lm_head(causal_lm, edges, self._options, loss) as handed,

@@ -123,6 +123,19 @@ def test_attention_that_is_kept_runs_once(model_type):
     assert calls["all"] == 2 * calls["all_but_attention"] > 0
 
 
+@pytest.mark.parametrize("mode", ["all", "all_but_attention"])
+def test_the_same_bits_under_autocast(mode):
+    """A weight's cast that autocast has kept is not in both runs of a checkpoint."""
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, again = (
+            run_packed(build("qwen3_vl"), batch("qwen3_vl"), recompute=recompute)
+            for recompute in ("nothing", mode)
+        )
+    assert all(map(torch.equal, plain.logprobs, again.logprobs))
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(again.gradients[name], gradient), name
+
+
 def test_without_gradients_runs_are_as_short():
     made, model = batch("qwen3_vl"), build("qwen3_vl")
     pictures = pictures_of(model, made)
@@ -167,7 +180,7 @@ def test_activations_do_not_grow_with_pictures(model_type):
             tower = tower_of(model)
             pictures = pictures_of(model, screenshots(count))
             packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
-            placed = PlacedPictures(model, model, packed, pictures)
+            placed = PlacedPictures(model, model, packed, pictures).of()
             runs = TowerRuns(256, checkpoint_of_tower(tower, "all"))
             if how == "at once":
                 runs = TowerRuns(None)

@@ -235,8 +235,12 @@ def test_lora(where):
     assert all("lora_" in name for name in run.gradients)
     assert any("visual" in name for name in run.gradients) == (where == "tower")
     norm = sum(float(g.norm()) ** 2 for g in expected.gradients.values()) ** 0.5
-    gap = {n: float((g - expected.gradients[n]).norm()) for n, g in run.gradients.items()}
-    assert max(gap.values()) < 5e-5 * norm
+    # planned by what adapters keep; the frozen tower keeps nothing
+    planned = run_packed(adapted("prefixtree"), made, recompute="auto")
+    assert run.gradients.keys() == planned.gradients.keys()
+    for found in (run, planned):
+        gap = {n: float((g - expected.gradients[n]).norm()) for n, g in found.gradients.items()}
+        assert max(gap.values()) < 5e-5 * norm
 
 
 @pytest.mark.skipif(
@@ -477,13 +481,6 @@ def test_what_is_not_verified_is_refused():
         with pytest.raises(pt.UnsupportedError, match=match):
             pt.sequence_logprobs(model, packed, pictures=pictures, **options)
 
-    refused("not verified where a forest is divided", max_tokens=40)
-    with torch.no_grad():
-        whole, fits = (
-            pt.sequence_logprobs(model, packed, pictures=pictures, max_tokens=n).logprobs
-            for n in (None, packed.num_tokens)
-        )
-    assert all(map(torch.equal, whole, fits))
     for outside in ("visual.blocks.0", "language_model", "language_model.norm"):
         compiled = build("qwen3_vl")
         compiled.model.get_submodule(outside).compile()

@@ -219,6 +219,7 @@ add("MicroBatchPlan.loss_weights", partial(PLAN.loss_weights, "constant"), const
 add("MicroBatchPlan[...]", lambda rank: PLAN[rank], 1, rank=K.INDEX)
 add("MicroBatch.take", PLAN[0][0].take, values=K.TAKEN)
 add("CostModel", pt.CostModel, linear=K.AT_LEAST_0, attention=K.AT_LEAST_0)
+add("CostModel", pt.CostModel, picture=K.AT_LEAST_0, first_picture=K.FROM_0)
 add("CostModel", partial(pt.CostModel, window=4), windowed=K.COSTS)
 add("CostModel", partial(pt.CostModel, windowed=1.0), window=K.COUNT)
 add(

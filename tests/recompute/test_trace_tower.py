@@ -52,7 +52,7 @@ def test_a_run_takes_what_was_traced(model_type, trains):
     if not trains:
         tower.requires_grad_(False)
     pictures = pictures_of(model, screenshots(6))
-    placed = PlacedPictures(model, model, _packed(pictures), pictures)
+    placed = PlacedPictures(model, model, _packed(pictures), pictures).of()
     shown, grids = placed.inputs["pixel_values"], placed.inputs["image_grid_thw"]
     live = LiveBytes([shown, *_known(model)])
     run = checkpoint_of_tower(tower, "all")

@@ -118,10 +118,15 @@ def test_pictures(results, wrapper, model_type, kind):
         differences = picture_errors(run, PictureRun(expected.logprobs, gradients))
         print(f"{wrapper}, {model_type}, {kind}: {differences}")
         assert differences.largest < 5e-5
-        # once per micro-batch, without pictures too; the first rank's have images beside videos
-        assert each["calls"] == (4 if (kind, rank) == ("videos", 0) else 2)
-        # rank 0 has two pictures and then three; blank ones stand beside them on rank 1
-        assert each["blocks"] == (2 * (2 + 3) if kind == "runs" else each["calls"])
+        if kind == "steps":
+            # as many on both ranks, in both passes
+            assert each["calls"] == found[0]["calls"] > 8
+            assert wrapper == "ddp" or each["blocks"] == found[0]["blocks"] > each["calls"]
+        else:
+            # once per micro-batch, without pictures too; the first rank's have images and videos
+            assert each["calls"] == (4 if (kind, rank) == ("videos", 0) else 2)
+            # rank 0 has two pictures and then three; blank ones stand beside them on rank 1
+            assert each["blocks"] == (2 * (2 + 3) if kind == "runs" else each["calls"])
         assert (each["sharded"] == 0) == (wrapper == "ddp")
         assert each["wrapper"].startswith("Distributed" if wrapper == "ddp" else "FSDP")
         if wrapper == "fsdp2" and model_type == "qwen3_vl":

@@ -306,7 +306,7 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     * 2,
     "router loss": ("load-balancing loss of experts is not verified",) * 2,
     "routes": ("routes of experts are not verified where a forest is divided",) * 2,
-    "pictures": ("pictures are not verified where a forest is divided",) * 2,
+    "pictures": ("pictures are not verified where ranks of a group divide",) * 2,
     "auto": ("recompute='auto' plans by the free memory of each rank",) * 2,
     "flash": ("backend 'flash' does not serve ranks of a group",) * 2,
     "DeepSpeed": ("DeepSpeed is not verified with group",) * 2,

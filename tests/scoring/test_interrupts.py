@@ -131,7 +131,7 @@ def test_pictures() -> None:
     known = picture_cases.pictures_of(model, made)
     packed = pack_sequences(known.sequences)
     run = lambda: sequence_logprobs(model, packed, pictures=known).logprobs  # noqa: E731
-    check(model, run, pictures.PlacedPictures.encoded)
+    check(model, run, pictures.EncodedPictures.encoded)
 
 
 def test_routes() -> None:

@@ -304,8 +304,10 @@ def run_forward(model: Any, made: Batch, runs: TowerRuns = ALL_AT_ONCE) -> Run:
     packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
     placed = PlacedPictures(model, model, packed, pictures)
     packed = placed.packed
-    with placed.encoded(runs):
-        logits = model(**forward_inputs(packed, model.config) | placed.inputs).logits[0]
+    shown = placed.of()
+    with shown.encoded(runs):
+        inputs = forward_inputs(packed, model.config) | placed.inputs | shown.inputs
+        logits = model(**inputs).logits[0]
     log_p = logits[packed.predictor.long().clamp(min=0)].log_softmax(-1)
     of_tokens = log_p.gather(-1, packed.input_ids[:, None])[:, 0]
     return _finished(model, [part[1:] for part in packed.unpack(of_tokens)], made)

@@ -22,18 +22,22 @@ RUNS = [
     ("fsdp2", "qwen3_vl", "images"),
     ("fsdp2", "qwen3_vl", "runs"),
     ("fsdp2", "gemma4", "runs"),
+    ("ddp", "qwen3_vl", "steps"),
+    ("fsdp2", "qwen3_vl", "steps"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
     "images": [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]],
     "videos": [[[0, 1, 2], [3, 4]], [[5], []]],
 }
-PARTS["runs"] = PARTS["images"]
+PARTS["runs"] = PARTS["steps"] = PARTS["images"]
+# so little that steps may be small
+LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
-    refuses videos. In "runs" each picture is a run of its own, recomputed."""
+    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed."""
     model = build(model_type)
     made = videos(model_type) if kind == "videos" else batch(model_type)
     pictures = pictures_of(model, made)
@@ -52,7 +56,9 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
             fully_shard(part, mesh=mesh)
         wrapped = model
     logprobs = []
-    options: dict[str, Any] = {"recompute": "all"} if kind == "runs" else {}
+    options: dict[str, Any] = {"recompute": "all"} if kind in ("runs", "steps") else {}
+    if kind == "steps":
+        options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
         mock.patch.object(recompute, "RUN", 1),
         counted([tower]) as towers,

@@ -1,0 +1,121 @@
+"""Pictures where a forest is computed in steps: as each sequence alone, also where a border cuts a
+picture, and red where a step leaves out its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packaging import version
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.models import vision
+from prefixtree.packing.placements import place
+from prefixtree.planning.steps import plan_steps
+from prefixtree.recompute import forward
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.models import TRANSFORMERS, counted
+from tests.support.picture_cases import (
+    CONFIGS,
+    batch,
+    build,
+    clone,
+    errors,
+    pictures_of,
+    reference,
+    run_packed,
+    tolerance,
+    videos,
+)
+
+# so little that steps may be small
+LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
+OPTIONS: dict[str, Any] = {"max_tokens": 30, "borrow_cost": LIGHT}
+_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason="refused"))
+    for name in CONFIGS
+]
+
+
+def _tower(model: Any) -> nn.Module:
+    return vision.tower_of(model)
+
+
+def _borders(model: Any, made: Any) -> tuple[int, int]:
+    """Steps, and pictures that a border cuts."""
+    pictures = pictures_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    steps = plan_steps(packed, 30, borrow_cost=LIGHT)
+    of_token = np.empty(packed.num_tokens, int)
+    for number, part in enumerate(steps):
+        of_token[part.own_tokens] = number
+    placements, _ = place(packed, pictures)
+    runs = [
+        of_token[start : start + pictures.distinct[n].run_tokens]
+        for start, n in zip(placements.start, placements.number, strict=True)
+    ]
+    return len(steps), sum(len(set(run.tolist())) > 1 for run in runs)
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_equals_each_sequence_alone(model_type, kind):
+    if kind == "videos" and model_type == "gemma4":
+        pytest.skip("videos are refused")
+    model, made = build(model_type), (batch if kind == "images" else videos)(model_type)
+    if version.parse("5.17") > TRANSFORMERS and (model_type, kind) == ("qwen2_5_vl", "videos"):
+        pytest.skip("this transformers takes seconds of images too")
+    # hybrids are cut where their states are, which another plan says
+    steps, cut = (4, 1) if model_type in HYBRIDS else _borders(model, made)
+    with counted([_tower(model)]) as calls:
+        run = run_packed(model, made, **OPTIONS)
+        # in both passes
+        assert calls() >= 6
+    found = errors(run, reference(model_type, kind))
+    print(f"{model_type}, {kind}: {found}, {steps} steps, {cut} cut")
+    assert steps > 3 and cut > 0 and found.largest < tolerance(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("recompute", ["all", "nothing"])
+def test_the_tower_in_runs(model_type, recompute, monkeypatch):
+    monkeypatch.setattr(forward, "RUN", 1)
+    run = run_packed(build(model_type), batch(model_type), recompute=recompute, **OPTIONS)
+    assert errors(run, reference(model_type)).largest < tolerance(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
+def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatch):
+    """The first step's are those that the backward computes last."""
+    of = vision.PlacedPictures.of
+
+    def without(self: Any, own: Any = None) -> Any:
+        found = of(self, own)
+        if own is not None and 0 in own:
+            for encoding in found._encodings:
+                repeated = encoding._repeated
+                object.__setattr__(
+                    encoding, "_repeated", lambda x, repeated=repeated: repeated(x).detach()
+                )
+        return found
+
+    monkeypatch.setattr(vision.PlacedPictures, "of", without)
+    wrong = errors(
+        run_packed(build(model_type), batch(model_type), **OPTIONS), reference(model_type)
+    )
+    assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+
+
+def test_pixels_that_change_before_the_backward():
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    made = clone(made, pixel_values=made.arguments["pixel_values"].clone())
+    pictures = pictures_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    scores = pt.sequence_logprobs(model, packed, pictures=pictures, **OPTIONS)
+    made.arguments["pixel_values"].zero_()
+    with pytest.raises(RuntimeError, match=r"the pixels of picture 0 .*between sequence_logprobs"):
+        torch.cat(scores.logprobs).sum().backward()
