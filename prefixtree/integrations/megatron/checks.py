@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
 from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
 from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
@@ -34,7 +35,6 @@ _DELTA = "a gated delta rule layer, whose state runs through the tokens in packe
 
 #: Classes whose layers have no tree attention -> what they are.
 _OTHER_LAYERS = {
-    "MultiLatentAttention": "multi-latent attention, whose rotary positions are made inside it",
     "MambaLayer": "a Mamba layer, whose state runs through the tokens in packed order",
     # the first holds the layers of newer versions
     "_GDNBase": _DELTA,
@@ -161,14 +161,14 @@ def _check_attention(name: str, attention: Any) -> None:
     _refuse_others(name, attention)
     core = attention.core_attention
     for where, module, expected in (
-        (name, attention, ForestSelfAttention),
-        (f"{name}.core_attention", core, ForestCoreAttention),
+        (name, attention, (ForestSelfAttention, ForestLatentAttention)),
+        (f"{name}.core_attention", core, (ForestCoreAttention,)),
     ):
         if not isinstance(module, expected):
             raise UnsupportedError(
                 f"{where} is a {type(module).__name__}, which reads a forest as one sequence: "
-                f"{_FIX} (tree_spec serves SelfAttention with DotProductAttention or "
-                "TEDotProductAttention, and no class that attends otherwise)"
+                f"{_FIX} (tree_spec serves SelfAttention and MLASelfAttention with "
+                "DotProductAttention or TEDotProductAttention, and no class that attends otherwise)"
             )
 
 
@@ -177,8 +177,8 @@ def _refuse_others(name: str, module: Any) -> None:
     found = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
     if found is not None:
         raise UnsupportedError(
-            f"{name} is {found} ({type(module).__name__}): packed forests serve ordinary and "
-            "grouped-query self-attention alone"
+            f"{name} is {found} ({type(module).__name__}): packed forests serve ordinary, "
+            "grouped-query and latent self-attention alone"
         )
 
 

@@ -101,10 +101,9 @@ REFUSALS = (
         "ranks would hold parts of a forest; set it to 1",
     ),
     Refusal(
-        "multi_latent_attention",
-        _get("multi_latent_attention"),
-        "the rotary positions of latent attention are made inside the layer and would be those of "
-        "the packed order; use a model with ordinary or grouped-query attention",
+        "apply_rope_fusion",
+        lambda c: _get("apply_rope_fusion")(c) and _get("multi_latent_attention")(c),
+        "the fused rotary embedding of latent attention was not compared; set it to False",
     ),
     Refusal(
         "experimental_attention_variant",

@@ -17,7 +17,8 @@ from prefixtree.integrations.megatron.version import installed
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from tests.integrations.megatron import router_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
-from tests.integrations.megatron.runs import Case, build, compared, moe
+from tests.integrations.megatron.runs import Case, build, compared, latent, moe
+from tests.integrations.megatron.test_latent_attention import YARN
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
 from tests.integrations.megatron.test_routers import RECOMPUTED
 
@@ -38,6 +39,8 @@ TENSOR = {
     "TP + SP, float32": Case(SP, dtype=torch.float32),
     "TP + SP, float32, pack_batches": Case(SP, dtype=torch.float32, way="pack_batches"),
     "TP + SP, experts": Case(SP | moe()),
+    "TP + SP, latent attention, pack_batches": Case(SP | latent(), way="pack_batches"),
+    "TP + SP, latent attention, yarn, recompute": Case(SP | latent(**YARN) | FULL),
 }
 EXPERT = {
     "EP": Case(moe()),
@@ -53,6 +56,9 @@ ROUTERS = {
     "TP + SP, z, hybrid, all recomputed": Case(SP | losses(**Z) | FULL, model="hybrid"),
     "TP + SP, aux, z, bias, experts recomputed": Case(
         SP | losses("aux_loss", **Z, **BIAS) | RECOMPUTED
+    ),
+    "TP + SP, latent attention, seq aux, bias": Case(
+        SP | latent() | losses("seq_aux_loss", **BIAS)
     ),
     "TP + SP, aux, a loss per token": Case(SP | PER_TOKEN | {"calculate_per_token_loss": True}),
 }

@@ -29,12 +29,14 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from packaging.version import Version
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations.megatron import layers, tree_logprobs, tree_spec, version
+from prefixtree.integrations.megatron.latent_attention import is_served_latent
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.refusals import REFUSALS
 from tests.integrations.megatron.runs import (
@@ -137,6 +139,19 @@ def test_self_attention() -> None:
     arguments = names(Attention.forward)
     assert arguments[1:3] == ["hidden_states", "attention_mask"]
     assert {"rotary_pos_emb", "packed_seq_params"} <= set(arguments)
+
+
+def test_latent_attention() -> None:
+    """It asks its rotary embedding for a length and a table, and is called by keyword."""
+    arguments = names(MLASelfAttention.get_query_key_value_tensors)
+    assert arguments[1:5] == [
+        *("hidden_states", "key_value_states", "position_ids", "packed_seq_params"),
+    ]
+    source = inspect.getsource(MLASelfAttention.get_query_key_value_tensors)
+    assert set(re.findall(r"self\.rotary_pos_emb\W(\w*)", source)) == {
+        *("get_rotary_seq_len", "get_cached_cos_sin", "rotary_seq_len", ""),
+    }
+    assert is_served_latent(MLASelfAttention) and not is_served_latent(FusedMLASelfAttention)
 
 
 def test_core_attention() -> None:
