@@ -152,14 +152,19 @@ class _Double:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """While open, Megatron's routers, which round to float32 wherever they are, keep float64: their
-    softmax, counts and biases, and with the default the sums that are logged."""
+    """While open, Megatron's routers and layers with a state, which round to float32 wherever they
+    are, keep float64: softmax, counts, biases and decays, and with the default the sums that are
+    logged."""
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer.moe import moe_utils, router
 
+    # before 0.19 a module of its own
+    delta = getattr(gated_delta_net, "common", gated_delta_net)
     double, default = _Double(), torch.get_default_dtype()
     with (
         patch.object(moe_utils, "torch", double),
         patch.object(router, "torch", double),
+        patch.object(delta, "torch", double),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         torch.set_default_dtype(torch.float64)

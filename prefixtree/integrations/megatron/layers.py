@@ -24,6 +24,7 @@ from prefixtree.integrations.megatron.latent_attention import (
 )
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.routers import ForestRouter
+from prefixtree.integrations.megatron.states import SERVED
 from prefixtree.kernels.attention import tree_attention
 
 
@@ -100,11 +101,12 @@ class ForestCoreAttention:
 
 
 def tree_spec(spec: Any) -> Any:
-    """A copy of a spec in which self-attention and routers take packed forests.
+    """A copy of a spec in which self-attention, layers with a state and routers take packed
+    forests.
 
     Parameters, their names in checkpoints, and what an ordinary batch computes stay the same.
-    Layers that forests cannot pass (recurrent layers) are copied as they are:
-    a model that has them is refused when it is used.
+    Layers that forests cannot pass are copied as they are: a model that has them is refused when it
+    is used.
 
     Args:
         spec: a ModuleSpec of a layer or of a stack (`hybrid_stack_spec`), the submodules of a
@@ -145,6 +147,8 @@ def _mapped(node: Any) -> Any:
             core = _with_forest_core(node.submodules.core_attention)
             submodules = replace(node.submodules, core_attention=core)
             return replace(node, module=_joined(front, module), submodules=submodules)
+        if module in SERVED:
+            return replace(node, module=_joined(SERVED[module], module))
         return replace(node, submodules=_mapped(node.submodules))
     if isinstance(node, list):
         return [_mapped(n) for n in node]

@@ -107,8 +107,8 @@ REFUSALS = (
     ),
     Refusal(
         "experimental_attention_variant",
-        _get("experimental_attention_variant"),
-        "this attention does not follow a forest; leave it at None",
+        lambda c: _get("experimental_attention_variant")(c) not in (None, "gated_delta_net"),
+        "this attention does not follow a forest; leave it at None or 'gated_delta_net'",
     ),
     Refusal(
         "apply_query_key_layer_scaling",

@@ -20,6 +20,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_sequence_parallel_region,
@@ -310,6 +312,17 @@ def test_the_rotary_table_has_a_row_per_position(kind: Any) -> None:
 def test_routers(name: str, arguments: list[str]) -> None:
     assert names(getattr(TopKRouter, name))[1:] == arguments
     assert "valid_token_count" in names(TopKRouter.attach_and_log_load_balancing_loss)
+
+
+def test_layers_with_a_state() -> None:
+    """The gated delta rule calls a convolution by the name of its module, and a rule of its own;
+    Mamba's training is one method."""
+    code = GatedDeltaNet.forward.__code__
+    assert "causal_conv1d" in code.co_names and "gated_delta_rule" in code.co_names
+    assert "causal_conv1d" in GatedDeltaNet.forward.__globals__ and not code.co_freevars
+    assert "packed_seq_params" in names(GatedDeltaNet.forward)
+    assert names(MambaMixer._ssm_training) == ["self", "zxBCdt", "packed_seq_params"]
+    assert "_ssm_training" in MambaMixer.forward.__code__.co_names
 
 
 def test_layers_of_experts_have_a_router_in_their_submodules() -> None:

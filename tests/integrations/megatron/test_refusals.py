@@ -12,6 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
@@ -290,7 +291,6 @@ class OtherLayer(TransformerLayer):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (MambaLayer, "a Mamba layer"),
         (ForeignLayer, "ForeignLayer, expected Megatron's TransformerLayer"),
         (OtherLayer, "OtherLayer, expected Megatron's TransformerLayer"),
     ],
@@ -306,7 +306,7 @@ def test_other_layers(model: Any, kind: type, message: str) -> None:
     [
         ("self_attention", FusedMLASelfAttention, "FusedMLASelfAttention, which reads"),
         ("self_attention", MLASelfAttention, "MLASelfAttention, which reads"),
-        ("self_attention", GatedDeltaNet, "a gated delta rule layer"),
+        ("self_attention", GatedDeltaNet, "a layer of the gated delta rule"),
         ("self_attention", ForeignLayer, "ForeignLayer, expected self-attention"),
         ("cross_attention", CrossAttention, "cross attention"),
         ("mlp", ForeignLayer, "ForeignLayer, expected one of Megatron's"),
@@ -316,6 +316,18 @@ def test_other_parts_of_layers(model: Any, part: str, kind: type, message: str) 
     pack_batches(model)
     setattr(model.decoder.layers[0], part, _empty(kind))
     refused_everywhere(model, rf"decoder\.layers\.0\.{part} is .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(MambaMixer, "Mamba mixer, whose state"), (ForeignLayer, "ForeignLayer, expected Mamba")],
+)
+def test_other_mixers(model: Any, kind: type, message: str) -> None:
+    pack_batches(model)
+    layer = _empty(MambaLayer)
+    layer.mixer = _empty(kind)
+    model.decoder.layers[0] = layer
+    refused_everywhere(model, rf"decoder\.layers\.0\.mixer is a .*{message}")
 
 
 def test_attention_that_is_not_called(model: Any) -> None:
