@@ -6,6 +6,7 @@ Megatron names CUDA in code that has nothing to do with a device; each stand-in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.machinery
 import logging
 import os
@@ -66,6 +67,7 @@ def stand_in() -> None:
     # Megatron's own tracker for inference, whose fork does nothing
     random.initialize_rng_tracker(inference_rng_tracker=True)
     _norms()
+    _sizes_of_latent_attention()
 
 
 def _stand_in_for_cuda() -> None:
@@ -87,6 +89,22 @@ def _stand_in_for_cuda() -> None:
     random._set_cuda_rng_state = lambda *_, **__: None
 
 
+def _sizes_of_latent_attention() -> None:
+    """Megatron's local core attention refuses the two sizes that latent attention names, and serves
+    them: its last reshape takes kv_channels for the size of values."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    made = DotProductAttention.__init__
+
+    @functools.wraps(made)
+    def make(
+        self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kw: Any
+    ) -> Any:
+        made(self, *args, **kw)
+
+    DotProductAttention.__init__ = make
+
+
 def _norms() -> None:
     """RMSNorm where Megatron has TransformerEngine's only: its own local norm refuses sequence
     parallelism, and the last norm of a stack has no place in a spec."""
@@ -105,10 +123,13 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def with_norms(spec: Any) -> Any:
-    """A local layer spec with `Norm` in the place of every norm of its layers."""
+def with_norms(
+    spec: Any, names: tuple[str, ...] = ("q_layernorm", "k_layernorm"), kind: type = Norm
+) -> Any:
+    """A local layer spec with `Norm` in the place of every norm of its layers, and `kind` in the
+    places `names` of its attention."""
     attention = spec.submodules.self_attention
-    normed = replace(attention.submodules, q_layernorm=Norm, k_layernorm=Norm)
+    normed = replace(attention.submodules, **dict.fromkeys(names, kind))
     return replace(
         spec,
         submodules=replace(
@@ -131,14 +152,19 @@ class _Double:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """While open, Megatron's routers, which round to float32 wherever they are, keep float64: their
-    softmax, counts and biases, and with the default the sums that are logged."""
+    """While open, Megatron's routers and layers with a state, which round to float32 wherever they
+    are, keep float64: softmax, counts, biases and decays, and with the default the sums that are
+    logged."""
+    from megatron.core.ssm import gated_delta_net
     from megatron.core.transformer.moe import moe_utils, router
 
+    # before 0.19 a module of its own
+    delta = getattr(gated_delta_net, "common", gated_delta_net)
     double, default = _Double(), torch.get_default_dtype()
     with (
         patch.object(moe_utils, "torch", double),
         patch.object(router, "torch", double),
+        patch.object(delta, "torch", double),
         patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         torch.set_default_dtype(torch.float64)

@@ -143,12 +143,12 @@ class _BatchPacking:
 
     def end(self, model: Any, args: Any, output: Any) -> None:
         calls, copied, tokens = self._calls, self._copied, self._tokens
-        count = 0 if calls is None else calls()[0]
+        counted = (0, 0) if calls is None else calls()
         self._reset()
         # without an output an error is on its way, which is not to be hidden
         if calls is None or output is None:
             return
-        check_calls(model, count, tokens)
+        check_calls(model, counted, tokens)
         if model.post_process and not copied:
             raise UnsupportedError(
                 "the model did not call its output layer while its batch was shared (a trainer's "

@@ -15,27 +15,29 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
 from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
 from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
+from prefixtree.integrations.megatron.states import check_state, has_state, state_of
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.packing.layout import PackedForest
 
 _WRAPPERS = (DistributedDataParallel, Float16Module)
 _MODELS = (GPTModel, HybridModel)
 _FIX = "build the model from tree_spec(its layer spec)"
-_DELTA = "a gated delta rule layer, whose state runs through the tokens in packed order"
+_DELTA = "a layer of the gated delta rule, whose state runs through the tokens in packed order"
 
 #: Classes whose layers have no tree attention -> what they are.
 _OTHER_LAYERS = {
-    "MultiLatentAttention": "multi-latent attention, whose rotary positions are made inside it",
-    "MambaLayer": "a Mamba layer, whose state runs through the tokens in packed order",
+    "MambaMixer": "a Mamba mixer, whose state runs through the tokens in packed order",
     # the first holds the layers of newer versions
     "_GDNBase": _DELTA,
     "GatedDeltaNet": _DELTA,
@@ -125,7 +127,18 @@ def routed_tokens(language_model: Any, copies: torch.Tensor) -> RoutedTokens | N
 
 
 def _check_layer(name: str, layer: Any) -> None:
-    _refuse_others(name, layer)
+    state = state_of(layer)
+    if state is not None:
+        check_state(name, state)
+    if isinstance(layer, MambaLayer) and _is_megatrons(layer):
+        if state is None:
+            mixer = getattr(layer, "mixer", None)
+            _refuse_others(f"{name}.mixer", mixer)
+            raise UnsupportedError(
+                f"{name}.mixer is a {type(mixer).__name__}, expected MambaMixer from "
+                f"tree_spec: it would read a forest as one sequence; {_FIX}"
+            )
+        return
     if not isinstance(layer, TransformerLayer) or not _is_megatrons(layer):
         raise UnsupportedError(
             f"{name} is a {type(layer).__module__}.{type(layer).__name__}, expected Megatron's "
@@ -133,7 +146,7 @@ def _check_layer(name: str, layer: Any) -> None:
         )
     for part in ("self_attention", "cross_attention"):
         module = getattr(layer, part, None)
-        if module is None or isinstance(module, IdentityOp):
+        if module is None or module is state or isinstance(module, IdentityOp):
             continue
         _refuse_others(f"{name}.{part}", module)
         if part == "cross_attention" or not isinstance(module, Attention):
@@ -161,14 +174,14 @@ def _check_attention(name: str, attention: Any) -> None:
     _refuse_others(name, attention)
     core = attention.core_attention
     for where, module, expected in (
-        (name, attention, ForestSelfAttention),
-        (f"{name}.core_attention", core, ForestCoreAttention),
+        (name, attention, (ForestSelfAttention, ForestLatentAttention)),
+        (f"{name}.core_attention", core, (ForestCoreAttention,)),
     ):
         if not isinstance(module, expected):
             raise UnsupportedError(
                 f"{where} is a {type(module).__name__}, which reads a forest as one sequence: "
-                f"{_FIX} (tree_spec serves SelfAttention with DotProductAttention or "
-                "TEDotProductAttention, and no class that attends otherwise)"
+                f"{_FIX} (tree_spec serves SelfAttention and MLASelfAttention with "
+                "DotProductAttention or TEDotProductAttention, and no class that attends otherwise)"
             )
 
 
@@ -177,8 +190,8 @@ def _refuse_others(name: str, module: Any) -> None:
     found = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
     if found is not None:
         raise UnsupportedError(
-            f"{name} is {found} ({type(module).__name__}): packed forests serve ordinary and "
-            "grouped-query self-attention alone"
+            f"{name} is {found} ({type(module).__name__}): {_FIX} (it serves self-attention, "
+            "ordinary, grouped-query and latent, GatedDeltaNet and MambaMixer)"
         )
 
 
@@ -194,11 +207,26 @@ def every_layer_attends(
     """
     with counted_calls(packed.mask.host) as calls:
         yield
-        check_calls(language_model, calls()[0], tokens)
+        check_calls(language_model, calls(), tokens)
 
 
-def check_calls(language_model: Any, count: int, tokens: RoutedTokens | None) -> None:
-    """Refuses the results of a forward in which a layer did not see the forest."""
+def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedTokens | None) -> None:
+    """Refuses the results of a forward in which a layer did not see the forest.
+
+    Args:
+        language_model: the model.
+        calls: how many attention calls and recurrent operators followed the forest.
+        tokens: what its routers were given.
+    """
+    count, operators = calls
+    # a convolution and a recurrence each
+    states = 2 * sum(has_state(m) for m in language_model.modules())
+    if operators != states:
+        raise UnsupportedError(
+            f"{operators} convolutions and recurrences followed the forest in a forward of "
+            f"{type(language_model).__name__}, which has {states} of them here: the others read "
+            "the packed order (a patched forward, or a layer that replaces it)"
+        )
     expected = sum(isinstance(m, Attention) for m in language_model.modules())
     if count != expected:
         raise UnsupportedError(

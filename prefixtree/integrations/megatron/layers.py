@@ -18,8 +18,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.latent_attention import (
+    ForestLatentAttention,
+    is_served_latent,
+)
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.routers import ForestRouter
+from prefixtree.integrations.megatron.states import SERVED
 from prefixtree.kernels.attention import tree_attention
 
 
@@ -70,7 +75,8 @@ class ForestCoreAttention:
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query [T, 1, H, D], key and value [T, 1, Hk, D] of a forest -> [T, 1, H D]."""
+        """query [T, 1, H, D], key and value [T, 1, Hk, D] of a forest -> [T, 1, H D], with the
+        values' D where latent attention has two."""
         if not isinstance(packed_seq_params, ForestParams):
             return super().forward(  # type: ignore[misc]
                 *(query, key, value, attention_mask, *args),
@@ -95,11 +101,12 @@ class ForestCoreAttention:
 
 
 def tree_spec(spec: Any) -> Any:
-    """A copy of a spec in which self-attention and routers take packed forests.
+    """A copy of a spec in which self-attention, layers with a state and routers take packed
+    forests.
 
     Parameters, their names in checkpoints, and what an ordinary batch computes stay the same.
-    Layers that forests cannot pass (latent attention, recurrent layers) are copied as they are:
-    a model that has them is refused when it is used.
+    Layers that forests cannot pass are copied as they are: a model that has them is refused when it
+    is used.
 
     Args:
         spec: a ModuleSpec of a layer or of a stack (`hybrid_stack_spec`), the submodules of a
@@ -135,10 +142,13 @@ def _mapped(node: Any) -> Any:
     """A spec, or a part of one, with other classes for self-attention and routers."""
     if isinstance(node, ModuleSpec):
         module = get_module(node)
-        if is_served_attention(module):
+        front = _front_of(module)
+        if front is not None:
             core = _with_forest_core(node.submodules.core_attention)
             submodules = replace(node.submodules, core_attention=core)
-            return replace(node, module=_joined(ForestSelfAttention, module), submodules=submodules)
+            return replace(node, module=_joined(front, module), submodules=submodules)
+        if module in SERVED:
+            return replace(node, module=_joined(SERVED[module], module))
         return replace(node, submodules=_mapped(node.submodules))
     if isinstance(node, list):
         return [_mapped(n) for n in node]
@@ -151,6 +161,13 @@ def _mapped(node: Any) -> Any:
     if is_dataclass(node) and not isinstance(node, type):
         return replace(node, **{name: _mapped(value) for name, value in vars(node).items()})
     return node
+
+
+def _front_of(module: Any) -> type | None:
+    """The class that makes an attention follow forests, if it is served."""
+    if is_served_attention(module):
+        return ForestSelfAttention
+    return ForestLatentAttention if is_served_latent(module) else None
 
 
 def is_served_attention(module: Any) -> bool:

@@ -5,6 +5,7 @@ Legend: T packed tokens, P positions, D rotary dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ class ForestParams(PackedSeqParams):
 
     packed: PackedForest | None = None
     _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+    _latent: Any = field(default=None, repr=False)
 
     @classmethod
     def of(cls, packed: PackedForest) -> ForestParams:
@@ -53,3 +55,20 @@ class ForestParams(PackedSeqParams):
             # the table too, so that its id stays its own
             self._rows[id(table)] = table, table.index_select(0, self.packed.position_ids)
         return self._rows[id(table)][1]
+
+    def latent_rows(self, make: Callable[[], Any]) -> Any:
+        """The rows of the tokens' positions in the rotary table of latent attention.
+
+        Each layer makes an equal table, from the one configuration, so the first is everybody's.
+
+        Args:
+            make: gives a table [P, 1, 1, D]; or, as YaRN's, a pair of it and a factor.
+
+        Returns:
+            The same with T rows.
+        """
+        if self._latent is None:
+            table = make()
+            pair = isinstance(table, tuple)
+            self._latent = (self.at_depths(table[0]), *table[1:]) if pair else self.at_depths(table)
+        return self._latent

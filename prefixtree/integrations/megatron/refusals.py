@@ -101,15 +101,14 @@ REFUSALS = (
         "ranks would hold parts of a forest; set it to 1",
     ),
     Refusal(
-        "multi_latent_attention",
-        _get("multi_latent_attention"),
-        "the rotary positions of latent attention are made inside the layer and would be those of "
-        "the packed order; use a model with ordinary or grouped-query attention",
+        "apply_rope_fusion",
+        lambda c: _get("apply_rope_fusion")(c) and _get("multi_latent_attention")(c),
+        "the fused rotary embedding of latent attention was not compared; set it to False",
     ),
     Refusal(
         "experimental_attention_variant",
-        _get("experimental_attention_variant"),
-        "this attention does not follow a forest; leave it at None",
+        lambda c: _get("experimental_attention_variant")(c) not in (None, "gated_delta_net"),
+        "this attention does not follow a forest; leave it at None or 'gated_delta_net'",
     ),
     Refusal(
         "apply_query_key_layer_scaling",

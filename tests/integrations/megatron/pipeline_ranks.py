@@ -24,6 +24,7 @@ from tests.integrations.megatron.runs import (
     alone,
     build,
     columns,
+    latent,
     logits_of,
     make_sequences,
     packed_of,
@@ -43,6 +44,7 @@ CASES = {
     "1F1B, tied": Case(LAYERS, tied=True),
     "1F1B, pack_batches": Case(LAYERS, way="pack_batches"),
     "1F1B, recompute": Case(LAYERS | FULL),
+    "1F1B, latent attention": Case(LAYERS | latent()),
 }
 #: A recomputation has to see the counts of its own micro-batch.
 ROUTERS = {

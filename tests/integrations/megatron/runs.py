@@ -22,13 +22,14 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from prefixtree import PackedForest, PrefixForest, pack
 from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
-from tests.support.megatron_cpu import DEVICE, with_norms
+from tests.support.megatron_cpu import DEVICE, Norm, with_norms
 
 VOCABULARY = 256
 # exact in float32
@@ -82,6 +83,23 @@ def moe(**changes: Any) -> dict[str, Any]:
     }
 
 
+def latent(**changes: Any) -> dict[str, Any]:
+    """Settings of latent attention, for Case.config."""
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 20,
+        # what the local core attention takes for the values' size
+        "kv_channels": 20,
+        "num_query_groups": 4,
+        "rope_type": "rope",
+        **changes,
+    }
+
+
 def make_config(case: Case) -> TransformerConfig:
     size = parallel_state.get_tensor_model_parallel_world_size()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -114,7 +132,9 @@ def make_config(case: Case) -> TransformerConfig:
         "virtual_pipeline_model_parallel_size": virtual_stages(),
         "batch_p2p_comm": False,
     }
-    config = TransformerConfig(**settings | (case.config or {}))
+    settings |= case.config or {}
+    latent = settings.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if latent else TransformerConfig)(**settings)
     if case.positions == "yarn":
         for name, value in YARN.items():
             setattr(config, f"yarn_{name}", value)
@@ -127,9 +147,17 @@ def virtual_stages() -> int | None:
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Megatron's local spec, with a norm that sequence parallelism may run with."""
+    latent = config.multi_latent_attention
+    compressed = not latent or config.q_lora_rank is not None
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        qk_layernorm=compressed,
+        normalization="RMSNorm",
+        multi_latent_attention=latent,
     )
+    if latent:
+        # TransformerEngine has the norm of a query that is not compressed in its linear layer
+        return with_norms(spec, ("q_layernorm", "kv_layernorm"), Norm if compressed else IdentityOp)
     return with_norms(spec)
 
 

@@ -15,9 +15,11 @@ from packaging.version import Version
 from prefixtree.integrations.megatron import batch_packing, parameters, scoring
 from prefixtree.integrations.megatron.version import installed
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
-from tests.integrations.megatron import router_runs
+from tests.integrations.megatron import router_runs, state_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
-from tests.integrations.megatron.runs import Case, build, compared, moe
+from tests.integrations.megatron.runs import Case, build, compared, latent, moe
+from tests.integrations.megatron.state_runs import DELTA, MAMBA
+from tests.integrations.megatron.test_latent_attention import YARN
 from tests.integrations.megatron.test_one_process import FULL, SELECTIVE
 from tests.integrations.megatron.test_routers import RECOMPUTED
 
@@ -38,6 +40,8 @@ TENSOR = {
     "TP + SP, float32": Case(SP, dtype=torch.float32),
     "TP + SP, float32, pack_batches": Case(SP, dtype=torch.float32, way="pack_batches"),
     "TP + SP, experts": Case(SP | moe()),
+    "TP + SP, latent attention, pack_batches": Case(SP | latent(), way="pack_batches"),
+    "TP + SP, latent attention, yarn, recompute": Case(SP | latent(**YARN) | FULL),
 }
 EXPERT = {
     "EP": Case(moe()),
@@ -54,7 +58,15 @@ ROUTERS = {
     "TP + SP, aux, z, bias, experts recomputed": Case(
         SP | losses("aux_loss", **Z, **BIAS) | RECOMPUTED
     ),
+    "TP + SP, latent attention, seq aux, bias": Case(
+        SP | latent() | losses("seq_aux_loss", **BIAS)
+    ),
     "TP + SP, aux, a loss per token": Case(SP | PER_TOKEN | {"calculate_per_token_loss": True}),
+}
+STATES = {
+    "TP + SP, gated delta rule": Case(SP | DELTA),
+    "TP + SP, gated delta rule, pack_batches": Case(SP | DELTA, way="pack_batches"),
+    "TP + SP, Mamba, recompute": Case(SP | MAMBA | FULL, model="hybrid"),
 }
 EXPERT_ROUTERS = {
     "EP, global aux, z, bias": Case(losses("global_aux_loss", **Z, **BIAS)),
@@ -117,6 +129,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         with mistake():
             results[f"mistake: {name}"] = compared(case).worst
     results |= {name: router_runs.compared(case) for name, case in ROUTERS.items()}
+    results |= {name: vars(state_runs.compared(case)) for name, case in STATES.items()}
     model = build(TENSOR["TP + SP"])
     results["shape of the output layer"] = tuple(model.output_layer.weight.shape)
     results["sequence parallel"] = bool(model.output_layer.sequence_parallel)

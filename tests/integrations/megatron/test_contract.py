@@ -20,6 +20,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_sequence_parallel_region,
@@ -29,12 +31,14 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from packaging.version import Version
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations.megatron import layers, tree_logprobs, tree_spec, version
+from prefixtree.integrations.megatron.latent_attention import is_served_latent
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.refusals import REFUSALS
 from tests.integrations.megatron.runs import (
@@ -137,6 +141,19 @@ def test_self_attention() -> None:
     arguments = names(Attention.forward)
     assert arguments[1:3] == ["hidden_states", "attention_mask"]
     assert {"rotary_pos_emb", "packed_seq_params"} <= set(arguments)
+
+
+def test_latent_attention() -> None:
+    """It asks its rotary embedding for a length and a table, and is called by keyword."""
+    arguments = names(MLASelfAttention.get_query_key_value_tensors)
+    assert arguments[1:5] == [
+        *("hidden_states", "key_value_states", "position_ids", "packed_seq_params"),
+    ]
+    source = inspect.getsource(MLASelfAttention.get_query_key_value_tensors)
+    assert set(re.findall(r"self\.rotary_pos_emb\W(\w*)", source)) == {
+        *("get_rotary_seq_len", "get_cached_cos_sin", "rotary_seq_len", ""),
+    }
+    assert is_served_latent(MLASelfAttention) and not is_served_latent(FusedMLASelfAttention)
 
 
 def test_core_attention() -> None:
@@ -295,6 +312,17 @@ def test_the_rotary_table_has_a_row_per_position(kind: Any) -> None:
 def test_routers(name: str, arguments: list[str]) -> None:
     assert names(getattr(TopKRouter, name))[1:] == arguments
     assert "valid_token_count" in names(TopKRouter.attach_and_log_load_balancing_loss)
+
+
+def test_layers_with_a_state() -> None:
+    """The gated delta rule calls a convolution by the name of its module, and a rule of its own;
+    Mamba's training is one method."""
+    code = GatedDeltaNet.forward.__code__
+    assert "causal_conv1d" in code.co_names and "gated_delta_rule" in code.co_names
+    assert "causal_conv1d" in GatedDeltaNet.forward.__globals__ and not code.co_freevars
+    assert "packed_seq_params" in names(GatedDeltaNet.forward)
+    assert names(MambaMixer._ssm_training) == ["self", "zxBCdt", "packed_seq_params"]
+    assert "_ssm_training" in MambaMixer.forward.__code__.co_names
 
 
 def test_layers_of_experts_have_a_router_in_their_submodules() -> None:

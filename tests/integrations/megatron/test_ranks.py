@@ -11,6 +11,7 @@ from tests.integrations.megatron.tensor_ranks import (
     EXPERT_ROUTERS,
     MISTAKES,
     ROUTERS,
+    STATES,
     TENSOR,
 )
 from tests.support.spawn import run_ranks
@@ -31,7 +32,7 @@ def test_the_model_is_cut(ranks: list[dict[str, Any]]) -> None:
         assert rank["local experts"] == 2
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*EXACT, *STATES])
 def test_equals_sequences_in_float64(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         found = rank[name]

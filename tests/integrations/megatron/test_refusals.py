@@ -12,9 +12,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree import PrefixForest, UnsupportedError, pack
@@ -83,7 +84,7 @@ def refused_everywhere(model: Any, message: str, shared: bool = True) -> None:
 
 SETTINGS: dict[str, Any] = {
     "context_parallel_size": 2,
-    "multi_latent_attention": True,
+    "apply_rope_fusion": True,
     "experimental_attention_variant": "dsa",
     "apply_query_key_layer_scaling": True,
     "attention_dropout": 0.1,
@@ -114,6 +115,7 @@ SETTINGS: dict[str, Any] = {
 
 #: What a setting is refused together with.
 BESIDE: dict[str, dict[str, Any]] = {
+    "apply_rope_fusion": {"multi_latent_attention": True},
     "mlp_chunks_for_training": {"moe_z_loss_coeff": 0.01},
     "moe_router_fusion": {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"},
     "calculate_per_token_loss": {"moe_z_loss_coeff": 0.01, "sequence_parallel": True},
@@ -274,6 +276,7 @@ def _empty(kind: type) -> Any:
     """A module of a class, of which only the class is looked at."""
     module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
+    module.core_attention = None
     return module
 
 
@@ -288,7 +291,6 @@ class OtherLayer(TransformerLayer):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (MambaLayer, "a Mamba layer"),
         (ForeignLayer, "ForeignLayer, expected Megatron's TransformerLayer"),
         (OtherLayer, "OtherLayer, expected Megatron's TransformerLayer"),
     ],
@@ -302,8 +304,9 @@ def test_other_layers(model: Any, kind: type, message: str) -> None:
 @pytest.mark.parametrize(
     ("part", "kind", "message"),
     [
-        ("self_attention", MLASelfAttention, "multi-latent attention"),
-        ("self_attention", GatedDeltaNet, "a gated delta rule layer"),
+        ("self_attention", FusedMLASelfAttention, "FusedMLASelfAttention, which reads"),
+        ("self_attention", MLASelfAttention, "MLASelfAttention, which reads"),
+        ("self_attention", GatedDeltaNet, "a layer of the gated delta rule"),
         ("self_attention", ForeignLayer, "ForeignLayer, expected self-attention"),
         ("cross_attention", CrossAttention, "cross attention"),
         ("mlp", ForeignLayer, "ForeignLayer, expected one of Megatron's"),
@@ -313,6 +316,18 @@ def test_other_parts_of_layers(model: Any, part: str, kind: type, message: str) 
     pack_batches(model)
     setattr(model.decoder.layers[0], part, _empty(kind))
     refused_everywhere(model, rf"decoder\.layers\.0\.{part} is .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(MambaMixer, "Mamba mixer, whose state"), (ForeignLayer, "ForeignLayer, expected Mamba")],
+)
+def test_other_mixers(model: Any, kind: type, message: str) -> None:
+    pack_batches(model)
+    layer = _empty(MambaLayer)
+    layer.mixer = _empty(kind)
+    model.decoder.layers[0] = layer
+    refused_everywhere(model, rf"decoder\.layers\.0\.mixer is a .*{message}")
 
 
 def test_attention_that_is_not_called(model: Any) -> None:
