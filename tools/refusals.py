@@ -61,11 +61,10 @@ HEAD = """# Refusals
 Written by `python -m tools.refusals` from the sources; do not edit.
 
 prefixtree refuses what it would compute otherwise than the replicated batch, and what no test has
-proven. It raises `prefixtree.UnsupportedError` instead. Search this page for your setting, or for
-the error that you got: the rows are the texts of the errors, with "…" for what an error fills in.
-[Families](families.md#refused) says which model types are refused, and why. Wrong input (a mask of
-another length, ranks of a group with different arguments) raises `ValueError`, which says what was
-expected and what came. [Troubleshooting](troubleshooting.md) has the errors that are met most.
+proven, with `prefixtree.UnsupportedError`. The rows are the texts of the errors, with "…" for what an
+error fills in. [Families](families.md#refused) has the model types. Wrong input (a mask of another
+length, ranks of a group with different arguments) raises `ValueError` instead.
+[Troubleshooting](troubleshooting.md) has the errors that are met most.
 """
 
 
