@@ -222,3 +222,13 @@ def test_another_attention():
     model = classifier(AutoModelForTokenClassification, "qwen3", "eager")
     with pytest.raises(pt.UnsupportedError, match="run another attention"):
         sequence_values(model, ragged_packed())
+
+
+def test_checkpoints_that_lose_gradients():
+    model = classifier(AutoModelForTokenClassification, "qwen3")
+    model.config.num_kv_shared_layers = 1
+    enable_checkpointing(model, use_reentrant=False)
+    sequence_values(model, ragged_packed())
+    enable_checkpointing(model, use_reentrant=True)
+    with pytest.raises(pt.UnsupportedError, match="reentrant checkpointing loses gradients"):
+        sequence_values(model, ragged_packed())
