@@ -61,9 +61,9 @@ HEAD = """# Refusals
 Written by `python -m tools.refusals` from the sources; do not edit.
 
 prefixtree refuses what it would compute otherwise than the replicated batch, and what no test has
-proven, with `prefixtree.UnsupportedError`. The rows are the texts of the errors, with "…" for what an
-error fills in. [Families](families.md#refused) has the model types. Wrong input (a mask of another
-length, ranks of a group with different arguments) raises `ValueError` instead.
+proven, with `prefixtree.UnsupportedError`. The rows are the texts of the errors, with "…" for what
+an error fills in. [Families](families.md#refused) has the model types. Wrong input (a mask of
+another length, ranks of a group with different arguments) raises `ValueError` instead.
 [Troubleshooting](troubleshooting.md) has the errors that are met most.
 """
 
