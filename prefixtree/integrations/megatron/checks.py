@@ -108,9 +108,9 @@ def _counts(language_model: Any) -> bool:
 def _check_router(name: str, router: Any) -> None:
     if not isinstance(router, ForestRouter):
         raise UnsupportedError(
-            f"{name}.router is a {type(router).__name__}, which counts each shared token once for "
-            f"its loss or its experts' bias: {_FIX} (it serves TopKRouter), or set "
-            "moe_aux_loss_coeff=0, moe_z_loss_coeff=None and moe_router_bias_update_rate=0"
+            f"{name}.router is a {type(router).__name__}, which counts each shared token once: "
+            f"{_FIX} (it serves TopKRouter), or switch the router's losses and the update of its "
+            "bias off"
         )
 
 
@@ -180,8 +180,8 @@ def _check_attention(name: str, attention: Any) -> None:
         if not isinstance(module, expected):
             raise UnsupportedError(
                 f"{where} is a {type(module).__name__}, which reads a forest as one sequence: "
-                f"{_FIX} (tree_spec serves SelfAttention and MLASelfAttention with "
-                "DotProductAttention or TEDotProductAttention, and no class that attends otherwise)"
+                f"{_FIX} (it serves SelfAttention, MLASelfAttention, DotProductAttention and "
+                "TEDotProductAttention)"
             )
 
 
@@ -190,8 +190,8 @@ def _refuse_others(name: str, module: Any) -> None:
     found = next((text for kind, text in _OTHER_LAYERS.items() if kind in kinds), None)
     if found is not None:
         raise UnsupportedError(
-            f"{name} is {found} ({type(module).__name__}): {_FIX} (it serves self-attention, "
-            "ordinary, grouped-query and latent, GatedDeltaNet and MambaMixer)"
+            f"{name} is {found} ({type(module).__name__}): {_FIX} (it serves "
+            "SelfAttention, MLASelfAttention, GatedDeltaNet and MambaMixer)"
         )
 
 
@@ -224,22 +224,20 @@ def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedToken
     if operators != states:
         raise UnsupportedError(
             f"{operators} convolutions and recurrences followed the forest in a forward of "
-            f"{type(language_model).__name__}, which has {states} of them here: the others read "
-            "the packed order (a patched forward, or a layer that replaces it)"
+            f"{type(language_model).__name__}, which has {states}: the others read the packed "
+            "order (a patched forward, or a replaced layer)"
         )
     expected = sum(isinstance(m, Attention) for m in language_model.modules())
     if count != expected:
         raise UnsupportedError(
             f"{count} attention calls followed the forest in a forward of "
-            f"{type(language_model).__name__}, which has {expected} attention layers here: the "
-            "others ran another attention (a patched forward, or a layer that replaces it), whose "
-            "results are those of another batch"
+            f"{type(language_model).__name__}, which has {expected} attention layers: the "
+            "others ran another attention (a patched forward, or a replaced layer)"
         )
     routers = len(routers_of(language_model))
     if tokens is not None and tokens.calls != routers:
         raise UnsupportedError(
-            f"{tokens.calls} routers read how often sequences hold each token in a forward of "
-            f"{type(language_model).__name__}, which has {routers} routers here: the losses and "
-            "counts of the others are those of another batch (a patched forward, or a layer that "
-            "does not hand on padding_mask)"
+            f"{tokens.calls} routers read the copies of each token in a forward of "
+            f"{type(language_model).__name__}, which has {routers} routers: a layer does not hand "
+            "on padding_mask"
         )

@@ -33,16 +33,13 @@ class ForestSelfAttention:
 
     def forward(self, hidden_states: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, ForestParams) for a in args):
-            raise UnsupportedError(
-                "packed_seq_params came by position, expected by keyword: this Megatron calls its "
-                "self-attention in a way that was not tested"
-            )
+            raise UnsupportedError("packed_seq_params came by position, expected by keyword")
         params = kwargs.get("packed_seq_params")
         if isinstance(params, ForestParams):
             if any(a is not None for a in args):
                 raise UnsupportedError(
                     "self-attention got positional arguments beside a packed forest, expected "
-                    "keywords: this Megatron calls it in a way that was not tested"
+                    "keywords"
                 )
             kwargs["rotary_pos_emb"] = params.at_depths(kwargs.get("rotary_pos_emb"))
         return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]

@@ -113,8 +113,7 @@ REFUSALS = (
     Refusal(
         "apply_query_key_layer_scaling",
         _get("apply_query_key_layer_scaling"),
-        "layers would divide their scores by their number, which tree attention does not; set it "
-        "to False",
+        "tree attention does not divide scores by a layer's number; set it to False",
     ),
     Refusal(
         "attention_dropout",
@@ -125,8 +124,8 @@ REFUSALS = (
     Refusal(
         "hidden_dropout",
         _get("hidden_dropout"),
-        "the copies of a shared token would all drop the same values, where a replicated batch "
-        "draws for each; set it to 0, or call model.eval()",
+        "the copies of a shared token would drop the same values; set it to 0, or call "
+        "model.eval()",
         only_training=True,
     ),
     Refusal(
@@ -138,21 +137,20 @@ REFUSALS = (
     Refusal(
         "mlp_chunks_for_training",
         lambda c: _get("mlp_chunks_for_training", 1)(c) > 1 and counts_tokens(c),
-        "a router that has a loss or counts tokens would not know which tokens its chunk has; set "
-        "it to 1",
+        "routers with losses would not know the tokens of their chunk; set it to 1",
         only_training=True,
     ),
     Refusal(
         "moe_router_fusion",
         lambda c: _get("moe_router_fusion")(c) and counts_tokens(c),
-        "fused routers were not compared where they have a loss or count tokens; set it to False",
+        "fused routers with losses were not compared; set it to False",
         only_training=True,
     ),
     Refusal(
         "calculate_per_token_loss",
         _loses_z_loss,
-        "this Megatron divides the z loss of a router by the number of ranks under sequence "
-        "parallelism; install megatron-core>=0.19, or set moe_z_loss_coeff to None",
+        "this Megatron divides the z loss by the number of ranks; install megatron-core>=0.19, or "
+        "set moe_z_loss_coeff to None",
         only_training=True,
     ),
     Refusal(
@@ -190,28 +188,27 @@ REFUSALS = (
     Refusal(
         "mtp_num_layers",
         _get("mtp_num_layers"),
-        "multi-token prediction shifts tokens in packed order, which is not that of sequences; set "
-        "it to None",
+        "multi-token prediction shifts tokens in packed order; set it to None",
     ),
     Refusal(
         "enable_cuda_graph",
         _get("enable_cuda_graph"),
-        "CUDA graphs replay fixed shapes, and every forest has others; set it to False",
+        "CUDA graphs replay fixed shapes; set it to False",
     ),
     Refusal(
         "external_cuda_graph",
         _get("external_cuda_graph"),
-        "CUDA graphs replay fixed shapes, and every forest has others; set it to False",
+        "CUDA graphs replay fixed shapes; set it to False",
     ),
     Refusal(
         "cuda_graph_impl",
         lambda c: getattr(c, "cuda_graph_impl", "none") not in ("none", None),
-        "CUDA graphs replay fixed shapes, and every forest has others; set it to 'none'",
+        "CUDA graphs replay fixed shapes; set it to 'none'",
     ),
     Refusal(
         "tp_comm_overlap",
         _get("tp_comm_overlap"),
-        "its buffers hold a fixed number of tokens, and every forest has another; set it to False",
+        "its buffers hold a fixed number of tokens; set it to False",
     ),
     Refusal("fp8", _get("fp8"), "FP8 was not compared; set it to None"),
     Refusal("fp4", _get("fp4"), "FP4 was not compared; set it to None"),

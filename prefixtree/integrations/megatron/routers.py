@@ -93,7 +93,7 @@ class ForestRouter(_Router):
         if rows * group.size() != len(whole):
             raise UnsupportedError(
                 f"a router got {rows} tokens of a forest of {len(whole)}, expected all of them or "
-                f"one part of {group.size()}: which ones it got is not known"
+                f"one part of {group.size()}"
             )
         return whole[group.rank() * rows : (group.rank() + 1) * rows]
 

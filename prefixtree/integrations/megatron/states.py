@@ -46,8 +46,7 @@ class ForestDeltaNet(_DeltaNet):
         kwargs["packed_seq_params"] = packed_seq_params
         if any(isinstance(a, ForestParams) for a in args):
             raise UnsupportedError(
-                "packed_seq_params came by position, expected by keyword: this Megatron calls its "
-                "gated delta rule layers in a way that was not tested"
+                "packed_seq_params came by position to a GatedDeltaNet, expected by keyword"
             )
         if not isinstance(packed_seq_params, ForestParams):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
@@ -141,12 +140,11 @@ def check_state(name: str, mixer: Any) -> None:
     """
     if isinstance(mixer, ForestDeltaNet) and mixer.config.deterministic_mode:
         raise UnsupportedError(
-            f"packed forests are not served with deterministic_mode=True and {name}, a gated delta "
-            "rule layer: it then calls torch's convolution, which reads the packed order; set it "
-            "to False (the rules along trees are deterministic)"
+            f"packed forests are not served with deterministic_mode=True and {name}: torch's "
+            "convolution reads the packed order; set it to False (ours are deterministic)"
         )
     if isinstance(mixer, ForestMamba) and not mixer.use_mem_eff_path:
         raise UnsupportedError(
-            f"packed forests are not served with use_mamba_mem_eff_path=False and {name}, a Mamba "
-            "layer: Megatron's other path refuses packed sequences; set it to True"
+            f"packed forests are not served with use_mamba_mem_eff_path=False and {name}; set it "
+            "to True"
         )
