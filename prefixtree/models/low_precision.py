@@ -71,7 +71,8 @@ def check_quantizer(transformer: nn.Module) -> None:
     # an enumeration whose members are text
     if getattr(method, "value", method) != "bitsandbytes":
         raise UnsupportedError(
-            f"models that transformers loads quantised by {getattr(method, 'value', method)} are "
+            f"models that transformers loads quantised (quantization_config) by "
+            f"{getattr(method, 'value', method)} are "
             "not verified: load it unquantised, or by bitsandbytes; torchao's quantize_ may then "
             "quantise its weights"
         )

@@ -205,7 +205,7 @@ def test_quantisers_that_are_refused(tmp_path: Path) -> None:
         pt.prepare(outliers)
     other = build("qwen3")
     other.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
-    with pytest.raises(UnsupportedError, match="quantised by gptq are not verified"):
+    with pytest.raises(UnsupportedError, match=r"\(quantization_config\) by gptq are not verified"):
         sequence_logprobs(other, ragged_packed())
 
 
