@@ -44,15 +44,16 @@ test-transformers: $(TRANSFORMERS:%=.venvs/%/.ready)
 	  || exit 1; done
 	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m pytest -q tests/models/test_config_fields.py
 
-# of types whose layers carry a state: steps, groups, the sampler
+# of types whose layers carry a state, all of which the newest has: steps, groups, the sampler
 PROOFS_OF_STATES := tests/scoring/test_states_in_steps.py::test_every_family_with_states \
   tests/scoring/test_states_in_groups.py::test_every_family_with_states \
   tests/sampling/test_families.py::test_equals_generate_and_eager
 # docs/families.md and the count in README.md, from the figures of the tests in each version
 families: test-transformers
-	$(TEST_ENV) $(BIN)/python -m pytest -q --full tests/models/test_families.py \
-	  $(PROOFS_OF_STATES) $(RECORD)=.venvs/current.xml
-	$(BIN)/python -m tests.support.family_table .venvs/current.xml $(TRANSFORMERS:%=.venvs/%.xml)
+	$(TEST_ENV) $(BIN)/python -m pytest -q --full tests/models/test_families.py $(RECORD)=.venvs/current.xml
+	$(TEST_ENV) .venvs/$(lastword $(TRANSFORMERS))/bin/python -m pytest -q --full \
+	  $(PROOFS_OF_STATES) $(RECORD)=.venvs/states.xml
+	$(BIN)/python -m tests.support.family_table .venvs/current.xml .venvs/states.xml $(TRANSFORMERS:%=.venvs/%.xml)
 
 # tests/support/config_fields.json: every field of every configuration, packed against eager
 fields: $(READY)

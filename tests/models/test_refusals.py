@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -242,6 +243,10 @@ class _Adapter(nn.Module):
         return self.base_layer(x) + self.lora_B(self.lora_A(self.lora_dropout["default"](x)))
 
 
+# as transformers' quantisers have it
+_GPTQ = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
+
+
 def test_noise_on_embeddings(packed):
     """NEFTune, as transformers' trainer switches it on and off."""
     model = build("qwen3")
@@ -259,7 +264,7 @@ def test_noise_on_embeddings(packed):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hf_quantizer", object(), "that transformers loads quantised"),
+        ("hf_quantizer", _GPTQ, "that transformers loads quantised"),
         ("_use_kernels", True, "use_kernels replaces layers"),
     ],
 )

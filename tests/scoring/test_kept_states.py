@@ -55,7 +55,9 @@ class Forward64:
     def __init__(self, model: nn.Module, *_: Any) -> None:
         self._model, self.output = model, None
 
-    def __call__(self, mask: Any, inputs: dict[str, Any], edges: Any) -> torch.Tensor:
+    def __call__(
+        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
+    ) -> torch.Tensor:
         with Float64():
             logits = self._model(**inputs).logits[0]
         rows = logits[edges.predictors][edges.to_predictors.rows.long()]

@@ -59,7 +59,8 @@ def test_what_a_measure_takes_is_planned_for(monkeypatch):
     """Sixteen tensors of float32 logits, of all edges where these are few."""
     held: list[int] = []
 
-    def note(model: Any, causal_lm: Any, packed: Any, scored: int, mode: Any, bytes_: int) -> Any:
+    def note(_: Any, causal_lm: Any, *of: Any) -> Any:
+        _, scored, _, bytes_, _ = of
         held.append(bytes_ - 16 * 4 * scored * causal_lm.config.vocab_size)
         return nullcontext()
 
