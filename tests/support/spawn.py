@@ -31,8 +31,10 @@ _PRELOADED = ["numba", "transformers.modeling_utils", "prefixtree.integrations.t
 
 def run_ranks(module: str, folder: Path, ranks: int = WORLD_SIZE) -> list[Any]:
     """The result of each rank; all of them have ended."""
+    # a store that an earlier run left in the folder would tell ranks its ports
+    store = folder / f"store{time.monotonic_ns()}"
     processes = [
-        _forks().Process(target=_main, args=(module, rank, ranks, folder, dict(os.environ)))
+        _forks().Process(target=_main, args=(module, rank, ranks, folder, store, dict(os.environ)))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -66,14 +68,16 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _main(module: str, rank: int, ranks: int, folder: Path, environment: dict[str, str]) -> None:
+def _main(
+    module: str, rank: int, ranks: int, folder: Path, file: Path, environment: dict[str, str]
+) -> None:
     os.environ.update(environment, OMP_NUM_THREADS="1")
     # also what C++ says, and the traceback of a rank that fails
     with _log(folder, rank).open("w") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), ranks)
+    store = dist.FileStore(str(file), ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT // 2)
     )

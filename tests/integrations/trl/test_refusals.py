@@ -300,7 +300,11 @@ def test_adapters(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("hf_quantizer", object(), "that transformers loads quantised"),
+        (
+            "hf_quantizer",
+            SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq")),
+            "that transformers loads quantised",
+        ),
         ("_use_kernels", True, "use_kernels replaces layers"),
     ],
 )

@@ -90,8 +90,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    # runs of two and of four ranks have the folder one after the other
-    store = dist.FileStore(str(folder / f"store{world}"), world)
+    store = dist.FileStore(os.environ["RANKS_STORE"], world)
     # verl would ask for "cpu:gloo" and the platform's backend for the same device
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -545,7 +546,9 @@ def of_collecting_rank(worker: TrainingWorker, output: Any) -> Any:
 
 def run_ranks(folder: Path, names: list[str], ranks: int = 2) -> list[dict[Any, Any]]:
     """The results of each rank (`rank.py`), all named cases with both engines."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # a store that an earlier run left would tell ranks its ports
+    store = folder / f"store{time.monotonic_ns()}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_STORE": str(store)}
     command = [sys.executable, "-m", "tests.integrations.verl.rank"]
     processes = [
         subprocess.Popen(
