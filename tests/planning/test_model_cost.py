@@ -20,7 +20,7 @@ from tests.support import picture_cases
 from tests.support.family_configs import FAMILIES, VARIANTS
 from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import EVERY_TIME, build, recurrent
+from tests.support.models import EVERY_TIME, build, cases, recurrent
 
 TOKENS = 20
 # AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide.
@@ -54,7 +54,7 @@ def counted_flops(model: Any) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("family", mostly([*FAMILIES, *VARIANTS], EVERY_TIME))
+@pytest.mark.parametrize("family", mostly(cases([*FAMILIES, *VARIANTS]), EVERY_TIME))
 def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     model = build(family, "eager")
     cost = model_cost(model.config)

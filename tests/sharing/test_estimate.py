@@ -242,6 +242,9 @@ def test_predictions_against_verify(tmp_path, rollouts, checkpointing):
     if (peak := measured["packed"]["peak_bytes"]) is not None:
         # the weights were held before
         expected = predicted["fixed_bytes"] / 2 + predicted["packed"]["activation_bytes"]
+        if peak > FACTOR * expected:
+            # of the process on a CPU, which loads what a first run needs
+            peak = run_json("verify", path, "--model", model, *options)["packed"]["peak_bytes"]
         assert 1 / FACTOR < peak / expected < FACTOR
 
 

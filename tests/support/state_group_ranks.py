@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
 
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
@@ -67,6 +68,7 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         f"{family}, {mode}, {owner}": Case(family, mode, owner)
         for family in HYBRIDS
+        if family in CONFIG_MAPPING
         for mode in ("parts", "heads")
         for owner in OWNERS
     },

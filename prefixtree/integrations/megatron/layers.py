@@ -198,7 +198,10 @@ def _joined(first: type, base: type) -> type:
     """A class of both; a spec that is mapped twice stays as it is."""
     if issubclass(base, first):
         return base
-    return type(f"Forest{base.__name__}", (first, base), {"__module__": __name__})
+    # by the name of a module with parameters of its own, Megatron-Bridge finds how they are sharded
+    has_none = first in (ForestSelfAttention, ForestCoreAttention)
+    name = f"Forest{base.__name__}" if has_none else base.__name__
+    return type(name, (first, base), {"__module__": __name__})
 
 
 def _window(config: Any, layer_number: int) -> int | None:
