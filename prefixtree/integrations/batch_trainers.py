@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.models.checks import set_attention, transformer_of
 from prefixtree.models.hybrids import prepare
 from prefixtree.scoring.batches import batch_logprobs
 
@@ -52,18 +53,7 @@ def use_openrlhf() -> None:
     ) -> Any:
         if action_mask is None and not return_logprobs:
             # logits are wanted
-            return theirs(
-                sequences,
-                action_mask,
-                attention_mask,
-                return_output,
-                allgather_logits,
-                return_logprobs,
-                ring_attn_group,
-                packed_seq_lens,
-                return_entropy,
-                **images,
-            )
+            return theirs()
         _refuse_images(images)
         if ring_attn_group is not None:
             raise UnsupportedError(
@@ -156,7 +146,8 @@ def use_ms_swift() -> None:
         compute_entropy: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         _refuse_images({n: v for n, v in model_inputs.items() if "pixel" in n or "grid" in n})
-        prepare(model)
+        # scoring checks the model, and prepares its states
+        set_attention(transformer_of(model))
         layout = "position_ids" if self.template.padding_free else "attention_mask"
         scores = batch_logprobs(
             model,
@@ -184,7 +175,8 @@ def _use(owner: Any, forward: Callable[..., Any]) -> None:
 
     @functools.wraps(theirs)
     def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, functools.partial(theirs, self), *args, **kwargs)
+        # the trainer's own, with what it was called with
+        return forward(self, functools.partial(theirs, self, *args, **kwargs), *args, **kwargs)
 
     _OURS.add(packed_forward)
     owner.forward, owner.__init__ = packed_forward, construct_and_prepare

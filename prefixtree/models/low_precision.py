@@ -64,15 +64,15 @@ def check_quantizer(transformer: nn.Module) -> None:
     Raises:
         UnsupportedError: any but bitsandbytes in 4 bits, or in 8 without a threshold.
     """
-    quantizer: Any = vars(transformer).get("hf_quantizer")
-    if quantizer is None:
+    if not is_quantised(transformer):
         return
+    quantizer: Any = transformer.hf_quantizer
     method = quantizer.quantization_config.quant_method
-    # an enumeration whose members are text
-    if getattr(method, "value", method) != "bitsandbytes":
+    # a name, or a member of an enumeration
+    method = getattr(method, "value", method)
+    if method != "bitsandbytes":
         raise UnsupportedError(
-            f"models that transformers loads quantised (quantization_config) by "
-            f"{getattr(method, 'value', method)} are "
+            f"models that transformers loads quantised (quantization_config) by {method} are "
             "not verified: load it unquantised, or by bitsandbytes; torchao's quantize_ may then "
             "quantise its weights"
         )

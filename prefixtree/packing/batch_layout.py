@@ -80,6 +80,12 @@ class BatchLayout:
         first: np.ndarray = np.cumsum(self.lengths) - self.lengths
         return first
 
+    @cached_property
+    def predicted(self) -> np.ndarray:
+        """int64 [R - S], `place` of every token but the first of its sequence."""
+        predicted: np.ndarray = np.delete(self.place, self.first)
+        return predicted
+
     @property
     def rows(self) -> np.ndarray:
         """int64 [S], the row of each sequence: that of its first token."""
@@ -110,7 +116,7 @@ class BatchLayout:
         """
         flat = torch.cat(list(values))
         out = flat.new_zeros(self.shape[0] * self.shape[1], *flat.shape[1:])
-        at = move(torch.from_numpy(np.delete(self.place, self.first)), flat.device)
+        at = move(torch.from_numpy(self.predicted), flat.device)
         return out.index_copy(0, at, flat).unflatten(0, self.shape)
 
 

@@ -131,11 +131,12 @@ def batch_logprobs(
 def _masks(layout: BatchLayout, loss_mask: Any) -> tuple[list[np.ndarray] | None, np.ndarray]:
     """loss_mask per sequence, and bool [B, L], where a score stands."""
     scored = np.zeros(layout.shape, bool)
-    scored.reshape(-1)[np.delete(layout.place, layout.first)] = True
+    scored.reshape(-1)[layout.predicted] = True
     if loss_mask is None:
         return None, scored
-    masks = layout.sequences("loss_mask", loss_mask)
-    wanted = to_numpy(loss_mask, "loss_mask") != 0
+    given = to_numpy(loss_mask, "loss_mask")
+    masks = layout.sequences("loss_mask", given)
+    wanted = given != 0
     holds = np.zeros(layout.shape, bool)
     holds.reshape(-1)[layout.place] = True
     for row, column in np.argwhere(wanted & ~holds)[:1]:
