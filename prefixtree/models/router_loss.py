@@ -12,7 +12,7 @@ Legend: T packed tokens, E experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ _FUNCTION = "load_balancing_loss_func"
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Puts the replicated batch's loss into the output of a packed forward.
+    """The replicated batch's loss, of the router logits of packed forwards.
 
     Attributes:
         causal_lm: the transformers model.
@@ -66,9 +66,13 @@ class RouterLoss:
                 'enable checkpointing with {"use_reentrant": False}, or pass recompute="all"'
             )
 
-    def put_into(self, output: Any) -> None:
-        """Sets `aux_loss` of a model's output, which has `router_logits`, one [T, E] per layer."""
-        logits, expected = output.router_logits, len(self.multiplicity)
+    def logits_of(self, output: Any, expected: int) -> tuple[torch.Tensor, ...]:
+        """The router logits in a model's output, one [expected, E] per layer of experts.
+
+        Raises:
+            UnsupportedError: there are none, or of another number of tokens.
+        """
+        logits: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
         name = type(self.causal_lm).__name__
         if not logits:
             raise UnsupportedError(
@@ -81,12 +85,16 @@ class RouterLoss:
                 f"{name} recorded router logits of shapes {[list(x.shape) for x in logits]}, "
                 f"expected [{expected}, experts] per layer of experts: routers were replaced"
             )
+        return logits
+
+    def of(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss, a scalar, of the router logits of all packed tokens, one [T, E] per layer."""
         # the model's number: ERNIE's configuration had another name for it
         config = self.causal_lm.config.get_text_config()
         chosen = getattr(self.causal_lm, "num_experts_per_tok", None) or config.num_experts_per_tok
-        output.aux_loss = self.function(
-            logits, logits[0].shape[-1], chosen, self.multiplicity[None]
-        )
+        experts = logits[0].shape[-1]
+        loss: torch.Tensor = self.function(tuple(logits), experts, chosen, self.multiplicity[None])
+        return loss
 
 
 def router_loss(causal_lm: Any, packed: PackedForest, asked: bool | None) -> RouterLoss | None:

@@ -318,8 +318,9 @@ class StepExchange:
 
 # ---- the autograd node ---------------------------------------------------------------------------
 
-#: Runs a step, or with None a dummy that scores nothing, and gives its scores [u, columns].
-Compute = Callable[[int | None, "StepExchanges | None"], torch.Tensor]
+#: Runs a step, or with None a dummy that scores nothing, and gives the scores [u, columns] of its
+#: edges, and tensors with a row per token of its own, as many of them in every step.
+Compute = Callable[[int | None, "StepExchanges | None"], tuple[torch.Tensor, ...]]
 
 
 class StepRun:
@@ -327,7 +328,8 @@ class StepRun:
 
     Args:
         store: of the steps; not used before.
-        edges: the edges that each step scores, int64 on the device; each of U in one step.
+        places: of each step, int64 on the device: the edges that it scores, each of U in one step,
+            and its own tokens, each of T in one step.
         compute: runs a step through the model, with a graph where gradients are enabled.
         num_runs: how often the model runs in a forward pass, n or more. The rest are dummies, where
             other ranks have more steps.
@@ -338,23 +340,23 @@ class StepRun:
     def __init__(
         self,
         store: LoanStore,
-        edges: Sequence[torch.Tensor],
+        places: Sequence[tuple[torch.Tensor, torch.Tensor]],
         compute: Compute,
         num_runs: int,
         check: Callable[[], None] | None = None,
     ) -> None:
         self.store = store
-        self._edges = edges
+        self._places = places
         self._compute = compute
         self._check = check
-        dummies = num_runs - len(edges)
-        self._runs: list[int | None] = [*range(len(edges)), *[None] * dummies]
-        # the last scores, whose backward comes first: their graph is kept
-        self._last: torch.Tensor | None = None
+        dummies = num_runs - len(places)
+        self._runs: list[int | None] = [*range(len(places)), *[None] * dummies]
+        # what the last one gave, whose backward comes first: its graph is kept
+        self._last: tuple[torch.Tensor, ...] | None = None
         self._is_done = False
 
-    def forward(self, has_backward: bool) -> torch.Tensor:
-        """The scores of all edges, [U, columns], without a graph.
+    def forward(self, has_backward: bool) -> tuple[torch.Tensor, ...]:
+        """The scores of all edges, [U, columns], and the rows of all tokens, without a graph.
 
         Args:
             has_backward: whether `backward` follows.
@@ -365,15 +367,24 @@ class StepRun:
             results.append(self._without_graph(step))
         if has_backward:
             self._last = self._with_graph(last)
-            results.append(self._last.detach())
-        count = sum(len(edges) for edges in self._edges)
-        scores = results[0].new_empty(count, *results[0].shape[1:])
-        for edges, of_step in zip(self._edges, results, strict=False):
-            scores[edges] = of_step
-        return scores
+            results.append(tuple(x.detach() for x in self._last))
+        return tuple(
+            self._joined(kind, of_steps) for kind, of_steps in enumerate(zip(*results, strict=True))
+        )
 
-    def backward(self, gradient: torch.Tensor) -> None:
-        """Adds the gradients of all parameters to theirs, for those of the scores [U, columns]."""
+    def _joined(self, kind: int, of_steps: Sequence[torch.Tensor]) -> torch.Tensor:
+        places = [self._place(step, kind) for step in range(len(self._places))]
+        joined = of_steps[0].new_empty(sum(map(len, places)), *of_steps[0].shape[1:])
+        # those of dummies are left out
+        for place, rows in zip(places, of_steps, strict=False):
+            joined[place] = rows
+        return joined
+
+    def _place(self, step: int, kind: int) -> torch.Tensor:
+        return self._places[step][min(kind, 1)]
+
+    def backward(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds the gradients of all parameters to theirs, for those of what `forward` gave."""
         if self._is_done:
             raise RuntimeError(
                 "the backward of sequence_logprobs(max_tokens=) ran already, and what its steps "
@@ -381,27 +392,31 @@ class StepRun:
                 "(retain_graph does not keep it)"
             )
         self._is_done = True
-        scores, self._last = self._last, None
+        rows, self._last = self._last, None
         for step in reversed(self._runs):
             # an optimizer may run in a hook of the step before
             if self._check is not None:
                 self._check()
-            if scores is None:
-                scores = self._with_graph(step)
+            if rows is None:
+                rows = self._with_graph(step)
             if step is None:
-                torch.autograd.backward(scores, torch.zeros_like(scores))
+                of_step = [torch.zeros_like(x) for x in rows]
             else:
-                torch.autograd.backward(scores, gradient[self._edges[step]])
+                of_step = [g[self._place(step, kind)] for kind, g in enumerate(gradients)]
+            # router logits below the first layer that trains have no graph; scores must
+            reached = [i for i, x in enumerate(rows) if i == 0 or x.requires_grad]
+            torch.autograd.backward([rows[i] for i in reached], [of_step[i] for i in reached])
+            if step is not None:
                 self.store.close(step)
-            scores = None
+            rows = None
 
-    def _without_graph(self, step: int | None) -> torch.Tensor:
+    def _without_graph(self, step: int | None) -> tuple[torch.Tensor, ...]:
         if step is None:
             return self._compute(None, None)
         with self.store.lending(step) as exchanges:
             return self._compute(step, exchanges)
 
-    def _with_graph(self, step: int | None) -> torch.Tensor:
+    def _with_graph(self, step: int | None) -> tuple[torch.Tensor, ...]:
         exchanges = None if step is None else self.store.with_graph(step)
         with torch.enable_grad():
             return self._compute(step, exchanges)
@@ -409,24 +424,26 @@ class StepRun:
 
 class _InSteps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, run: StepRun) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, run: StepRun) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         return run.forward(has_backward=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "sequence_logprobs(max_tokens=) is differentiable once: its backward adds the "
                 "gradients of the parameters step by step, so create_graph=True has no graph to "
                 "make; leave it out, or score without max_tokens"
             )
-        ctx.run.backward(gradient)
+        ctx.run.backward(gradients)
         return None, None
 
 
-def run_in_steps(run: StepRun, device: torch.device, has_backward: bool) -> torch.Tensor:
-    """The scores of all steps, as one node of the graph.
+def run_in_steps(
+    run: StepRun, device: torch.device, has_backward: bool
+) -> tuple[torch.Tensor, ...]:
+    """What all steps give, as one node of the graph.
 
     Args:
         run: not used before.
@@ -434,15 +451,15 @@ def run_in_steps(run: StepRun, device: torch.device, has_backward: bool) -> torc
         has_backward: whether gradients are wanted.
 
     Returns:
-        [U, columns].
+        The scores [U, columns], and the rows of tokens, [T, ...] each.
     """
     if not has_backward:
         with torch.no_grad():
             return run.forward(has_backward=False)
     # no parameter is an input: wrappers count on the steps' own backwards to reach them
     anchor = torch.zeros((), device=device, requires_grad=True)
-    scores: torch.Tensor = _InSteps.apply(anchor, run)
-    return scores
+    rows: tuple[torch.Tensor, ...] = _InSteps.apply(anchor, run)
+    return rows
 
 
 def to_host(pair: _Pair) -> _Pair:

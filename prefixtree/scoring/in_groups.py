@@ -6,7 +6,7 @@ Legend: U scored edges, one per temperature, n ranks of the group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import runs_deepspeed
-from prefixtree.models.families import forward_inputs
+from prefixtree.models.families import ROUTES, forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
@@ -29,6 +29,7 @@ from prefixtree.parallel.state_heads import StatesByHeads, state_heads_problem
 from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.planning.cost_model import CostModel, cost_model_of
 from prefixtree.planning.model_cost import model_cost, state_heads
+from prefixtree.planning.parts import Part
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 #: What the ranks of a group exchange: keys and values that a rank's part of the tokens borrows, or
 #: tokens for heads.
 GroupMode = Literal["parts", "heads"]
+#: What a forward gives: the scores [u, columns] of its edges, and where a load-balancing loss is
+#: asked for the router logits [t, E] of its tokens, one tensor per layer of experts.
+Rows = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class LocalPart:
         inputs: keywords of the model's forward.
         mask: the mask over which its layers attend.
         edges: what the lm_head scores here.
-        gathered: from the scores of `edges` to those that `to_sequences` reads.
+        gathered: from the scores of `edges` to those that `to_sequences` reads, and from the router
+            logits [t, E] of this process's tokens, where a loss wants them, to those of all.
         to_sequences: from these to every sequence but its first token.
         lengths: n - 1 of each sequence.
         order: int64 [U], the row of each scored edge once gathered. Default: as they are.
@@ -57,7 +62,7 @@ class LocalPart:
     inputs: dict[str, Any]
     mask: TreeMask
     edges: DeviceEdges
-    gathered: Callable[[torch.Tensor], torch.Tensor]
+    gathered: Callable[[Rows], Rows]
     to_sequences: GatherIndex
     lengths: list[int]
     order: torch.Tensor | None = None
@@ -87,10 +92,24 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
         inputs=forward_inputs(packed, config),
         mask=packed.mask,
         edges=edges_on_device(packed, found, None, found.predictor),
-        gathered=lambda scores: scores,
+        gathered=lambda rows: rows,
         to_sequences=GatherIndex(found.of_copies, found.count, packed.device),
         lengths=found.lengths,
     )
+
+
+def part_inputs(inputs: dict[str, Any], part: Part, mask: DividedMask) -> dict[str, Any]:
+    """The keywords of a forward over a part, from those of the whole forest."""
+    own = part.tables().own_tokens
+    rows = {name: x.index_select(axis, own) for name, axis, x in of_tokens(inputs)}
+    return {**inputs, **rows, "tree_mask": mask}
+
+
+def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """The keywords of a forward that have an entry per packed token: name, axis, tensor."""
+    for name, axis in (("input_ids", -1), ("position_ids", -1), (ROUTES, 0)):
+        if name in inputs:
+            yield name, axis, inputs[name]
 
 
 # ---- a part, in a group of ranks -----------------------------------------------------------------
@@ -137,13 +156,23 @@ def part_of_rank(
     (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode)
     which, rows = part.tokens.scored(found.predictor)
     row_of_unit, gathered = part.gathering(found.predictor)
+
+    def gathered_together(rows: Rows) -> Rows:
+        scores, *of_tokens = rows
+        if not of_tokens:
+            return (gathered(scores),)
+        wide = part.of_all_tokens(packed)(torch.cat(of_tokens, 1))
+        return _Together.apply(
+            gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
+        )
+
     # -1, of what is not scored, stays
     of_copies = np.append(row_of_unit, -1)[found.of_copies].astype(np.int32)
     return causal_lm, LocalPart(
         inputs=part.inputs(causal_lm.config),
         mask=part.attended,
         edges=edges_on_device(packed, found, which, rows),
-        gathered=gathered,
+        gathered=gathered_together,
         to_sequences=GatherIndex(of_copies, found.count, packed.device),
         lengths=found.lengths,
         order=torch.from_numpy(row_of_unit).to(packed.device),
@@ -174,16 +203,24 @@ def token_part_of_rank(
     (transformer, _), part = _part_of_rank(
         model, packed, group, found, {"recompute": None}, "parts"
     )
-    # of the forest that may be padded, so that every rank has a token
-    num_tokens = part.split.packed.num_tokens
-    row_of_token, gathered = part.gathering(np.arange(num_tokens))
-    row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
-    order = GatherIndex(row_of_token, num_tokens, packed.device)
     return TokenPart(
         inputs=part.inputs(transformer.config),
         mask=part.attended,
-        gathered=lambda values: gather(gathered(values), order),
+        gathered=part.of_all_tokens(packed),
     )
+
+
+class _Together(torch.autograd.Function):
+    """What ranks gathered, so that the backwards of all of it run where that of some does: ranks
+    wait for one another in each."""
+
+    @staticmethod
+    def forward(ctx: Any, *gathered: torch.Tensor) -> Rows:
+        return tuple(x.view_as(x) for x in gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Rows:
+        return gradients
 
 
 class _RankPart:
@@ -211,12 +248,7 @@ class _RankPart:
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
-        packed = self.split.packed
-        inputs = forward_inputs(packed, config)
-        own = self.tokens.tables(packed.device).own_tokens
-        for name in ("input_ids", "position_ids"):
-            inputs[name] = inputs[name].index_select(-1, own)
-        return inputs | {"tree_mask": self._mask}
+        return part_inputs(forward_inputs(self.split.packed, config), self.tokens, self._mask)
 
     def gathering(
         self, tokens: np.ndarray
@@ -231,6 +263,15 @@ class _RankPart:
         """
         row, counts = arrival(self.split.owner[tokens], len(self.split))
         return row, lambda values: gather_rows(values, counts, self._index, self._group)
+
+    def of_all_tokens(self, packed: PackedForest) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From the values [t, C] of the own tokens to those of all tokens of the forest, [T, C]."""
+        # of the forest that may be padded, so that every rank has a token
+        num_tokens = self.split.packed.num_tokens
+        row_of_token, gathered = self.gathering(np.arange(num_tokens))
+        row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
+        order = GatherIndex(row_of_token, num_tokens, packed.device)
+        return lambda values: gather(gathered(values), order)
 
 
 def _part_of_rank(
@@ -316,6 +357,7 @@ def _parts_of_forest(packed: PackedForest) -> Parts:
         "its nodes' parents": forest.node_parent,
         "its nodes' lengths": forest.node_start,
         "the order of its sequences": forest.sequence_node,
+        "its recorded routes": forest.routes,
     }
 
 
@@ -336,13 +378,15 @@ def _parts_of_model(model: Any) -> Parts:
     }
 
 
-def _parts_of_state(model: nn.Module, packed: PackedForest) -> Parts:
+def _parts_of_state(model: Any, packed: PackedForest) -> Parts:
     """The state that decides which collectives a forward and a backward have, and their dtype."""
     kind, mask = packed.device.type, packed.mask
+    config = model.config.get_text_config()
     parts = {
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "model.training": model.training,
+        "config.output_router_logits": getattr(config, "output_router_logits", None),
         "backend of the packed forest": mask.backend,
         "deterministic of the packed forest": mask.deterministic,
     }

@@ -32,21 +32,18 @@ from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
 from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
-from prefixtree.planning.parts import Part
 from prefixtree.planning.steps import Steps, plan_any_steps
 from prefixtree.recompute.forward import Recompute, memory_of, recomputed_forward
 from prefixtree.recompute.layers import Mode
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.in_groups import LocalPart
+from prefixtree.scoring.in_groups import LocalPart, Rows, of_tokens, part_inputs
 
-#: Calls the model once: (mask, keywords, edges, own packed tokens) -> scores [u, columns].
-Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], torch.Tensor]
+#: Calls the model once: (mask, keywords, edges, own packed tokens) -> `Rows`.
+Forward = Callable[[TreeMask, dict[str, Any], DeviceEdges, np.ndarray | None], Rows]
 
 # what a rank whose steps cannot be planned tells the others
 _FAILED = 1 << 40
-# keywords of the model with a column per packed token
-_TOKENS = "input_ids", "position_ids"
 _INSTEAD = "score in micro-batches that fit (plan_micro_batches without reuse=True)"
 # tokens between which the memory of a token is read off
 _FEW, _MANY = 1 << 12, 1 << 13
@@ -91,10 +88,9 @@ def check_static_graph(model: nn.Module, feature: str, instead: str) -> None:
             )
 
 
-def _refusal(check_divided: Callable[[], None], model: nn.Module) -> UnsupportedError | None:
+def _refusal(model: nn.Module) -> UnsupportedError | None:
     """Why a forest cannot be computed in several steps; None where it can."""
     try:
-        check_divided()
         check_static_graph(model, "steps", _INSTEAD)
     except UnsupportedError as refusal:
         return refusal
@@ -192,9 +188,8 @@ def scores_in_steps(
     max_tokens: int,
     borrow_cost: BorrowCost | None,
     recompute: Recompute,
-    check_divided: Callable[[], None],
-) -> torch.Tensor:
-    """The scores of all edges, computed in steps of at most `max_tokens`.
+) -> Rows:
+    """The scores of all edges, and what else `forward` gives, in steps of at most `max_tokens`.
 
     Args:
         forward: calls the model once.
@@ -204,10 +199,10 @@ def scores_in_steps(
         max_tokens: of one step, borrowed tokens weighed.
         borrow_cost: what a borrowed token weighs. Default: read from the model.
         recompute: as in `sequence_logprobs`.
-        check_divided: refuses what is not verified where a forest is divided.
 
     Returns:
-        [U, columns], with one node of the graph behind it where gradients are enabled.
+        As `forward`, of all edges and tokens, with one node of the graph behind them where
+        gradients are enabled.
 
     Raises:
         UnsupportedError, ValueError: see `check_call`; a forest of several steps, see
@@ -222,7 +217,7 @@ def scores_in_steps(
         check_call(model, recompute)
         # what each forward would refuse
         recomputed_forward(model, causal_lm, packed, 0, recompute)
-        undivided = _refusal(check_divided, model)
+        undivided = _refusal(model)
         if packed.num_tokens > max_tokens:
             count = 2
             if undivided is None:
@@ -250,14 +245,17 @@ def scores_in_steps(
         # other ranks have more than one
         steps = Steps(packed, np.zeros(packed.num_tokens, np.int64), 1)
     scored = [part.scored(found.predictor) for part in steps]
-    which = [move(torch.from_numpy(edges), device) for edges, _ in scored]
+    places = [
+        (move(torch.from_numpy(edges), device), part.tables().own_tokens)
+        for part, (edges, _) in zip(steps, scored, strict=True)
+    ]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     wrapped = Wrapped(model, device)
     # what the second forward of a step reads
-    inputs = {f"packed.{n}, or what shares its memory,": whole.inputs[n] for n in _TOKENS}
+    inputs = {f"packed.{n}, or what shares its memory,": x for n, _, x in of_tokens(whole.inputs)}
     stamp = ModelStamp(model, inputs | pixels, for_backward=True) if trains else None
 
-    def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
+    def compute(step: int | None, exchanges: StepExchanges | None) -> Rows:
         with wrapped.as_in_the_forward(is_last=step == 0):
             if step is None or exchanges is None:
                 dummy = dummy_of(packed)
@@ -281,28 +279,19 @@ def scores_in_steps(
             )
 
     store = LoanStore(steps, trains, on_host)
-    run = StepRun(store, which, compute, num_runs, check)
-    scores = run_in_steps(run, device, trains)
+    run = StepRun(store, places, compute, num_runs, check)
+    rows = run_in_steps(run, device, trains)
     if stamp is not None:
         stamp.settle()
-    return scores
-
-
-# ---- a part through a model ----------------------------------------------------------------------
-
-
-def part_inputs(inputs: dict[str, Any], part: Part, mask: PartMask) -> dict[str, Any]:
-    """The keywords of a forward over a part, from those of the whole forest."""
-    own = part.tables().own_tokens
-    rows = {name: inputs[name].index_select(-1, own) for name in _TOKENS}
-    return {**inputs, **rows, "tree_mask": mask}
+    return rows
 
 
 def dummy_of(packed: PackedForest) -> PackedForest:
     """One token that the model is sure to know: what a rank runs while others have a step more."""
-    tokens = packed.forest.tokens
+    tokens, routes = packed.forest.tokens, packed.forest.routes
     assert tokens is not None
-    return pack(PrefixForest.from_parents([-1], [1], tokens[:1])).to(packed.device)
+    first = None if routes is None else routes[:1]
+    return pack(PrefixForest.from_parents([-1], [1], tokens[:1], routes=first)).to(packed.device)
 
 
 # ---- wrappers and ranks --------------------------------------------------------------------------

@@ -43,7 +43,8 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of, part_inputs
+from prefixtree.scoring.in_groups import part_inputs
+from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
 from prefixtree.scoring.logprobs import ModelForward
 
 #: What `kept_trunks(recompute_trunks=)` takes.
@@ -434,7 +435,6 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         edges = edges_on_device(self._packed, self._found, *self._scored[part])
         with self._wrapped.as_in_the_forward(is_last=False):
             scores = forward(tokens.mask, inputs, edges, None)
-        forward.output = None
         return scores
 
     def _run_dummies(self, kind: str | None) -> None:
@@ -455,7 +455,6 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         inputs = forward_inputs(packed, self._causal_lm.config)
         with self._wrapped.as_in_the_forward(is_last):
             scores = self._own_forward(packed.mask, inputs, edges, None)
-        self._own_forward.output = None
         return scores
 
     def _check(self) -> None:

@@ -22,7 +22,6 @@ from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_hook
 from prefixtree.models.families import family_of
-from prefixtree.models.router_loss import RouterLoss
 from prefixtree.packing.gather import gather
 from prefixtree.scoring.edges import DeviceEdges
 from prefixtree.scoring.parallel_lm_head import is_linear, sliced_head
@@ -193,10 +192,8 @@ def scoring_lm_head(
     causal_lm: Any,
     edges: DeviceEdges,
     options: ScoreOptions,
-    loss: RouterLoss | None = None,
 ) -> Iterator[Handed]:
-    """While open, the output embedding scores `edges` and the model's logits are the scores; its
-    load-balancing loss is `loss`.
+    """While open, the output embedding scores `edges` and the model's logits are the scores.
 
     For the thread that entered: forwards of others run as they would without, and another that
     wants to score the same model waits.
@@ -252,8 +249,6 @@ def scoring_lm_head(
                 )
             # the scores themselves: the family's forward changed them as if they were logits
             output.logits, handed.treated = handed.output, output.logits
-            if loss is not None:
-                loss.put_into(output)
             return output
 
         # they are other functions in every call, which torch.compile(model) would trace anew each

@@ -39,7 +39,13 @@ from prefixtree.scoring.edges import (
     find_edges,
     scores_of,
 )
-from prefixtree.scoring.in_groups import GroupMode, check_group_mode, part_of_rank, whole_forest
+from prefixtree.scoring.in_groups import (
+    GroupMode,
+    Rows,
+    check_group_mode,
+    part_of_rank,
+    whole_forest,
+)
 from prefixtree.scoring.in_steps import scores_in_steps
 from prefixtree.scoring.lm_head import logit_rule, scoring_lm_head
 
@@ -162,18 +168,6 @@ def sequence_logprobs(
         )
     in_group = group is not None and num_ranks(group) > 1
 
-    def check_divided() -> None:
-        if router_loss(find_causal_lm(model), packed, output_router_logits) is not None:
-            raise UnsupportedError(
-                "the load-balancing loss of experts is not verified where a forest is divided: "
-                "pass output_router_logits=False, or leave out group and max_tokens"
-            )
-        if packed.forest.routes is not None:
-            raise UnsupportedError(
-                "routes of experts are not verified where a forest is divided: make the forest "
-                "without routes, or leave out group and max_tokens"
-            )
-
     def check() -> tuple[Any, ScoredEdges]:
         check_group_mode(group_mode)
         # refuses, on all ranks of a group
@@ -183,14 +177,13 @@ def sequence_logprobs(
             check_pictures(model, causal_lm, packed, pictures)
         check_model(model, causal_lm, packed, pictures)
         check_routes(model, causal_lm, packed)
-        if in_group:
-            check_divided()
-            if pictures is not None:
-                raise UnsupportedError(
-                    "pictures are not verified where ranks of a group divide a forest: leave out "
-                    "group, and score in micro-batches (plan_micro_batches) or in steps "
-                    "(max_tokens)"
-                )
+        # refuses a family without such a loss
+        router_loss(causal_lm, packed, output_router_logits)
+        if in_group and pictures is not None:
+            raise UnsupportedError(
+                "pictures are not verified where ranks of a group divide a forest: leave out "
+                "group, and score in micro-batches (plan_micro_batches) or in steps (max_tokens)"
+            )
         return causal_lm, find_edges(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
@@ -199,6 +192,7 @@ def sequence_logprobs(
             "return_entropy": return_entropy,
             "return_statistics": tuple(return_statistics),
             "a measure": measure is not None,
+            "output_router_logits": output_router_logits,
             "recompute": recompute,
         }
         causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode)
@@ -215,18 +209,18 @@ def sequence_logprobs(
     loss = router_loss(causal_lm, packed, output_router_logits)
     forward.loss, forward.placed = loss, placed
     if max_tokens is None:
-        scores = local.gathered(forward(local.mask, local.inputs, local.edges))
+        rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
     else:
         pixels = {} if placed is None else placed.pixels()
         arguments = model, causal_lm, packed, found, local, pixels
         options_of_steps = max_tokens, borrow_cost, recompute
-        scores = scores_in_steps(forward, *arguments, *options_of_steps, check_divided)
+        rows = scores_in_steps(forward.rows, *arguments, *options_of_steps)
+    scores, *router_logits = rows
     found_scores = scores_of(scores, local.to_sequences, local.lengths, wanted, local.order)
     if loss is None:
         return found_scores
-    output = forward.output
-    logits = tuple(output.router_logits)
-    return replace(found_scores, aux_loss=output.aux_loss, router_logits=logits)
+    aux_loss = loss.of(router_logits)
+    return replace(found_scores, aux_loss=aux_loss, router_logits=tuple(router_logits))
 
 
 class ModelForward:
@@ -240,7 +234,6 @@ class ModelForward:
     Attributes:
         loss: the load-balancing loss to compute. Default: none.
         placed: the pictures of the forest. Default: text alone.
-        output: what the model returned last: the loss and its logits stand beside the scores.
     """
 
     def __init__(
@@ -255,18 +248,23 @@ class ModelForward:
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None
-        self.output: Any = None
         self._model, self._causal_lm, self._packed = model, causal_lm, packed
         self._options = replace(options, rule=logit_rule(causal_lm))
 
-    def __call__(
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        """As `rows`, of a forward without a loss: the scores alone."""
+        (scores,) = self.rows(*arguments)
+        return scores
+
+    def rows(
         self,
         mask: TreeMask,
         inputs: dict[str, Any],
         edges: DeviceEdges,
         own: np.ndarray | None = None,
-    ) -> torch.Tensor:
-        """One forward, [u, columns].
+    ) -> Rows:
+        """One forward: the scores [u, columns], and the router logits [t, E] of each layer of
+        experts where there is a loss.
 
         Args:
             mask: that of the tokens.
@@ -288,12 +286,14 @@ class ModelForward:
             recomputed_forward(model, causal_lm, packed, count, self.recompute, held_bytes, shown),
             every_layer_attends(causal_lm, mask),
             replaying(causal_lm, packed),
-            scoring_lm_head(causal_lm, edges, self._options, loss) as handed,
+            scoring_lm_head(causal_lm, edges, self._options) as handed,
         ):
             if loss is not None:
                 loss.check()
-            self.output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
+            output = model(**inputs, **keywords, logits_to_keep=edges.predictors)
         # what a wrapper changed in place is its fault, not the model's
-        scores = handed.returned(self.output)
+        scores = handed.returned(output)
         handed.check_treatment(causal_lm, self._options.rule)
-        return scores
+        if loss is None:
+            return (scores,)
+        return scores, *loss.logits_of(output, inputs["input_ids"].shape[-1])

@@ -36,6 +36,7 @@ def score(model: nn.Module, objective: Objective, packed: Any = None, **options:
         objective.loss_masks,
         return_entropy=True,
         chunk_size=7,
+        output_router_logits=bool(objective.balance) or None,
         **options,
     )
 

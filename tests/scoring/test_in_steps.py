@@ -45,7 +45,7 @@ from tests.support.models import (
     ragged_sequences,
     same_bits,
 )
-from tests.support.replay import drawn_routes
+from tests.support.replay import drawn_routes, routers_of
 from tests.support.step_ranks import LIGHT, loss_of
 
 ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] not in HYBRIDS]
@@ -353,28 +353,30 @@ def test_arguments_that_do_not_go_together() -> None:
         score(model, ragged_objective(), borrow_cost=replace(LIGHT, token_bytes=None))
 
 
-def test_what_experts_need_of_a_whole_forest_is_refused() -> None:
-    model, sequences = build("qwen3_moe"), ragged_sequences()
-    with pytest.raises(UnsupportedError, match="load-balancing loss of experts is not"):
-        sequence_logprobs(model, ragged_packed(), max_tokens=64, output_router_logits=True)
-    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
-    with pytest.raises(UnsupportedError, match="routes of experts are not verified"):
-        sequence_logprobs(model, pack(forest), max_tokens=64)
+@pytest.mark.parametrize("model_type", cases(["qwen3_moe", "gpt_oss", "qwen3_next"]))
+def test_recorded_routes(model_type: str) -> None:
+    model, sequences = build(model_type), ragged_sequences()
+    if model_type == "gpt_oss":
+        enable_checkpointing(model, use_reentrant=True)
+    routes = drawn_routes(sequences, len(routers_of(model)), routers_of(model)[0].num_experts)
+    routed = pack(PrefixForest.from_sequences(sequences, routes=routes))
+    found = compare(model, packed=routed)
+    # what the routers choose by themselves is far off
+    assert errors(found, run(model, max_tokens=None)).largest > 0.1
 
 
-def test_what_is_refused_in_steps_runs_where_the_forest_fits() -> None:
-    """As one forward: routes of experts and their load-balancing loss."""
-    experts, sequences = build("qwen3_moe"), ragged_sequences()
-    routed = pack(PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences)))
-    size = {"packed": routed, "max_tokens": routed.num_tokens}
-    assert same_bits(run(experts, **size), run(experts, **{**size, "max_tokens": None}))
-    losses = [
-        sequence_logprobs(
-            experts, ragged_packed(), max_tokens=n, output_router_logits=True
-        ).aux_loss
-        for n in (91, None)
-    ]
-    assert losses[0] == losses[1] is not None
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("model_type", cases(["qwen3_moe", "qwen3_next"]))
+def test_the_load_balancing_loss(model_type: str, frozen: bool) -> None:
+    """Of all tokens of the forest, not of a step's; also where a router has no graph behind it."""
+    model = build(model_type)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1" in name)
+    # as much gradient as the scores have
+    balanced = replace(ragged_objective(), balance=300.0)
+    found = compare(model, balanced, recompute="all")
+    assert errors(found, run(model)).gradient > 0.01
 
 
 def test_deepspeed_is_refused() -> None:

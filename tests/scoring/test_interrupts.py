@@ -91,7 +91,7 @@ _CALLS = [model_checks.every_layer_attends, call_counter.counted_calls]
 def test_scoring() -> None:
     model, packed = tiny()
     run = lambda: sequence_logprobs(model, packed, recompute="all").logprobs  # noqa: E731
-    forward = scoring.ModelForward.__call__
+    forward = scoring.ModelForward.rows
     functions = [scoring_lm_head.scoring_lm_head, layers.recomputing, forward]
     check(model, run, *_CHANGES, *_CALLS, *functions)
 

@@ -54,7 +54,7 @@ class Forward64:
     """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
 
     def __init__(self, model: nn.Module, *_: Any) -> None:
-        self._model, self.output = model, None
+        self._model = model
 
     def __call__(
         self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None

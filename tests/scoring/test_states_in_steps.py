@@ -26,7 +26,8 @@ from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.scoring.in_steps import part_inputs, step_cost_of
+from prefixtree.scoring.in_groups import part_inputs
+from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import MAX_TOKENS, compare, number_of_steps, run, score
 from tests.support.hybrid_cases import (
@@ -129,18 +130,21 @@ def _in_steps(model: Any, packed: pt.PackedForest, budget: int) -> torch.Tensor:
     edges = packed.edges()
     scored = [part.scored(edges.predictor) for part in steps]
 
-    def compute(step: int | None, exchanges: StepExchanges | None) -> torch.Tensor:
+    def compute(step: int | None, exchanges: StepExchanges | None) -> tuple[torch.Tensor]:
         assert step is not None and exchanges is not None
         part = steps[step]
         mask = PartMask(part, exchanges, exchanges.states_of)
         which, at = (torch.from_numpy(x) for x in scored[step])
         with Float64():
             logits = model(**part_inputs(inputs, part, mask)).logits[0]
-        return logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None]
+        return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
 
     store = LoanStore(steps, keeps=True)
-    which = [torch.from_numpy(edges) for edges, _ in scored]
-    found = run_in_steps(StepRun(store, which, compute, len(steps)), packed.device, True)
+    places = [
+        (torch.from_numpy(edges), part.tables().own_tokens)
+        for part, (edges, _) in zip(steps, scored, strict=True)
+    ]
+    (found,) = run_in_steps(StepRun(store, places, compute, len(steps)), packed.device, True)
     return found[:, 0]
 
 

@@ -44,6 +44,7 @@ from tests.support.models import (
     reward_model,
     run_packed,
 )
+from tests.support.replay import drawn_routes
 from tests.support.spawn import ROOT
 
 
@@ -63,6 +64,8 @@ class Case:
         forest: a key of FORESTS.
         group_mode: as `sequence_logprobs` takes it.
         measured: whether three quarters of each score come from a measure.
+        balance: the coefficient of the load-balancing loss.
+        replays: whether experts are recorded, `drawn_routes`.
         scattered: each token belongs to any rank, so that ranks borrow from one another.
         changes: of the model's configuration.
     """
@@ -79,6 +82,8 @@ class Case:
     group_mode: str = "parts"
     scattered: bool = False
     measured: bool = False
+    balance: float = 0.0
+    replays: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
 
     def model(self) -> Any:
@@ -101,6 +106,9 @@ CASES: dict[str, Case] = {
     "sinks": Case("gpt_oss", recompute="all_but_attention"),
     "MLA": Case("deepseek_v3", recompute="all"),
     "experts, DDP": Case("qwen3_moe", "ddp"),
+    "experts, their loss, routes": Case(
+        "qwen3_moe", "ddp", recompute="all", scattered=True, balance=300.0, replays=True
+    ),
     "adapters, DDP": Case(wrapper="ddp", lora=True, measured=True),
     "adapters, FSDP2": Case(wrapper="fsdp2", lora=True, recompute="all"),
     "FSDP2": Case("gpt_oss", "fsdp2", recompute="nothing"),
@@ -161,10 +169,10 @@ WIDE_CASES: dict[str, Case] = {
     "heads, float64": Case(double=True, recompute="all", group_mode="heads"),
     "heads, sinks": Case("gpt_oss", group_mode="heads"),
     "heads, groups, FSDP2, experts": Case(
-        "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads"
+        "qwen3_moe", "fsdp2", "not reentrant", forest="groups", group_mode="heads", balance=300.0
     ),
     "groups, FSDP2": Case("gpt_oss", "fsdp2", "not reentrant", forest="groups", measured=True),
-    "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups"),
+    "groups, FSDP2, experts": Case("qwen3_moe", "fsdp2", forest="groups", replays=True),
     "groups, DDP": Case("gemma2", "ddp", recompute="all", forest="groups"),
     "states, groups, FSDP2": Case("qwen3_next", "fsdp2", "not reentrant", forest="groups"),
     # two groups of heads: each is two ranks'
@@ -205,7 +213,13 @@ def objective_of(case: Case, place: int = 0) -> Objective:
     objective = FORESTS[case.forest](place)
     if case.double:
         objective = replace(objective, weights=[w.double() for w in objective.weights])
-    return objective
+    return replace(objective, balance=case.balance)
+
+
+def packed_of(case: Case, objective: Objective) -> pt.PackedForest:
+    """The packed forest of a group."""
+    routes = drawn_routes(objective.sequences) if case.replays else None
+    return pt.pack(pt.PrefixForest.from_sequences(objective.sequences, routes=routes))
 
 
 def num_groups(case: Case) -> int:
@@ -246,7 +260,7 @@ def _run(case: Case, group: Any, rank: int, loss_scale: float = 1.0) -> dict[str
     """Scores of the rank's forest, and gradients averaged over all ranks."""
     place = rank // dist.get_world_size(group)
     objective = objective_of(case, place)
-    packed = pack_sequences(objective.sequences)
+    packed = packed_of(case, objective)
     model = case.model()
     wrapped = model
     if case.wrapper == "fsdp1":

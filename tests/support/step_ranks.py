@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from prefixtree import PrefixForest, pack
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import asked_for, quick_ones_run
@@ -45,7 +44,6 @@ from tests.support.models import (
     ragged_sequences,
     with_measured,
 )
-from tests.support.replay import drawn_routes
 from tests.support.spawn import WORLD_SIZE
 
 # a borrowed token counts a twentieth of an own one
@@ -119,9 +117,10 @@ def loss_of(objective: Objective, scores: Any) -> torch.Tensor:
     """The objective, and what is no sum over tokens."""
     everything = torch.cat(scores.logprobs)
     entropy = torch.cat(scores.entropy)
-    return objective.loss(scores.logprobs, scores.entropy) + (
-        1e-3 * everything.sum().pow(2) + entropy.exp().mean()
-    )
+    loss = objective.loss(scores.logprobs, scores.entropy)
+    if objective.balance:
+        loss = loss + objective.balance * scores.aux_loss
+    return loss + 1e-3 * everything.sum().pow(2) + entropy.exp().mean()
 
 
 def backward(model: nn.Module, objective: Objective, **options: Any) -> torch.Tensor:
@@ -291,13 +290,8 @@ def _one_rank_cannot(rank: int) -> dict[str, str]:
     """The error of each rank where the forest of rank 0 fits no steps, or may not be divided."""
     short, long = ([1, 2, 3], list(range(60)))
     packed = pack_sequences([long if rank == 0 else short])
-    routes = drawn_routes([short]) if rank == 1 else None
-    routed = pack(PrefixForest.from_sequences([long if rank == 0 else short], routes=routes))
-    light = {"borrow_cost": LIGHT}
     return {
         "path": _told("qwen3", packed, max_tokens=30, borrow_cost=BorrowCost(token_bytes=1e4)),
-        # what may not be divided is the forest that fits
-        "routes": _told("qwen3_moe", routed, max_tokens=30, **light),
     }
 
 
