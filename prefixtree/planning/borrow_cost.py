@@ -111,6 +111,12 @@ class BorrowCost:
         return self.layers * (2 * self.row_bytes + self.gradient_row_bytes)
 
     @property
+    def held_layers(self) -> int:
+        """Layers whose borrowed rows, and their gradients, are on the device at once."""
+        # with a second copy, beside own rows, while the layer runs
+        return 2 if self.on_host else self.layers
+
+    @property
     def weight(self) -> float:
         """Memory of a borrowed token over that of an own one: its keys, values and gradients.
 
@@ -123,9 +129,8 @@ class BorrowCost:
                 "None: give BorrowCost token_bytes=..., or leave borrow_cost out"
             )
         kept = self.layers * self.kept_copies * self.row_bytes
-        # with a second copy, beside own rows, while the layer runs
-        held = 2 if self.on_host else self.layers
-        return (kept + held * (self.row_bytes + self.gradient_row_bytes)) / self.token_bytes
+        rows = self.held_layers * (self.row_bytes + self.gradient_row_bytes)
+        return (kept + rows) / self.token_bytes
 
     @property
     def trunk_weight(self) -> float:
@@ -143,8 +148,8 @@ class BorrowCost:
         Raises:
             ValueError: token_bytes are not known.
         """
-        held = 2 if self.on_host else self.layers
-        return self.weight and held * self.gradient_row_bytes / float(self.token_bytes or 1)
+        held = self.held_layers * self.gradient_row_bytes
+        return self.weight and held / float(self.token_bytes or 1)
 
     @property
     def held_state_bytes(self) -> int:

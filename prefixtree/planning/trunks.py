@@ -135,6 +135,10 @@ class Trunks:
         first = np.array([span.first for span in self.spans])[self._owner[border[:-1]]]
         return np.bincount(first, flops, len(self.sequences))
 
+    def lent_states(self) -> np.ndarray:
+        """Own tokens of each part that others continue, int64 [parts]."""
+        return _states(self.forest, self._owner, len(self.spans))
+
     def extra_tokens(self, max_tokens: int, has_backward: bool) -> int:
         """The cost of trunks beside one pass over every token, in tokens of an update.
 

@@ -168,6 +168,16 @@ def _causal_lm(model: nn.Module) -> Any:
     return find_causal_lm(model)
 
 
+def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, int]:
+    """The causal language model, and the bytes of a device that its activations may take now.
+
+    Raises:
+        UnsupportedError: layers that a wrapper recomputes by itself.
+    """
+    causal_lm = _causal_lm(model)
+    return causal_lm, _left_for_activations(model, causal_lm, device)
+
+
 def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device) -> int:
     return available_bytes(device) - _missing_gradients(model) - gathered_bytes(causal_lm)
 

@@ -68,6 +68,44 @@ class Work:
     trains_lm_head: bool = True
     pictures: PictureWork | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Those of the forest."""
+        return self.forest.num_tokens
+
+    @property
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The position of the first token of each run, and its tokens, int64 [runs]."""
+        forest = self.forest
+        return forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """A trunk, or a micro-batch that borrows from trunks, as the memory model sees it.
+
+    Attributes:
+        runs: the position of the first token of each run of own tokens, and its tokens, int64
+            [runs].
+        borrowed: rows of keys and values that every layer borrows.
+        scored: edges whose log-probability is computed.
+        trains_lm_head: whether the lm_head's weight gets a gradient.
+        lent: rows that every layer lends. Default: none, as of a micro-batch.
+        states: own tokens behind which recurrent layers lend their states.
+    """
+
+    runs: tuple[np.ndarray, np.ndarray]
+    borrowed: int
+    scored: int
+    trains_lm_head: bool = True
+    lent: int = 0
+    states: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Own tokens."""
+        return int(self.runs[1].sum())
+
 
 @dataclass(frozen=True)
 class PictureWork:
@@ -106,12 +144,12 @@ class PictureWork:
         return cls({n: len(p.pixels) for n, p in shown.items()}, features, taken)
 
 
-def scoring_bytes(memory: ModelMemory, work: Work) -> float:
+def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
     """The most bytes that the last norm and the lm_head take beside what the layers hold."""
     cost = memory.cost
     # hidden states of predictors and of edges, and their gradients
     rows = 4 * work.scored * cost.hidden * cost.element_bytes
-    rows += round(memory.after * work.forest.num_tokens)
+    rows += round(memory.after * work.num_tokens)
     if not work.trains_lm_head:
         return rows + _LOGITS
     # a float32 sum beside a chunk of logits; then, beside it, its copy in the weight's dtype
@@ -155,18 +193,34 @@ def plan_for(
         run = tower.run(max(largest, min(patches, sum(work.pictures.patches.values()))))
         peak = max(text.peak_bytes, run + available - of_tower)
         return replace(text, peak_bytes=round(peak + held), patches=patches)
-    peaks = _peaks(memory, work.forest.num_tokens, scoring_bytes(memory, work))
-    # [a, b]: layers before a recompute all, from b on nothing
-    cost = _recomputed(memory, work.forest)
+    peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
+    plan = cheapest(peaks, cost, available)
+    if plan is None:
+        raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
+    return plan
+
+
+def cheapest(peaks: np.ndarray, cost: np.ndarray, available: float) -> RecomputePlan | None:
+    """The plan that costs least of those that fit, and of these the smallest; None where none does.
+
+    Args:
+        peaks: of all plans [a, b], in bytes: layers before a recompute all, from b on nothing.
+        cost: of the same. available: in bytes.
+    """
     fits = np.where(peaks <= available, cost, np.inf)
     best = np.flatnonzero(fits == fits.min())
     if not np.isfinite(fits.min()):
-        raise torch.OutOfMemoryError(_too_large(memory, work, available, peaks[-1, -1]))
-    a, b = divmod(int(best[peaks.flat[best].argmin()]), cost.shape[1])
-    layers = cost.shape[0] - 1
+        return None
+    return plan_at(peaks, int(best[peaks.flat[best].argmin()]))
+
+
+def plan_at(peaks: np.ndarray, place: int) -> RecomputePlan:
+    """The plan of a place in `peaks`, row after row."""
+    a, b = divmod(place, peaks.shape[1])
+    layers = peaks.shape[0] - 1
     counts = (a, b - a, layers - b)
     modes = tuple(mode for mode, n in zip(MODES, counts, strict=True) for _ in range(n))
-    return RecomputePlan(modes, round(float(peaks[a, b])))
+    return RecomputePlan(modes, round(float(peaks.flat[place])))
 
 
 def reserve(total: int) -> int:
@@ -206,14 +260,42 @@ def _bytes(memory: ModelMemory, mode: Mode, part: str, tokens: int) -> np.ndarra
     return lines[:, 0] * tokens + lines[:, 1]
 
 
-def _peaks(memory: ModelMemory, tokens: int, scoring: float) -> np.ndarray:
+def _held_by(memory: ModelMemory, work: Work | PartWork) -> dict[Mode, np.ndarray]:
+    """Bytes that the layers before each keep from forward to backward, [layers + 1], by mode."""
+    held = {mode: _bytes(memory, mode, "held", work.num_tokens) for mode in MODES}
+    if isinstance(work, PartWork):
+        # a copy beside its own rows, which is made again where attention is
+        held["nothing"] += work.borrowed * _row_bytes(memory)
+    return {mode: np.concatenate([[0.0], np.cumsum(x)]) for mode, x in held.items()}
+
+
+def held_by_plans(memory: ModelMemory, work: PartWork) -> np.ndarray:
+    """Bytes that a part's graph holds from its forward to its backward, of all plans [a, b]."""
+    cost = memory.cost
+    first, middle, last = _held_by(memory, work).values()
+    layers = (first - middle)[:, None] + (middle - last)[None, :] + last[-1]
+    # hidden states of predictors and of edges
+    rows = 2 * work.scored * cost.hidden * cost.element_bytes
+    return layers + rows + (memory.before + memory.after) * work.num_tokens
+
+
+def _row_bytes(memory: ModelMemory) -> np.ndarray:
+    """Bytes of the key and the value of a token in each layer."""
+    cost = memory.cost
+    size = cost.kv_heads * (cost.head_dim + cost.value_dim) * cost.element_bytes
+    return np.array([size if layer.per_pair else 0 for layer in cost.layers], np.float64)
+
+
+def peaks_of(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     """Predicted peaks of all plans: [a, b], layers before a recompute all, from b on nothing."""
-    held, reach = {}, {}
+    tokens, scoring = work.num_tokens, scoring_bytes(memory, work)
+    held, reach = _held_by(memory, work), {}
     for mode in MODES:
-        of_layer = _bytes(memory, mode, "held", tokens)
-        held[mode] = np.concatenate([[0.0], np.cumsum(of_layer)])
+        working = _bytes(memory, mode, "working", tokens)
+        if isinstance(work, PartWork):
+            working = working + _exchanged(memory, work, mode)
         # of a backward, where every layer before has this mode
-        reach[mode] = held[mode][1:] + _bytes(memory, mode, "working", tokens)
+        reach[mode] = held[mode][1:] + working
     first, middle, last = (held[mode] for mode in MODES)
     count = len(first)
     none = np.full(1, -np.inf)
@@ -237,20 +319,37 @@ def _peaks(memory: ModelMemory, tokens: int, scoring: float) -> np.ndarray:
     return peaks + memory.before * tokens
 
 
-def _recomputed(memory: ModelMemory, forest: PrefixForest) -> np.ndarray:
+def _exchanged(memory: ModelMemory, work: PartWork, mode: Mode) -> np.ndarray:
+    """Bytes that borrowed rows add to the backward of each layer."""
+    copies = 0 if mode == "nothing" else 1
+    # their gradients are float32
+    return work.borrowed * _row_bytes(memory) * (copies + 4 / memory.cost.element_bytes)
+
+
+def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     """Multiply-adds computed again by all plans [a, b]."""
-    runs = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
     layers = memory.cost.layers
-    pairs = {window: visible_pairs(*runs, window) for window in {x.window for x in layers}}
-    attention = [x.per_pair * pairs[x.window] + x.state * forest.num_tokens for x in layers]
-    linear = np.array([x.weights * forest.num_tokens for x in layers], np.float64)
+    pairs = {window: visible_pairs(*work.runs, window) for window in {x.window for x in layers}}
+    attention = [x.per_pair * pairs[x.window] + x.state * work.num_tokens for x in layers]
+    linear = np.array([x.weights * work.num_tokens for x in layers], np.float64)
     every = np.concatenate([[0.0], np.cumsum(linear + attention)])
     without = np.concatenate([[0.0], np.cumsum(linear)])
     return (every - without)[:, None] + without[None, :]
 
 
-def _too_large(memory: ModelMemory, work: Work, available: float, needed: float) -> str:
-    tokens = work.forest.num_tokens
+def too_large(
+    memory: ModelMemory,
+    work: Work | PartWork,
+    available: float,
+    needed: float,
+    beside: str = "",
+) -> str:
+    """The message where a plan that recomputes every layer needs more than there is.
+
+    Args:
+        beside: what is held beside the micro-batch. Default: nothing.
+    """
+    tokens = work.num_tokens
     fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
     remedy = (
         f"give at most {fit:,} tokens (max_tokens of plan_micro_batches; in verl "
@@ -262,7 +361,7 @@ def _too_large(memory: ModelMemory, work: Work, available: float, needed: float)
             "or shard the model over more devices (FSDP2)"
         )
     return (
-        f"a micro-batch of {tokens:,} distinct tokens needs about {needed / _GIB:.1f} GiB for "
-        f"activations with every layer recomputed, and {max(0.0, available) / _GIB:.1f} GiB are "
-        f"available: {remedy}"
+        f"a micro-batch of {tokens:,} distinct tokens{beside} needs about {needed / _GIB:.1f} GiB "
+        f"for activations with every layer recomputed, and {max(0.0, available) / _GIB:.1f} GiB "
+        f"are available: {remedy}"
     )

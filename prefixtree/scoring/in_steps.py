@@ -110,7 +110,8 @@ def borrow_cost(
     Args:
         model: as `sequence_logprobs` takes it, on the device it trains on, in training mode if
             layers are recomputed.
-        recompute: as `kept_trunks` will get it.
+        recompute: as `kept_trunks` will get it; of "auto" the least that it may take counts: all
+            layers recomputed, and no graph of a trunk.
         recompute_trunks: as `kept_trunks` will get it.
 
     Returns:
@@ -118,13 +119,8 @@ def borrow_cost(
 
     Raises:
         UnsupportedError: a family whose memory cannot be traced.
-        ValueError: recompute="auto"; a model without a layer of softmax attention.
+        ValueError: a model without a layer of softmax attention.
     """
-    if recompute == "auto" or recompute_trunks == "auto":
-        raise ValueError(
-            "recompute='auto' plans for a forest in one forward: name what kept_trunks will get, "
-            "'all', 'all_but_attention', 'nothing' or a RecomputePlan"
-        )
     causal_lm = find_causal_lm(model)
     device = next(causal_lm.parameters()).device
     return step_cost_of(model, causal_lm, device, recompute, recompute_trunks)
@@ -153,7 +149,7 @@ def step_cost_of(
     cost = borrow_cost_of(memory.cost, (peaks[1] - peaks[0]) / (_MANY - _FEW))
     # a layer that is not recomputed whole holds its rows from its forward to its backward
     kept = sum(mode != "all" for mode in modes) / len(modes)
-    if recompute_trunks == "again":
+    if recompute == "auto" or recompute_trunks == "again":
         return replace(cost, kept_copies=kept, graph_bytes=0)
     of_trunks = modes
     if recompute_trunks is not None:
@@ -167,8 +163,8 @@ def _modes(model: nn.Module, causal_lm: Any, recompute: Recompute) -> tuple[Mode
     if isinstance(recompute, RecomputePlan):
         return recompute.modes
     layers = layers_of(causal_lm)
-    if recompute is not None and torch.is_grad_enabled():
-        mode: Any = recompute
+    if recompute == "auto" or (recompute is not None and torch.is_grad_enabled()):
+        mode: Any = "all" if recompute == "auto" else recompute
         return (mode,) * len(layers)
     wrapped = bool(checkpoint_wrappers(model))
     return tuple(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import groups_of
+from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.gather import GatherIndex
@@ -45,10 +46,8 @@ from prefixtree.scoring.edges import (
 )
 from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
+from prefixtree.scoring.kept_modes import RecomputeTrunks, check_modes, modes_of
 from prefixtree.scoring.logprobs import ModelForward
-
-#: What `kept_trunks(recompute_trunks=)` takes.
-RecomputeTrunks = Recompute | Literal["again"]
 
 _INSTEAD = "leave kept_trunks out and call sequence_logprobs for each micro-batch"
 
@@ -90,26 +89,25 @@ def kept_trunks(
         chunk_size: as in `sequence_logprobs`.
         return_statistics: as in `sequence_logprobs`.
         recompute: what layers compute again in the backward of a micro-batch: None, "all",
-            "all_but_attention", "nothing" or a RecomputePlan. Default: None, as the model is set.
+            "all_but_attention", "nothing" or a RecomputePlan; or "auto": trunks and micro-batches
+            recompute what does not fit the memory that is free when the block begins. Default:
+            None, as the model is set.
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
             before their backward, so that between both only keys and values wait. Default: "again"
-            where the plan says so (`TrunkStats.again`), else as `recompute`.
+            where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
 
     Yields:
         An iterator over the micro-batches with their scores.
 
     Raises:
         TypeError, ValueError, ForestError: as `sequence_logprobs`; batches of a plan without
-            `trunks=True`; recompute="auto".
+            `trunks=True`; "auto" beside a mode.
         UnsupportedError: a model that is not verified with kept trunks, with the reason.
+        torch.OutOfMemoryError: "auto", and what does not fit with every layer recomputed.
         RuntimeError: a model that changed within the block; a micro-batch whose backward did not
             run, or ran late; a block that is left before all micro-batches were scored.
     """
-    if recompute == "auto" or recompute_trunks == "auto":
-        raise ValueError(
-            "recompute='auto' plans for a forest in one forward, and a kept trunk stays beside "
-            "others: give 'all', 'all_but_attention', 'nothing' or a RecomputePlan"
-        )
+    check_modes(recompute, recompute_trunks)
     per_sequence_options = temperature, loss_mask
     options = ScoreOptions(return_entropy, return_statistics, chunk_size)
     run = _Run(model, batches, per_sequence_options, options, (recompute, recompute_trunks))
@@ -215,22 +213,8 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
                 "the load-balancing loss of experts is not verified with kept trunks: set "
                 f"config.output_router_logits to False, or {_INSTEAD}"
             )
-        if packed.forest.routes is not None:
-            raise UnsupportedError(
-                "routes of experts are not verified with kept trunks: make the forest without "
-                f"routes, or {_INSTEAD}"
-            )
-        own_mode, trunk_mode = modes
-        if trunk_mode is None and trunks is not None and trunks.stats.again:
-            trunk_mode = "again"
-        self._runs_again = trunk_mode == "again"
-        forwards = []
-        for mode in (own_mode, trunk_mode):
-            each = own_mode if mode is None or mode == "again" else mode
-            # what each forward would refuse
-            recomputed_forward(model, causal_lm, packed, 0, each)
-            forwards.append(ModelForward(model, causal_lm, packed, each, options))
-        self._own_forward, self._trunk_forward = forwards
+        check_routes(model, causal_lm, packed)
+        self._forward = ModelForward(model, causal_lm, packed, None, options)
         self._packed = packed
         self._inputs = forward_inputs(packed, causal_lm.config)
         self._wrapped = Wrapped(model, self._device)
@@ -254,6 +238,11 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             self._part_of_edge[which] = part
             self._row_of_edge[which] = np.arange(len(which))
         self._copies = np.concatenate([[0], np.cumsum(found.lengths)])
+        counts = [len(which) for which, _ in self._scored]
+        self._modes = modes_of(model, trunks, self._steps, counts, *modes, trains=self._trains)
+        for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
+            # what each forward would refuse
+            recomputed_forward(model, causal_lm, packed, 0, mode)
         self._store: LoanStore | None = None
         if trunks is not None and self._steps is not None:
             self._store = LoanStore(self._steps, keeps=False, on_host=trunks.stats.on_host)
@@ -274,7 +263,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             yield FORWARD * len(self._trunks.starting(at))
             if self._trunks.part_of(at) is not None:
                 yield FORWARD + backward
-            again = FORWARD if self._runs_again and self._trains else ""
+            again = FORWARD if self._modes.runs_again and self._trains else ""
             yield (again + backward) * len(self._trunks.ending(at))
 
     # ---- turns -----------------------------------------------------------------------------------
@@ -342,9 +331,9 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             self._store.end(part)
             scores, leaf = self._graphs.pop(part)
             if self._trains:
-                if self._runs_again:
+                if self._modes.runs_again:
                     self._run_dummies(FORWARD)
-                    scores = self._run_part(part, self._store.borrowing(part), self._trunk_forward)
+                    scores = self._run_part(part, self._store.borrowing(part))
                 self._run_dummies(BACKWARD)
                 _backward(scores, leaf.grad)
                 self._store.close(part)
@@ -365,7 +354,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
                 self._run_dummies(FORWARD)
                 assert self._store is not None
                 turn.exchanges = self._store.borrowing(part_of)
-                own = self._run_part(part_of, turn.exchanges, self._own_forward)
+                own = self._run_part(part_of, turn.exchanges)
             scores, index, lengths = self._joined(part_of, own)
         if self._stamp is not None and self._at == 0:
             self._stamp.settle()
@@ -420,22 +409,28 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
     def _run_trunk(self, part: int) -> None:
         self._run_dummies(FORWARD)
         assert self._store is not None
-        keeps_graph = self._trains and not self._runs_again
+        keeps_graph = self._trains and not self._modes.runs_again
         graph: Any = nullcontext() if keeps_graph else torch.no_grad()
         with self._store.keeping(part) as exchanges, graph:
-            scores = self._run_part(part, exchanges, self._trunk_forward)
+            scores = self._run_part(part, exchanges)
         leaf = scores.detach().requires_grad_(self._trains)
         self._graphs[part] = scores, leaf
 
-    def _run_part(self, part: int, exchanges: StepExchanges, forward: ModelForward) -> torch.Tensor:
+    def _run_part(self, part: int, exchanges: StepExchanges) -> torch.Tensor:
         """The scores [u, columns] of the edges whose predictors a part owns."""
         assert self._steps is not None
         tokens = self._steps[part]
         inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
         edges = edges_on_device(self._packed, self._found, *self._scored[part])
-        with self._wrapped.as_in_the_forward(is_last=False):
-            scores = forward(tokens.mask, inputs, edges, None)
-        return scores
+        mode = self._modes.of_part[part]
+        return self._run_model(tokens.mask, inputs, edges, mode, is_last=False)
+
+    def _run_model(
+        self, mask: Any, inputs: Any, edges: Any, mode: Recompute, is_last: bool
+    ) -> torch.Tensor:
+        self._forward.recompute = mode
+        with self._wrapped.as_in_the_forward(is_last):
+            return self._forward(mask, inputs, edges, None)
 
     def _run_dummies(self, kind: str | None) -> None:
         """Runs dummies where other ranks run others before this rank's next run; None: all."""
@@ -453,9 +448,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         packed, nothing = dummy_of(self._packed), np.empty(0, np.int64)
         edges = edges_on_device(self._packed, self._found, nothing, nothing)
         inputs = forward_inputs(packed, self._causal_lm.config)
-        with self._wrapped.as_in_the_forward(is_last):
-            scores = self._own_forward(packed.mask, inputs, edges, None)
-        return scores
+        return self._run_model(packed.mask, inputs, edges, self._modes.of_dummy, is_last)
 
     def _check(self) -> None:
         """Raises a RuntimeError if the model is not what it was."""

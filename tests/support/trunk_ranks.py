@@ -18,6 +18,8 @@ from torch import nn
 
 from prefixtree import kept_trunks, plan_micro_batches, sequence_logprobs
 from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.recompute.kept_plan import plan_kept
+from prefixtree.scoring import kept_modes
 from tests.support.full import asked_for
 from tests.support.models import build, counted, make_objective, ragged_sequences
 from tests.support.step_ranks import LIGHT, Case, _distance, _gradients, _wrap, loss_of
@@ -35,6 +37,7 @@ CASES = {
     "fsdp2, checkpointing": Case("fsdp2", "gpt_oss", checkpointing=True),
     "fsdp2, lora, again": Case("fsdp2", lora=True),
     "fsdp2, accumulation": Case("fsdp2", micro_batches=2),
+    "fsdp2, auto": Case("fsdp2"),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "ddp, recurrent, again": Case("ddp", "lfm2"),
     "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
@@ -96,6 +99,13 @@ def _run(name: str, rank: int, folder: Path) -> dict[str, Any]:
             _alone(model, batch)
         found["in one forward"] = _distance(_gradients(model), expected)
     options = {"recompute_trunks": "again"} if name.endswith("again") else {}
+    if name.endswith("auto"):
+        # the trunks of one rank run forward again
+        def planned(*given: Any, **keywords: Any) -> Any:
+            return plan_kept(*given, **{**keywords, "runs_again": rank == 0})
+
+        kept_modes.plan_kept = planned  # type: ignore[assignment]
+        options = {"recompute": "auto"}
     # DDP builds its buckets anew after the first update
     for _ in range(2):
         model.zero_grad(set_to_none=True)

@@ -97,7 +97,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
         refused = self._is_vlm, self.aux_loss_enabled, self.args.torch_compile
         served = not any((*refused, self.is_deepspeed_enabled))
-        self._keeps = keep_trunks and served and is_kept(self.model, recompute)
+        self._keeps = keep_trunks and served and is_kept(self.model)
         # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
         # whether one runs now
         self._window: KeptWindow | None = None
@@ -228,7 +228,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
         self, model: nn.Module, rows: Sequence[Rows], width: int, with_entropy: bool
     ) -> KeptWindow | None:
         check_attention(model)
-        if not is_kept(model, self._recompute):
+        if not is_kept(model):
             # something wrapped it behind the constructor
             self._keeps = False
             return None

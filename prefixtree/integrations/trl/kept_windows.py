@@ -32,10 +32,8 @@ from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
-def is_kept(model: nn.Module, recompute: Recompute) -> bool:
+def is_kept(model: nn.Module) -> bool:
     """Whether kept trunks serve a model: a matter of settings, the same on all processes."""
-    if recompute == "auto":
-        return False
     try:
         check_kept(model)
     except UnsupportedError:
@@ -155,7 +153,9 @@ def open_window(
         budget = max(tokens) if max_tokens is None else max_tokens
         repeated = sum(tokens) - forest.num_tokens
         try:
-            cost = borrow_cost(model, recompute or checkpointing)
+            # also where no gradients are wanted now
+            with torch.enable_grad():
+                cost = borrow_cost(model, recompute or checkpointing)
             trunks = plan_trunks(forest, budget, cost, members)
             extra = trunks.extra_tokens(budget, has_backward=True)
         except (ForestError, UnsupportedError):

@@ -262,8 +262,7 @@ class PackedActorEngine(_FsdpEngine):
         return _outputs_of(scores, micro_batch)
 
     def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
-        together = self.ulysses_parallel_group is not None
-        if self.sees or self.pad_to_length or together or self.recompute == "auto":
+        if self.sees or self.pad_to_length or self.ulysses_parallel_group is not None:
             return None
         try:
             check_kept(self.module)

@@ -38,6 +38,7 @@ from tests.integrations.verl.runs import (
     run_ranks,
 )
 from tests.support.lost_gradients import lose_keys
+from tests.support.tight_memory import tighten
 
 SETTINGS = replace(CASES["grpo"], algorithm="ppo")
 # a token of a kept trunk counts little beside an own one
@@ -129,6 +130,24 @@ def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
     assert difference(right, wrong) > 1e-3
 
 
+def test_auto_recomputes_what_does_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trunks and micro-batches are planned together; what comes out is that of cut trees."""
+    rows = rollouts(8, groups=3, size=6)
+    with cut_trees():
+        cut, _, _ = update(make_worker("prefixtree", models / "qwen3", SETTINGS), rows, 40)
+    plans = tighten(monkeypatch)
+    auto = replace(SETTINGS, model_options={"override_config": AUTO})
+    kept, metrics, _ = update(make_worker("prefixtree", models / "qwen3", auto), rows, 40)
+    assert len(plans) == 1
+    sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
+    distinct = pt.PrefixForest.from_sequences(sequences).num_tokens
+    assert metrics["prefixtree/tokens_computed"] == [[distinct]]
+    assert difference(kept, cut) < 1e-6
+    lose_keys(monkeypatch)
+    wrong, _, _ = update(make_worker("prefixtree", models / "qwen3", auto), rows, 40)
+    assert difference(kept, wrong) > 1e-3
+
+
 # ---- the plan ----------------------------------------------------------------------------------
 
 
@@ -193,9 +212,8 @@ def test_ranks_get_as_many_micro_batches(count: int) -> None:
     [
         {"engine": {"strategy": "fsdp"}, "model": "qwen3_tied"},
         {"engine": {"pad_to_length": True, "pad_to_length_bucket": 32}},
-        {"model_options": {"override_config": AUTO}},
     ],
-    ids=["fsdp1", "padded", "auto"],
+    ids=["fsdp1", "padded"],
 )
 def test_settings_with_which_trees_are_cut(options: dict[str, Any], models: Path) -> None:
     settings = replace(SETTINGS, **options)

@@ -1,0 +1,101 @@
+"""`kept_trunks`: what trunks and micro-batches recompute, as the caller said or as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from prefixtree.planning.parts import Part
+from prefixtree.planning.steps import Steps
+from prefixtree.planning.trunks import Trunks
+from prefixtree.recompute.forward import Recompute, left_for_activations, memory_of
+from prefixtree.recompute.kept_plan import plan_kept
+from prefixtree.recompute.plan import PartWork
+
+#: What `kept_trunks(recompute_trunks=)` takes.
+RecomputeTrunks = Recompute | Literal["again"]
+
+
+class PartModes(NamedTuple):
+    """What forwards of `kept_trunks` recompute.
+
+    Attributes:
+        of_part: per part.
+        of_dummy: of a dummy token.
+        runs_again: whether trunks hold no graph and run forward again.
+    """
+
+    of_part: Sequence[Recompute]
+    of_dummy: Recompute
+    runs_again: bool
+
+
+def check_modes(recompute: Recompute, recompute_trunks: RecomputeTrunks) -> None:
+    """Raises a ValueError where "auto" would plan only one of trunks and micro-batches."""
+    if recompute_trunks == "auto" or (
+        recompute == "auto" and recompute_trunks not in (None, "again")
+    ):
+        raise ValueError(
+            "recompute='auto' plans trunks and micro-batches together, so recompute_trunks goes "
+            f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
+            f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
+        )
+
+
+def modes_of(
+    model: nn.Module,
+    trunks: Trunks | None,
+    steps: Steps | None,
+    num_scored: Sequence[int],
+    recompute: Recompute,
+    recompute_trunks: RecomputeTrunks,
+    trains: bool,
+) -> PartModes:
+    """The modes of all parts; those of "auto" for the memory that is available now.
+
+    Args:
+        model: as `kept_trunks` takes it.
+        trunks: of the rank; None where it has no sequence. steps: their parts.
+        num_scored: edges that each part scores.
+        recompute, recompute_trunks: as in `kept_trunks`.
+        trains: whether there are backwards.
+
+    Raises:
+        torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
+            `plan_kept`.
+    """
+    again = recompute_trunks == "again"
+    if recompute == "auto":
+        if trunks is None or steps is None or not trains:
+            return PartModes([None] * len(num_scored), None, again)
+        causal_lm, available = left_for_activations(model, steps.packed.device)
+        head: Any = causal_lm.get_output_embeddings()
+        trains_head = any(p.requires_grad for p in head.parameters())
+        parts = zip(steps, num_scored, trunks.lent_states(), strict=True)
+        plan = plan_kept(
+            memory_of(model, causal_lm, steps.packed.device),
+            [_work(part, count, trains_head, states) for part, count, states in parts],
+            trunks.spans,
+            available,
+            on_host=trunks.stats.on_host,
+            runs_again=again,
+        )
+        return PartModes(plan.of_part, "all", plan.runs_again)
+    again |= recompute_trunks is None and trunks is not None and trunks.stats.again
+    of_trunks: Recompute = recompute
+    if recompute_trunks is not None and recompute_trunks != "again":
+        of_trunks = recompute_trunks
+    spans = () if trunks is None else trunks.spans
+    modes = [of_trunks if span.is_trunk else recompute for span in spans]
+    return PartModes(modes, recompute, again)
+
+
+def _work(part: Part, scored: int, trains_head: bool, states: int) -> PartWork:
+    position = part.host.position[part.own_tokens].astype(np.int64)
+    starts = np.flatnonzero(np.diff(position, prepend=-2) != 1)
+    length = np.diff(starts, append=len(position))
+    runs = position[starts], length
+    return PartWork(runs, part.num_borrowed, scored, trains_head, len(part.lent_rows), int(states))

@@ -1,0 +1,185 @@
+"""`kept_trunks(recompute="auto")`: within the memory there is, the peak as predicted, exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixtree import PrefixForest, UnsupportedError, borrow_cost, kept_trunks
+from prefixtree.planning import trunks as trunks_module
+from prefixtree.planning.micro_batches import batches_with_trunks
+from prefixtree.planning.trunks import plan_trunks
+from prefixtree.recompute import plan as recompute_plan
+from prefixtree.recompute.kept_plan import KeptPlan
+from prefixtree.recompute.trace import LiveBytes
+from prefixtree.scoring import kept_modes
+from tests.scoring.kept_cases import compare, plan_of, run
+from tests.support.lost_gradients import lose_keys, lose_states
+from tests.support.models import adapted, build, errors, ragged_objective, same_bits
+
+
+class Memory:
+    """Stands in for the memory of a device.
+
+    Attributes:
+        left: bytes for activations.
+        plans: what was planned, call after call.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 1 << 60
+        self.plans: list[KeptPlan] = []
+        self._plan, self._given = kept_modes.plan_kept, ()
+        real = kept_modes.left_for_activations
+
+        def left_for_activations(*model: Any) -> tuple[Any, int]:
+            return real(*model)[0], self.left
+
+        def planned(*given: Any, **options: Any) -> KeptPlan:
+            self._given = given[:-1]
+            self.plans.append(self._plan(*given, **options))
+            return self.plans[-1]
+
+        monkeypatch.setattr(kept_modes, "left_for_activations", left_for_activations)
+        monkeypatch.setattr(kept_modes, "plan_kept", planned)
+        # chunks of logits are as small as the models
+        monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 16)
+
+    def share(self, share: float) -> int:
+        """Bytes on the way from the least that the last call could run in (0) to those in which it
+        recomputes nothing (1)."""
+        low, most = 0, self._plan(*self._given, 1 << 60).peak_bytes + 1
+        high = most
+        while high - low > most // 500:
+            middle = (low + high) // 2
+            try:
+                self._plan(*self._given, middle)
+                high = middle
+            except torch.OutOfMemoryError:
+                low = middle
+        return round(high + share * (most - high))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch)
+
+
+def test_the_same_bits_whatever_the_memory(memory: Memory) -> None:
+    model = build("qwen3")
+    expected = compare(model, recompute="auto")
+    assert same_bits(run(model, recompute="nothing"), expected)
+    seen = {str(memory.plans[-1])}
+    for share in (0, 0.1, 0.2, 0.4, 0.7):
+        memory.left = memory.share(share)
+        assert same_bits(run(model, recompute="auto"), expected)
+        assert memory.plans[-1].peak_bytes <= memory.left
+        seen.add(str(memory.plans[-1]))
+    assert len(seen) == 6
+    assert {plan.runs_again for plan in memory.plans} == {False, True}
+
+
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("model_type", ["qwen3_5", "adapters"])
+def test_recurrent_layers_and_adapters(memory: Memory, model_type: str) -> None:
+    model = build("qwen3" if model_type == "adapters" else model_type)
+    if model_type == "adapters":
+        model = adapted(model, "q_proj", "down_proj")
+    compare(model, recompute="auto")
+    memory.left = memory.share(0.3)
+    compare(model, recompute="auto")
+    first, second = memory.plans
+    assert str(first) != str(second) and second.peak_bytes <= memory.left
+
+
+def test_again_and_without_gradients(memory: Memory) -> None:
+    model = build("qwen3")
+    compare(model, recompute="auto", recompute_trunks="again")
+    (plan,) = memory.plans
+    assert plan.runs_again
+    with torch.no_grad(), kept_trunks(model, plan_of(ragged_objective())[0], recompute="auto") as s:
+        for _ in s:
+            pass
+    assert memory.plans == [plan]
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_peaks_are_those_that_were_predicted(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, model_type: str, share: float
+) -> None:
+    """Counted on real runs of a trunk of 600 tokens, two below it, and six micro-batches."""
+    monkeypatch.setattr(trunks_module, "_FEW", 20)
+    model = build(model_type, num_hidden_layers=6)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rng = np.random.default_rng(0)
+    trunk, below = rng.integers(3, 90, 600), [rng.integers(3, 90, n) for n in (200, 150)]
+    sequences = [
+        np.concatenate([trunk, x, rng.integers(3, 90, 80)]) for x in below for _ in "123456"
+    ]
+    masks = [np.arange(len(each)) >= 600 for each in sequences]
+    members = [np.arange(at, at + 2) for at in range(0, 12, 2)]
+    forest = PrefixForest.from_sequences(sequences)
+    trunks = plan_trunks(forest, 10**6, borrow_cost(model, "auto"), members)
+    assert trunks.stats.trunks == 3
+
+    def counted() -> int:
+        live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
+        most, options = 0, {"recompute": "auto", "loss_mask": masks, "chunk_size": 64}
+        with live, kept_trunks(model, batches_with_trunks(trunks), **options) as scored:
+            for _, scores in scored:
+                torch.cat(scores.logprobs).sum().backward()
+                most = max(most, live.restart())
+                del scores
+        return max(most, live.restart())
+
+    # tables of the forest are made once
+    counted()
+    memory.left = memory.share(share)
+    measured, plan = counted(), memory.plans[-1]
+    print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
+    assert plan.peak_bytes <= memory.left
+
+
+# ---- the comparison turns red --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model_type, lose", [("qwen3", lose_keys), ("qwen3_5", lose_states)], ids=["keys", "states"]
+)
+def test_the_comparison_turns_red_where_trunks_lose_their_gradient(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, model_type: str, lose: Any
+) -> None:
+    model = build(model_type)
+    expected = run(model, recompute="auto")
+    memory.left = memory.share(0.2)
+    assert same_bits(run(model, recompute="auto"), expected)
+    lose(monkeypatch)
+    got = run(model, recompute="auto")
+    assert errors(got, expected).logprob < 1e-6 and errors(got, expected).gradient > 0.01
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_before_it_runs(memory: Memory) -> None:
+    model = build("qwen3")
+    run(model, recompute="auto")
+    memory.left = memory.share(0) // 2
+    with pytest.raises(torch.OutOfMemoryError, match="beside what trunks lend"):
+        run(model, recompute="auto")
+
+
+def test_arguments_that_do_not_fit() -> None:
+    model = build("qwen3")
+    for own, of_trunks in (("auto", "all"), ("all", "auto"), ("auto", "auto")):
+        with pytest.raises(ValueError, match="'auto' plans trunks and micro-batches together"):
+            run(model, recompute=own, recompute_trunks=of_trunks)
+    with pytest.raises(UnsupportedError, match="in training mode alone"):
+        run(build("qwen3").eval(), recompute="auto")

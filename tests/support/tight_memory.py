@@ -1,0 +1,30 @@
+"""A device on which kept trunks that recompute nothing do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from prefixtree.recompute import plan as recompute_plan
+from prefixtree.recompute.kept_plan import KeptPlan
+from prefixtree.scoring import kept_modes
+
+
+def tighten(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> list[KeptPlan]:
+    """Gives "auto" in kept trunks a share of what they take without recomputation -> its plans."""
+    plans: list[KeptPlan] = []
+    real = kept_modes.plan_kept
+
+    def planned(*given: Any, **options: Any) -> KeptPlan:
+        available = share * real(*given[:-1], 1 << 60, **options).peak_bytes
+        plans.append(real(*given[:-1], available, **options))
+        assert plans[-1].peak_bytes <= available
+        modes = {part.modes for part in plans[-1].of_part}
+        assert plans[-1].runs_again or len(modes) > 1
+        return plans[-1]
+
+    monkeypatch.setattr(kept_modes, "plan_kept", planned)
+    # chunks of logits are as small as the models
+    monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 12)
+    return plans
