@@ -116,6 +116,17 @@ def test_families(model_type: str) -> None:
     assert_same(run(model, loss=linear), run_eager(model))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_recorded_routes(again: bool) -> None:
+    model, sequences = build("qwen3_moe"), ragged_objective().sequences
+    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
+    routed = plan_micro_batches(forest, MAX_TOKENS, trunks=True, borrow_cost=LIGHT)
+    assert routed.stats.trunks.trunks
+    found = compare(model, plan=routed, recompute_trunks="again" if again else None)
+    # what the routers choose by themselves is far off
+    assert errors(found, run(model)).largest > 0.1
+
+
 def test_several_trunks_are_alive_at_once() -> None:
     """A trunk that borrows from a trunk, and one that a micro-batch alone needs."""
     plan = plan_of(ragged_objective(), 17)
@@ -447,17 +458,13 @@ def test_plans_and_arguments_that_do_not_fit() -> None:
 def test_models_that_are_not_verified() -> None:
     plan = plan_of(ragged_objective())
 
-    def refused(model: nn.Module, words: str, plan: MicroBatchPlan = plan) -> None:
+    def refused(model: nn.Module, words: str) -> None:
         with pytest.raises(UnsupportedError, match=words), kept_trunks(model, plan[0]):
             pass
 
     experts = build("qwen3_moe")
     experts.config.output_router_logits = True
     refused(experts, "load-balancing loss of experts is not verified with kept trunks")
-    sequences = ragged_objective().sequences
-    forest = PrefixForest.from_sequences(sequences, routes=drawn_routes(sequences))
-    routed = plan_micro_batches(forest, MAX_TOKENS, trunks=True, borrow_cost=LIGHT)
-    refused(build("qwen3_moe"), "routes of experts are not verified with kept trunks", routed)
     model = copy.deepcopy(build("qwen3"))
     model.model.layers[0].mlp._is_hooked = True
     refused(model, "is tensor or expert parallel")
