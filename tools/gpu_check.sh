@@ -57,6 +57,7 @@
 #   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
 #   distill      1     KL to a teacher beside it
+#   pictures     ?     an update of a browser agent's turns: screenshots encoded once, and anew for every sample
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
 #   pack_gqa     5     flash's forward with the heads of a group in a tile, and apart
@@ -76,7 +77,7 @@
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
 # UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
-# HEAD_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
+# HEAD_ARGS, PICTURES_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
@@ -450,6 +451,8 @@ head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
 distill() { benchmark distill 240 ${DISTILL_ARGS:-}; }
 
+pictures() { benchmark pictures 590 ${PICTURES_ARGS:-}; }
+
 # with fla's kernels; then those of flash-qla, which take 20 s each to compile
 recurrence() {
   FLA_FLASH_QLA=0 benchmark recurrence 400 "${read_rollouts[@]}" --rules delta mamba-2 convolution ${RECURRENCE_ARGS:-}
@@ -579,7 +582,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

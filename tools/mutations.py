@@ -33,8 +33,10 @@ ROOMS = {
         "tests/rollouts/test_picture_messages.py",
     ),
     "pictures": (
-        "pictures.py _picture_inputs.py models/vision.py packing/placements.py",
-        "tests/test_pictures.py tests/models/test_vision.py",
+        "pictures.py _picture_inputs.py models/vision.py models/encodings.py "
+        "parallel/features.py packing/placements.py",
+        "tests/test_pictures.py tests/models/test_vision.py "
+        "tests/scoring/test_pictures_in_groups.py",
     ),
     "recurrence": (
         "kernels/recurrence/*.py packing/state_schedule.py loops/state_schedule.py",

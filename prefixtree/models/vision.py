@@ -14,29 +14,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from prefixtree._picture_inputs import Modality, Picture, check_served
+from prefixtree._picture_inputs import check_served
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed
+from prefixtree.models.encodings import (
+    MODALITIES,
+    TOWERS,
+    UNEXPECTED,
+    Encoding,
+    TowerCalls,
+    blank,
+    tensors_of,
+)
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.models.layers import groups_of, layers_of
-from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, TowerShape, features_in, in_runs
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, in_runs
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import PathPictures, place
-from prefixtree.packing.transfers import move
 from prefixtree.pictures import Pictures
+from prefixtree.planning.parts import Parts
 
-# the tower's attribute in the model without its lm_head, and its keyword of grids
-_TOWERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# of all others
 _TOWER = ("visual", "grid_thw")
 # keywords of the text part, which outer forwards hand to towers too
 _OF_THE_TEXT = ("tree_mask", "num_items_in_batch", ROUTES, COUNTS_COPIES)
@@ -63,6 +72,7 @@ class PlacedPictures:
         if family_of(causal_lm.config).position_rows > 1:
             self.inputs["position_ids"] = _position_ids(causal_lm.model, packed, pictures, paths)
         self._model, self._causal_lm = model, causal_lm
+        self._calls = TowerCalls(causal_lm.config, pictures, self.placements, packed.device)
 
     def of(self, own: np.ndarray | None = None) -> EncodedPictures:
         """Finds the pictures of one forward's tokens.
@@ -71,17 +81,29 @@ class PlacedPictures:
             own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
                 whole. Default: all.
         """
-        config, device = self._causal_lm.config, self.packed.device
         is_own = np.full(self.packed.num_tokens, own is None)
         is_own[[] if own is None else own] = True
-        found = [
-            encoding
-            for modality in ("image", "video")
-            if (encoding := _encoding(modality, self, is_own, config)) is not None
-        ]
+        return self._encoded([self._calls.of(modality, is_own) for modality in MODALITIES])
+
+    def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
+        """Finds the pictures that one rank of a group encodes, and those that its own tokens show.
+
+        Each distinct picture is encoded by one rank, and features travel between the ranks. So all
+        ranks call their towers equally often.
+
+        Args:
+            parts: the forest divided among the ranks of the group.
+            index: this rank's place in the group.
+            group: the process group.
+        """
+        where = parts, index, group
+        return self._encoded([self._calls.of_rank(modality, *where) for modality in MODALITIES])
+
+    def _encoded(self, encodings: list[Encoding | None]) -> EncodedPictures:
+        found = [encoding for encoding in encodings if encoding is not None]
         if not found and _runs_in_lockstep(self._model):
             # ranks with pictures run the tower, and wait for those without
-            found = [_blank(config, device)]
+            found = [blank(self._causal_lm.config, self.packed.device)]
         return EncodedPictures(self, self._causal_lm, found)
 
     def pixels(self) -> dict[str, torch.Tensor]:
@@ -101,7 +123,7 @@ class EncodedPictures:
         tower: the vision tower.
     """
 
-    def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[_Encoding]) -> None:
+    def __init__(self, placed: PlacedPictures, causal_lm: Any, encodings: list[Encoding]) -> None:
         self.placed, self.tower = placed, tower_of(causal_lm)
         self.inputs = {k: v for encoding in encodings for k, v in encoding.inputs().items()}
         self._causal_lm, self._encodings = causal_lm, encodings
@@ -122,11 +144,11 @@ class EncodedPictures:
             UnsupportedError: a model that does not call its tower as transformers' does.
         """
         left = list(self._encodings)
-        current: list[_Encoding] = []
+        current: list[Encoding] = []
 
         def before(tower: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if not left or kwargs.get(self._grid_keyword) is None:
-                raise UnsupportedError(f"{_UNEXPECTED} more often, or with other keywords")
+                raise UnsupportedError(f"{UNEXPECTED} more often, or with other keywords")
             encoding = left.pop(0)
             current.append(encoding)
             kwargs = {k: v for k, v in kwargs.items() if k not in _OF_THE_TEXT}
@@ -142,36 +164,30 @@ class EncodedPictures:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
             if runs.patches is not None:
-                blank = _blank(self._causal_lm.config, self.placed.packed.device)
+                of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
                 split = in_runs(
                     self.tower.forward,
                     self._grid_keyword,
                     runs,
                     lambda: current[-1].shape,
-                    blank.shown,
+                    of_nothing.shown,
                 )
                 changes.set(self.tower, forward=split)
             yield
         if left:
-            raise UnsupportedError(f"{_UNEXPECTED} {len(left)} times less")
+            raise UnsupportedError(f"{UNEXPECTED} {len(left)} times less")
 
 
 def tower_of(causal_lm: Any) -> nn.Module:
     """The vision tower of a transformers model that takes pictures."""
-    attribute, _ = _TOWERS.get(causal_lm.config.model_type, _TOWER)
+    attribute, _ = TOWERS.get(causal_lm.config.model_type, _TOWER)
     tower: nn.Module = getattr(causal_lm.model, attribute)
     return tower
 
 
 def grid_keyword_of(config: Any) -> str:
     """The keyword of a tower's forward that says how large pictures are."""
-    return _TOWERS.get(config.model_type, _TOWER)[1]
-
-
-_UNEXPECTED = (
-    "pictures are verified with transformers' models, which call their vision tower once for the "
-    "images and once for the videos of a forward; this one called it"
-)
+    return TOWERS.get(config.model_type, _TOWER)[1]
 
 
 def check_pictures(model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Any) -> None:
@@ -295,167 +311,5 @@ def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> 
     for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
         types[ids == token] = value
         if shown := [picture for picture in held if picture.modality == modality]:
-            inputs |= _tensors(modality, pictures.model_type, shown)
+            inputs |= tensors_of(modality, pictures.model_type, shown)
     return inputs
-
-
-def _tensors(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
-    """Pixels and grids of some pictures of one modality, as keywords of the model."""
-    pixels, grids = _NAMES[model_type in _TOWERS, modality]
-    join = torch.stack if model_type in _TOWERS else torch.cat
-    inputs: dict[str, Any] = {
-        pixels: join([picture.pixels for picture in shown]),
-        grids: torch.stack([picture.grid for picture in shown]),
-    }
-    if shown[0].seconds is not None:
-        inputs["second_per_grid_ts"] = [picture.seconds for picture in shown]
-    return inputs
-
-
-_NAMES = {
-    (False, "image"): ("pixel_values", "image_grid_thw"),
-    (False, "video"): ("pixel_values_videos", "video_grid_thw"),
-    (True, "image"): ("pixel_values", "image_position_ids"),
-}
-
-
-# ---- the tower -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Encoding:
-    """One call of the vision tower: the distinct pictures of one modality.
-
-    Attributes:
-        tensors: the keywords of the model's forward, pixels and grids of the N distinct pictures.
-        grid_name: the one of them that is the grids.
-        placed: in its place, the grids of the K placements: as many features as they hold.
-        rows: from features [F, H] of the distinct pictures to those of the placements.
-        shape: how many patches and features the distinct pictures have.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    grid_name: str
-    placed: torch.Tensor
-    rows: GatherIndex
-    shape: TowerShape
-
-    @property
-    def grids(self) -> torch.Tensor:
-        """Of the distinct pictures."""
-        return self.tensors[self.grid_name]
-
-    @property
-    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels and grids of the distinct pictures."""
-        pixels, grids = self.tensors.values()
-        return pixels, grids
-
-    def inputs(self) -> dict[str, Any]:
-        """Keywords of the model's forward."""
-        return self.tensors | {self.grid_name: self.placed}
-
-    def repeat(self, output: Any) -> None:
-        """Repeats the features in the tower's output per placement, in packed order."""
-        found = features_in(output)
-        if not found:
-            raise UnsupportedError(f"{_UNEXPECTED} and got {type(output).__name__}")
-        for name, values in found.items():
-            is_list = isinstance(values, (list, tuple))
-            repeated = [self._repeated(each) for each in (values if is_list else [values])]
-            setattr(output, name, repeated if is_list else repeated[0])
-
-    def _repeated(self, features: torch.Tensor) -> torch.Tensor:
-        if len(features) != self.shape.features:
-            raise UnsupportedError(
-                f"the vision tower gave {len(features)} features for pictures of "
-                f"{self.shape.features} placeholders: it is not the one that the pictures were "
-                "made for"
-            )
-        return gather(features, self.rows)
-
-
-def _encoding(
-    modality: Modality, of: PlacedPictures, is_own: np.ndarray, config: Any
-) -> _Encoding | None:
-    """The call for the pictures of one modality that own tokens show; None where none does."""
-    pictures, placements = of.pictures, of.placements
-    placed: list[tuple[int, np.ndarray]] = []
-    for start, n, frame in zip(placements.start, placements.number, placements.frame, strict=True):
-        picture = pictures.distinct[n]
-        own = np.flatnonzero(is_own[start : start + picture.run_tokens])
-        if picture.modality == modality and len(own):
-            placed.append((int(n), frame * picture.run_tokens + own))
-    if not placed:
-        return None
-    distinct = sorted({n for n, _ in placed})
-    shown = [pictures.distinct[n] for n in distinct]
-    ends = np.cumsum([p.runs * p.run_tokens for p in shown]).tolist()
-    first = dict(zip(distinct, [0, *ends], strict=False))
-    rows = np.concatenate([first[n] + rows for n, rows in placed]).astype(np.int32)
-    tensors = _tensors(modality, pictures.model_type, shown)
-    # positions are given, which alone would ask for them
-    tensors.pop("second_per_grid_ts", None)
-    counts = [len(rows) for _, rows in placed]
-    grids = _grids_of(counts, config, len(shown[0].pixels))
-    shape = TowerShape([len(p.pixels) for p in shown], ends[-1])
-    return _made(tensors, grids, rows, shape, of.packed.device)
-
-
-def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
-    """Grids of as many placeholders: of them transformers reads no more, as positions are given.
-
-    Args:
-        counts: placeholders of each run. config: of the model.
-        patches: of Gemma 4, to which pictures are padded.
-    """
-    vision = config.vision_config
-    if config.model_type not in _TOWERS:
-        merge = vision.spatial_merge_size
-        return torch.tensor([[1, merge, merge * count] for count in counts])
-    positions = torch.full((len(counts), patches, 2), -1)
-    for of_run, count in zip(positions, counts, strict=True):
-        of_run[: count * vision.pooling_kernel_size**2] = 0
-    return positions
-
-
-def _blank(config: Any, device: torch.device) -> _Encoding:
-    """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
-    pixels, grid = blank_picture(config)
-    values, grids = _NAMES[config.model_type in _TOWERS, "image"]
-    placed = torch.full_like(grid, -1) if config.model_type in _TOWERS else torch.zeros_like(grid)
-    shape = TowerShape([pixels[..., 0].numel()], 1)
-    return _made({values: pixels, grids: grid}, placed, np.empty(0, np.int32), shape, device)
-
-
-def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A picture without content, as a model's processor would give it.
-
-    Args:
-        config: of the model. side: its placeholders in height and in width. Default: 1.
-
-    Returns:
-        Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
-    """
-    vision = config.vision_config
-    if config.model_type in _TOWERS:
-        each = torch.arange(side * vision.pooling_kernel_size)
-        steps = torch.cartesian_prod(each, each)[None]
-        return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
-    side *= vision.spatial_merge_size
-    channels = getattr(vision, "in_channels", None) or vision.in_chans
-    values = channels * vision.temporal_patch_size * vision.patch_size**2
-    return torch.zeros(side**2, values), torch.tensor([[1, side, side]])
-
-
-def _made(
-    tensors: dict[str, Any],
-    placed: torch.Tensor,
-    rows: np.ndarray,
-    shape: TowerShape,
-    device: torch.device,
-) -> _Encoding:
-    moved = {name: move(tensor, device) for name, tensor in tensors.items()}
-    _, grid_name = moved
-    index = GatherIndex(rows, shape.features, device)
-    return _Encoding(moved, grid_name, move(placed, device), index, shape)

@@ -287,6 +287,31 @@ class _GatherRows(torch.autograd.Function):
         return of_ranks.view(ranks, own, gradient.shape[1]).sum(0), None, None, None
 
 
+def exchange_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
+) -> torch.Tensor:
+    """`all_to_all` that is differentiable once: gradients of rows go back to where these came from.
+
+    All ranks must run its backward too.
+    """
+    out: torch.Tensor = _ExchangeRows.apply(rows, sent, received, group)
+    return out
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 def all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: ProcessGroup
 ) -> torch.Tensor:

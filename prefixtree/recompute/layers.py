@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from prefixtree.kernels.attention.operator import TREE_ATTENTION
@@ -103,7 +104,8 @@ def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | No
 
     Args:
         tower: of a transformers model.
-        mode: of the tower. "all_but_attention" keeps the outputs of torch's attention.
+        mode: of the tower. "all_but_attention" keeps the outputs of torch's attention, except under
+            FSDP2, where it is "all".
 
     Returns:
         (function, *tensors) -> what the function returns. None for "nothing".
@@ -111,7 +113,10 @@ def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | No
     if mode == "nothing":
         return None
     function: Callable[..., Any] = _checkpoint
-    if mode == "all_but_attention":
+    # the selective form counts operators in both runs, and FSDP2's hooks within the tower run
+    # others in the backward
+    is_sharded = any(isinstance(module, FSDPModule) for module in tower.modules())
+    if mode == "all_but_attention" and not is_sharded:
         function = partial(_keeping_attention, use_reentrant=False, selective=_of_towers)
     within = [m for m in tower.modules() if _has_switch(m)]
     return partial(_as_one, within, function) if within else function

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.models.encodings import blank_picture
 from prefixtree.models.tower import features_in
-from prefixtree.models.vision import blank_picture, grid_keyword_of, tower_of
+from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.trace import (
     Adapters,

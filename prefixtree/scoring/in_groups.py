@@ -18,6 +18,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import ROUTES, forward_inputs
 from prefixtree.models.hybrids import prepare_states
+from prefixtree.models.vision import EncodedPictures, PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.layout import Edges, PackedForest, pack
 from prefixtree.packing.mask import TreeMask
@@ -26,6 +27,7 @@ from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.heads import HeadsMask, heads_problem
 from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
 from prefixtree.parallel.state_heads import StatesByHeads, state_heads_problem
+from prefixtree.pictures import Pictures
 from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
 from prefixtree.planning.cost_model import CostModel, cost_model_of
 from prefixtree.planning.model_cost import model_cost, state_heads
@@ -57,6 +59,8 @@ class LocalPart:
         to_sequences: from these to every sequence but its first token.
         lengths: n - 1 of each sequence.
         order: int64 [U], the row of each scored edge once gathered. Default: as they are.
+        shown: of a rank's part, the pictures that it encodes and those of its tokens. Default: text
+            alone, or a whole forest.
     """
 
     inputs: dict[str, Any]
@@ -66,6 +70,7 @@ class LocalPart:
     to_sequences: GatherIndex
     lengths: list[int]
     order: torch.Tensor | None = None
+    shown: EncodedPictures | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,9 @@ _FACTS = {
     ),
     "loss_mask": "the ranks of a group must score the same tokens",
     "temperature": "the ranks of a group must score the same tokens at the same temperatures",
+    "pictures": (
+        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
+    ),
     "model": "the ranks of a group must have the same model",
     "options": "the ranks of a group must make the same call, of models in the same state",
     # it follows from all of these
@@ -135,6 +143,7 @@ def part_of_rank(
     check: Callable[[], tuple[Any, ScoredEdges]],
     options: dict[str, Any],
     mode: GroupMode,
+    pictures: Pictures | None = None,
 ) -> tuple[Any, LocalPart]:
     """This rank's part of what the ranks of a group score together.
 
@@ -145,6 +154,7 @@ def part_of_rank(
         check: gives the causal language model and what is scored, or raises.
         options: further arguments that must be the same on all ranks, `recompute` among them.
         mode: what ranks exchange.
+        pictures: those of the forest. Default: text alone.
 
     Returns:
         The causal language model, and the share.
@@ -153,7 +163,7 @@ def part_of_rank(
         ValueError, RuntimeError: as `agree`.
         UnsupportedError: what is not verified in groups.
     """
-    (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode)
+    (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode, pictures)
     which, rows = part.tokens.scored(found.predictor)
     row_of_unit, gathered = part.gathering(found.predictor)
 
@@ -171,11 +181,13 @@ def part_of_rank(
     return causal_lm, LocalPart(
         inputs=part.inputs(causal_lm.config),
         mask=part.attended,
-        edges=edges_on_device(packed, found, which, rows),
+        # with the token ids that the model knows
+        edges=edges_on_device(part.split.packed, found, which, rows),
         gathered=gathered_together,
         to_sequences=GatherIndex(of_copies, found.count, packed.device),
         lengths=found.lengths,
         order=torch.from_numpy(row_of_unit).to(packed.device),
+        shown=part.shown(),
     )
 
 
@@ -232,9 +244,12 @@ class _RankPart:
         attended: the mask over which layers attend.
     """
 
-    def __init__(self, split: Split, group: ProcessGroup, mode: GroupMode) -> None:
+    def __init__(
+        self, split: Split, placed: PlacedPictures | None, group: ProcessGroup, mode: GroupMode
+    ) -> None:
         import torch.distributed as dist
 
+        self._placed = placed
         self.split, self._group, self._index = split, group, dist.get_rank(group)
         self.tokens = split[self._index]
         exchange = TokensForHeads(split, self._index, group)
@@ -248,7 +263,16 @@ class _RankPart:
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
-        return part_inputs(forward_inputs(self.split.packed, config), self.tokens, self._mask)
+        inputs = forward_inputs(self.split.packed, config)
+        if self._placed is not None:
+            inputs |= self._placed.inputs
+        return part_inputs(inputs, self.tokens, self._mask)
+
+    def shown(self) -> EncodedPictures | None:
+        """The pictures that this rank encodes, and those of its own tokens."""
+        if self._placed is None:
+            return None
+        return self._placed.of_rank(self.split, self._index, self._group)
 
     def gathering(
         self, tokens: np.ndarray
@@ -281,13 +305,14 @@ def _part_of_rank(
     check: Callable[[], tuple[Any, Any]],
     options: dict[str, Any],
     mode: GroupMode,
+    pictures: Pictures | None = None,
 ) -> tuple[tuple[Any, Any], _RankPart]:
     """The part of this rank, once all ranks agree; and what `check` gave."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size(group)
 
-    def prepare() -> tuple[tuple[Any, Any, Split], dict[str, Parts]]:
+    def prepare() -> tuple[tuple[Any, Any, Split, PlacedPictures | None], dict[str, Parts]]:
         inner, found = check()
         _check_served(model, options["recompute"])
         # what one layer refuses, all ranks do
@@ -297,17 +322,31 @@ def _part_of_rank(
         for heads, shared in state_heads(inner):
             if problem := state_heads_problem(heads, shared, ranks):
                 raise ValueError(problem)
-        split = _split(inner, packed, found, ranks, mode)
-        return (inner, found, split), {
+        whole, placed = _padded(packed, ranks), None
+        if pictures is not None:
+            placed = PlacedPictures(model, inner, whole, pictures)
+            whole = placed.packed
+        split = _split(inner, whole, found, ranks, mode)
+        return (inner, found, split, placed), {
             "forest": _parts_of_forest(packed),
             **_parts_of_scores(found),
+            "pictures": _parts_of_pictures(placed),
             "model": _parts_of_model(inner),
             "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
-    inner, found, split = agree(group, packed.device, prepare, _FACTS)
-    return (inner, found), _RankPart(split, group, mode)
+    inner, found, split, placed = agree(group, packed.device, prepare, _FACTS)
+    return (inner, found), _RankPart(split, placed, group, mode)
+
+
+def _padded(packed: PackedForest, ranks: int) -> PackedForest:
+    """A forest with fewer tokens than ranks is padded to as many."""
+    if packed.num_tokens >= ranks:
+        return packed
+    mask = packed.mask
+    padded = pack(packed.forest, ranks).with_options(mask.backend, mask.deterministic)
+    return padded.to(packed.device)
 
 
 def _split(
@@ -317,11 +356,7 @@ def _split(
     ranks: int,
     mode: GroupMode,
 ) -> Split:
-    """The forest divided among ranks; one with fewer tokens than ranks is padded to as many."""
-    if packed.num_tokens < ranks:
-        mask = packed.mask
-        padded = pack(packed.forest, ranks).with_options(mask.backend, mask.deterministic)
-        packed = padded.to(packed.device)
+    """The forest divided among ranks."""
     cost_model, borrow_cost = _costs(model)
     if mode == "heads":
         # attention is even anyway, and nobody borrows
@@ -369,6 +404,20 @@ def _parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
         "loss_mask": {"loss_mask": np.unique(found.token)},
         "temperature": {"temperature": edges},
     }
+
+
+def _parts_of_pictures(placed: PlacedPictures | None) -> Parts:
+    if placed is None:
+        return {}
+    parts: dict[str, Any] = {"whether they are passed": True}
+    for n in np.unique(placed.placements.number).tolist():
+        picture = placed.pictures.distinct[n]
+        parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
+        # a hash says nothing to readers
+        key: Any = picture.key
+        key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
+        parts[f"the pixels of picture {n}"] = key
+    return parts
 
 
 def _parts_of_model(model: Any) -> Parts:

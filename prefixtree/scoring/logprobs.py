@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.measures import Measure, measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.replay import check_routes, replaying
 from prefixtree.models.router_loss import RouterLoss, router_keywords, router_loss
-from prefixtree.models.vision import PlacedPictures, check_pictures
+from prefixtree.models.vision import EncodedPictures, PlacedPictures, check_pictures
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
@@ -102,8 +101,9 @@ def sequence_logprobs(
             has no predictor and is ignored. Default: every token is scored.
         pictures: the images and videos of a batch that the forest's sequences belong to; the forest
             is then one of `pictures.sequences`, or of some of them. Each distinct picture is
-            encoded once, in steps once per step that has tokens of it. Not together with `group`.
-            Ranks of DDP and FSDP2 either all pass pictures or none does. Default: text alone.
+            encoded once, in a group by one of the ranks, in steps once per step that has tokens of
+            it. Ranks of DDP, FSDP2 and groups either all pass pictures or none does. Default: text
+            alone.
         return_entropy: whether to compute entropies too. Default: False.
         return_statistics: which statistics of the distributions to compute too, without gradients:
             "mean_logits", the mean over the vocabulary of the logits divided by the temperature;
@@ -179,11 +179,6 @@ def sequence_logprobs(
         check_routes(model, causal_lm, packed)
         # refuses a family without such a loss
         router_loss(causal_lm, packed, output_router_logits)
-        if in_group and pictures is not None:
-            raise UnsupportedError(
-                "pictures are not verified where ranks of a group divide a forest: leave out "
-                "group, and score in micro-batches (plan_micro_batches) or in steps (max_tokens)"
-            )
         return causal_lm, find_edges(packed, temperature, loss_mask)
 
     placed: PlacedPictures | None = None
@@ -195,7 +190,7 @@ def sequence_logprobs(
             "output_router_logits": output_router_logits,
             "recompute": recompute,
         }
-        causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode)
+        causal_lm, local = part_of_rank(model, packed, group, check, options, group_mode, pictures)
     else:
         causal_lm, found = check()
         if pictures is not None:
@@ -207,7 +202,7 @@ def sequence_logprobs(
     wanted = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
     forward = ModelForward(model, causal_lm, packed, recompute, wanted)
     loss = router_loss(causal_lm, packed, output_router_logits)
-    forward.loss, forward.placed = loss, placed
+    forward.loss, forward.placed, forward.shown = loss, placed, local.shown
     if max_tokens is None:
         rows = local.gathered(forward.rows(local.mask, local.inputs, local.edges))
     else:
@@ -233,7 +228,8 @@ class ModelForward:
 
     Attributes:
         loss: the load-balancing loss to compute. Default: none.
-        placed: the pictures of the forest. Default: text alone.
+        placed: the pictures of the forest. Default: text alone, or a rank's part.
+        shown: those of a rank's part. Default: text alone, or a forest that no ranks divide.
     """
 
     def __init__(
@@ -248,6 +244,7 @@ class ModelForward:
         self.recompute = recompute
         self.loss: RouterLoss | None = None
         self.placed: PlacedPictures | None = None
+        self.shown: EncodedPictures | None = None
         self._model, self._causal_lm, self._packed = model, causal_lm, packed
         self._options = replace(options, rule=logit_rule(causal_lm))
 
@@ -272,9 +269,8 @@ class ModelForward:
             edges: what its lm_head scores.
             own: int64 [t], the packed tokens that it computes, ascending. Default: all.
         """
-        shown = None
-        if self.placed is not None:
-            shown = self.placed.of(own)
+        shown = self.shown if self.placed is None else self.placed.of(own)
+        if shown is not None:
             inputs = inputs | shown.inputs
         model, causal_lm, loss, packed = self._model, self._causal_lm, self.loss, self._packed
         keywords = router_keywords(causal_lm.config, loss)

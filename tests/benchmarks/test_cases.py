@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from benchmarks.cases import (
     model,
     parallel,
     peers,
+    pictures,
     planning,
 )
 from benchmarks.lib import (
@@ -34,6 +36,7 @@ from benchmarks.lib import (
 from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches
+from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
 from tests.support.benchmark_runs import result
@@ -400,6 +403,41 @@ def test_distill(tmp_path: Path) -> None:
     rows = result(out)["rows"]
     assert [row["side"] for row in rows] == list(distill.SIDES)
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+@pytest.mark.full
+def test_pictures(tmp_path: Path) -> None:
+    out = tmp_path / "pictures.json"
+    assert pictures.main([*TINY, "--out", str(out)]) == 0
+    found = result(out)
+    assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)
+    assert [row["side"] for row in found["rows"]] == list(pictures.SIDES)
+    assert all(row["ms"] > 0 and row["red"] == [] for row in found["rows"])
+    assert all(row["checked tower"] < 1e-5 for row in found["rows"])
+
+
+def test_pictures_without_their_gradients_are_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated = encodings.Encoding._repeated
+    monkeypatch.setattr(encodings.Encoding, "_repeated", lambda *args: repeated(*args).detach())
+    out = tmp_path / "pictures.json"
+    assert pictures.main([*TINY, "--sides", "checkpointing", "--out", str(out)]) == 1
+    (row,) = result(out)["rows"]
+    assert "ms" not in row
+    assert [text.split()[0] for text in row["red"]] == ["tower"]
+
+
+def test_pictures_of_real_sizes() -> None:
+    """As many tokens and screenshots as the benchmark says, here of one token each."""
+    config = pictures.config_of(True)
+    batch = pictures.Batch.of(replace(pictures.Sizes(), grid=(2, 2)), config, "cpu")
+    found = batch.facts()
+    # of 44 x 80 patches
+    more = 44 * 80 // 4 - 1
+    assert found["tokens"] + 432 * more == 526_944
+    assert found["distinct_tokens"] + 78 * more == 83_667
+    assert (found["samples"], found["screenshots"], found["distinct_screenshots"]) == (96, 432, 78)
 
 
 @pytest.mark.full

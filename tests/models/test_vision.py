@@ -383,7 +383,7 @@ def test_a_grid_left_out_of_the_key_is_seen():
 @pytest.mark.parametrize("model_type", TREE)
 @pytest.mark.parametrize("mistake", ["the tower's", "that of a second place", "that of deepstack"])
 def test_a_gradient_that_is_dropped_is_seen(model_type, mistake, monkeypatch):
-    repeated = adapter._Encoding._repeated
+    repeated = adapter.Encoding._repeated
     calls = []
 
     def dropped(self: Any, features: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ def test_a_gradient_that_is_dropped_is_seen(model_type, mistake, monkeypatch):
             return torch.cat([out[:-6], out[-6:].detach()])
         return out.detach() if mistake == "the tower's" or len(calls) > 1 else out
 
-    monkeypatch.setattr(adapter._Encoding, "_repeated", dropped)
+    monkeypatch.setattr(adapter.Encoding, "_repeated", dropped)
     wrong = _wrong(model_type, run_packed(build(model_type), batch(model_type)))
     assert wrong.logprob < tolerance(model_type)
     if mistake == "that of deepstack" and model_type != "qwen3_vl":

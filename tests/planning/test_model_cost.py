@@ -11,7 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from prefixtree.models.vision import blank_picture, grid_keyword_of, tower_of
+from prefixtree.models.encodings import blank_picture
+from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.packing.visible import pairs_per_run, visible_keys, visible_pairs
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches

@@ -306,7 +306,15 @@ MESSAGES: dict[str, tuple[str | re.Pattern[str], ...]] = {
     * 2,
     "router loss": _differs(r"output_router_logits \(True, on rank 0 False\)"),
     "routes": _differs("its recorded routes"),
-    "pictures": ("pictures are not verified where ranks of a group divide",) * 2,
+    "other pixels": _differs(*(f"the pixels of picture {n}" for n in range(3))),
+    "pictures of one rank": (
+        "RuntimeError: rank 1 of the group refused this call",
+        "ids of Pictures.sequences need sequence_logprobs(pictures=)",
+    ),
+    "a cut picture": (
+        "it is cut inside a picture",
+        "RuntimeError: rank 0 of the group refused this call, so no rank computes it: ForestError",
+    ),
     "auto": ("recompute='auto' plans by the free memory of each rank",) * 2,
     "flash": ("backend 'flash' does not serve ranks of a group",) * 2,
     "DeepSpeed": ("DeepSpeed is not verified with group",) * 2,

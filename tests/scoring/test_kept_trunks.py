@@ -15,7 +15,6 @@ from torch import nn
 
 from prefixtree import (
     BorrowCost,
-    MicroBatchPlan,
     PrefixForest,
     UnsupportedError,
     borrow_cost,

@@ -128,11 +128,26 @@ def _routes(rank: int, group: Any) -> Any:
     return scored(rank, group, "qwen3_moe", packed=pack(forest))
 
 
-def _pictures(rank: int, group: Any) -> Any:
+def _with_pictures(
+    rank: int, group: Any, cut: bool = False, seen: bool = True, add: int = 0
+) -> Any:
     model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    made = picture_cases.clone(made, pixel_values=made.arguments["pixel_values"] + add)
     pictures = picture_cases.pictures_of(model, made)
-    packed = pack_sequences(pictures.sequences)
-    return scored(rank, group, model=model, packed=packed, pictures=pictures)
+    packed = pack_sequences([s[:9] for s in pictures.sequences] if cut else pictures.sequences)
+    return scored(rank, group, model=model, packed=packed, pictures=pictures if seen else None)
+
+
+def _other_pixels(rank: int, group: Any) -> Any:
+    return _with_pictures(rank, group, add=rank)
+
+
+def _pictures_of_one_rank(rank: int, group: Any) -> Any:
+    return _with_pictures(rank, group, seen=rank == 0)
+
+
+def _cut_picture(rank: int, group: Any) -> Any:
+    return _with_pictures(rank, group, cut=rank == 0)
 
 
 def _auto(rank: int, group: Any) -> Any:
@@ -200,7 +215,9 @@ BAD: dict[str, Callable[[int, Any], Any]] = {
     "odd heads of states": _odd_heads_of_states,
     "router loss": _router_loss,
     "routes": _routes,
-    "pictures": _pictures,
+    "other pixels": _other_pixels,
+    "pictures of one rank": _pictures_of_one_rank,
+    "a cut picture": _cut_picture,
     "auto": _auto,
     "flash": _flash,
     "DeepSpeed": _deepspeed,

@@ -215,17 +215,11 @@ def check_pictures(engine_config: Any) -> None:
     Raises:
         UnsupportedError: with the setting to change.
     """
-    ranks, strategy = engine_config.ulysses_sequence_parallel_size, engine_config.strategy
-    for refused, why in (
-        (
-            ranks > 1,
-            f"ulysses_sequence_parallel_size={ranks}: ranks that compute a forest together do not "
-            "divide pictures yet; set it to 1",
-        ),
-        (strategy != "fsdp2", f"strategy={strategy} is not verified; set strategy=fsdp2"),
-    ):
-        if refused:
-            raise UnsupportedError(f"{_PREFIX}the batch has pictures (multi_modal_inputs). {why}")
+    if (strategy := engine_config.strategy) != "fsdp2":
+        raise UnsupportedError(
+            f"{_PREFIX}the batch has pictures (multi_modal_inputs). strategy={strategy} is not "
+            "verified; set strategy=fsdp2"
+        )
 
 
 def check_batch(data: TensorDict, sees: bool = False) -> None:

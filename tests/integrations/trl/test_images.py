@@ -152,8 +152,8 @@ def test_dpo_is_trls_own(vision: Path, wrong: str, monkeypatch: pytest.MonkeyPat
         turned = lambda inputs: [x if i else x.flip(0) for i, x in enumerate(of(inputs))]  # noqa: E731
         monkeypatch.setattr(packed_model, "_images_of", turned)
     elif wrong:
-        repeated = tower._Encoding._repeated
-        monkeypatch.setattr(tower._Encoding, "_repeated", lambda *args: repeated(*args).detach())
+        repeated = tower.Encoding._repeated
+        monkeypatch.setattr(tower.Encoding, "_repeated", lambda *args: repeated(*args).detach())
 
     def run(kind: type[DPOTrainer]) -> DPOTrainer:
         trainer = make_dpo(

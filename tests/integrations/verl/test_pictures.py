@@ -38,9 +38,9 @@ ONE = (
     "qwen2_5_vl, pictures",
     "qwen3_vl_moe, pictures",
 )
-TOGETHER = "qwen3_vl, text, two ranks a forest"
-TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora", TOGETHER)
-ALONE = [name for name in VISION_CASES if name != TOGETHER]
+TOGETHER = ("qwen3_vl, text, two ranks a forest", "qwen3_vl, pictures, two ranks a forest")
+TWO = ("qwen3_vl, one rank sees", "qwen3_vl, lora", *TOGETHER)
+ALONE = [name for name in VISION_CASES if name not in TOGETHER]
 RED = "qwen3_vl, pictures"
 
 
@@ -71,14 +71,16 @@ def test_two_ranks(
         print("DIFF", name, rank, {k: f"{v:.1e}" for k, v in differences.items()})
 
 
-def test_text_of_a_forest_on_two_ranks(two_ranks: list[dict[Any, Any]], sees: Path) -> None:
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_forest_on_two_ranks(name: str, two_ranks: list[dict[Any, Any]], sees: Path) -> None:
     """Which have the same data, so that one rank gives their updates."""
-    settings = VISION_CASES[TOGETHER]
-    one = run("stock", sees, replace(settings, engine={}, tokens=60))
+    settings = VISION_CASES[name]
+    assert settings.tokens
+    one = run("stock", sees, replace(settings, engine={}, tokens=2 * settings.tokens))
     for results in two_ranks:
-        packed = results[TOGETHER, "prefixtree"]
+        packed = results[name, "prefixtree"]
         assert packed["exchanges"].keys() == {"keys"}
-        print("DIFF", TOGETHER, check_same(one, packed, settings))
+        print("DIFF", name, check_same(one, packed, settings))
 
 
 @pytest.mark.parametrize(
@@ -149,14 +151,14 @@ def test_a_gradient_left_out_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first picture of each forward, 8 features."""
-    repeated = vision._Encoding._repeated
+    repeated = vision.Encoding._repeated
 
     def without(self: Any, features: torch.Tensor) -> torch.Tensor:
         return repeated(self, torch.cat([features[:8].detach(), features[8:]]))
 
     right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert max(right) < 1e-5, right
-    monkeypatch.setattr(vision._Encoding, "_repeated", without)
+    monkeypatch.setattr(vision.Encoding, "_repeated", without)
     scores, _, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert scores == right[0]
     assert tower > 1e-3

@@ -28,5 +28,12 @@ VISION_CASES: dict[str, Settings] = {
         tokens=30,
         beside="prefixtree",
     ),
+    "qwen3_vl, pictures, two ranks a forest": Settings(
+        model="qwen3_vl",
+        engine={"ulysses_sequence_parallel_size": 2},
+        pictures="all",
+        tokens=60,
+        beside="prefixtree",
+    ),
     "qwen3_vl, fixed size": Settings(model="qwen3_vl", pictures="all", tokens=None, size=2),
 }

@@ -1,0 +1,272 @@
+"""Calls of a model's vision tower: the pictures of one modality, their pixels and grids, and where
+their features go.
+
+Legend: K placements, N distinct pictures, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from prefixtree._picture_inputs import Modality, Picture
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.tower import TowerShape, features_in
+from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.placements import Placements
+from prefixtree.packing.transfers import move
+from prefixtree.parallel.features import FeatureExchange, holders_of
+from prefixtree.pictures import Pictures
+from prefixtree.planning.parts import Parts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: model types whose tower has another name: the tower's attribute in the model without its lm_head,
+#: and its keyword of grids
+TOWERS = {"gemma4": ("vision_tower", "pixel_position_ids")}
+MODALITIES: tuple[Modality, ...] = ("image", "video")
+UNEXPECTED = (
+    "pictures are verified with transformers' models, which call their vision tower once for the "
+    "images and once for the videos of a forward; this one called it"
+)
+
+
+def tensors_of(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
+    """Pixels and grids of some pictures of one modality, as keywords of the model."""
+    pixels, grids = _NAMES[model_type in TOWERS, modality]
+    join = torch.stack if model_type in TOWERS else torch.cat
+    inputs: dict[str, Any] = {
+        pixels: join([picture.pixels for picture in shown]),
+        grids: torch.stack([picture.grid for picture in shown]),
+    }
+    if shown[0].seconds is not None:
+        inputs["second_per_grid_ts"] = [picture.seconds for picture in shown]
+    return inputs
+
+
+_NONE = np.empty(0, np.int32)
+_NAMES = {
+    (False, "image"): ("pixel_values", "image_grid_thw"),
+    (False, "video"): ("pixel_values_videos", "video_grid_thw"),
+    (True, "image"): ("pixel_values", "image_position_ids"),
+}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One call of the vision tower: the distinct pictures of one modality.
+
+    Attributes:
+        tensors: the keywords of the model's forward, pixels and grids of the N distinct pictures.
+        grid_name: the one of them that is the grids.
+        placed: in its place, the grids of the K placements: as many features as they hold.
+        rows: from features [F, H] of the distinct pictures to those of the placements.
+        shape: how many patches and features the distinct pictures have.
+        exchange: of a rank of a group, which brings the features that `rows` reads. Default: they
+            are those that the tower gives.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    grid_name: str
+    placed: torch.Tensor
+    rows: GatherIndex
+    shape: TowerShape
+    exchange: FeatureExchange | None = None
+
+    @property
+    def grids(self) -> torch.Tensor:
+        """Of the distinct pictures."""
+        return self.tensors[self.grid_name]
+
+    @property
+    def shown(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels and grids of the distinct pictures."""
+        pixels, grids = self.tensors.values()
+        return pixels, grids
+
+    def inputs(self) -> dict[str, Any]:
+        """Keywords of the model's forward."""
+        return self.tensors | {self.grid_name: self.placed}
+
+    def repeat(self, output: Any) -> None:
+        """Repeats the features in the tower's output per placement, in packed order."""
+        found = features_in(output)
+        if not found:
+            raise UnsupportedError(f"{UNEXPECTED} and got {type(output).__name__}")
+        is_list = {name: isinstance(values, (list, tuple)) for name, values in found.items()}
+        each = [x for n, values in found.items() for x in (values if is_list[n] else [values])]
+        for features in each:
+            if len(features) != self.shape.features:
+                raise UnsupportedError(
+                    f"the vision tower gave {len(features)} features for pictures of "
+                    f"{self.shape.features} placeholders: it is not the one that the pictures were "
+                    "made for"
+                )
+        if self.exchange is not None:
+            each = self.exchange.fetch(each)
+        repeated = iter([self._repeated(features) for features in each])
+        for name, values in found.items():
+            placed = [next(repeated) for _ in values] if is_list[name] else next(repeated)
+            setattr(output, name, placed)
+
+    def _repeated(self, features: torch.Tensor) -> torch.Tensor:
+        return gather(features, self.rows)
+
+
+@dataclass(frozen=True)
+class TowerCalls:
+    """The calls that a packed forest's pictures need.
+
+    Attributes:
+        config: of the model.
+        pictures: those of the batch.
+        placements: of the pictures in the forest.
+        device: of the model.
+    """
+
+    config: Any
+    pictures: Pictures
+    placements: Placements
+    device: torch.device
+
+    def of(self, modality: Modality, is_own: np.ndarray) -> Encoding | None:
+        """The call for the pictures of one modality that own tokens show; None where none does.
+
+        Args:
+            is_own: bool [T].
+        """
+        placed = self._placed(modality, is_own)
+        if not placed:
+            return None
+        distinct = sorted({n for n, _ in placed})
+        shown = [self.pictures.distinct[n] for n in distinct]
+        rows = np.concatenate(_features(placed, distinct, self.pictures)).astype(np.int32)
+        tensors, shape = _call(modality, self.pictures.model_type, shown)
+        return _made(tensors, self._grids(placed, shown), rows, shape, self.device)
+
+    def of_rank(
+        self, modality: Modality, parts: Parts, index: int, group: ProcessGroup
+    ) -> Encoding | None:
+        """The same of a rank of a group, which encodes its share of the forest's pictures: a blank
+        one where it has none. None where the forest has no pictures of this modality."""
+        pictures = self.pictures
+        placed = [self._placed(modality, parts.owner == rank) for rank in range(len(parts))]
+        distinct = sorted({n for of_rank in placed for n, _ in of_rank})
+        if not distinct:
+            return None
+        all_shown = [pictures.distinct[n] for n in distinct]
+        holder = holders_of([len(p.pixels) for p in all_shown], len(parts))
+        features = [np.concatenate([_NONE, *_features(p, distinct, pictures)]) for p in placed]
+        of_features = np.repeat(holder, [p.runs * p.run_tokens for p in all_shown])
+        exchange = FeatureExchange(of_features, features, index, group, self.device)
+        arrived = np.empty(len(of_features), np.int32)
+        arrived[exchange.fetched] = np.arange(len(exchange.fetched))
+        rows = GatherIndex(arrived[features[index]], len(exchange.fetched), self.device)
+        made = empty = blank(self.config, self.device, modality)
+        shown = [p for p, rank in zip(all_shown, holder, strict=True) if rank == index]
+        if shown:
+            tensors, shape = _call(modality, pictures.model_type, shown)
+            made = _made(tensors, empty.placed, _NONE, shape, self.device)
+        grids = empty.placed
+        if placed[index]:
+            grids = move(self._grids(placed[index], all_shown), self.device)
+        return replace(made, placed=grids, rows=rows, exchange=exchange)
+
+    def _placed(self, modality: Modality, is_own: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """The runs of own placeholders of one modality, in packed order: the picture of each, and
+        which of its features they are."""
+        at = self.placements
+        placed: list[tuple[int, np.ndarray]] = []
+        for start, n, frame in zip(at.start, at.number, at.frame, strict=True):
+            picture = self.pictures.distinct[n]
+            own = np.flatnonzero(is_own[start : start + picture.run_tokens])
+            if picture.modality == modality and len(own):
+                placed.append((int(n), frame * picture.run_tokens + own))
+        return placed
+
+    def _grids(self, placed: list[tuple[int, np.ndarray]], shown: list[Picture]) -> torch.Tensor:
+        counts = [len(rows) for _, rows in placed]
+        return _grids_of(counts, self.config, len(shown[0].pixels))
+
+
+def _features(
+    placed: list[tuple[int, np.ndarray]], distinct: list[int], pictures: Pictures
+) -> list[np.ndarray]:
+    """The features of each run among those of some distinct pictures, one after another."""
+    sizes = [pictures.distinct[n].runs * pictures.distinct[n].run_tokens for n in distinct]
+    first = dict(zip(distinct, np.cumsum([0, *sizes]).tolist(), strict=False))
+    return [first[n] + rows for n, rows in placed]
+
+
+def _call(
+    modality: Modality, model_type: str, shown: list[Picture]
+) -> tuple[dict[str, Any], TowerShape]:
+    """Pixels and grids of one call of the tower, and its sizes."""
+    tensors = tensors_of(modality, model_type, shown)
+    # positions are given, which alone would ask for them
+    tensors.pop("second_per_grid_ts", None)
+    features = sum(p.runs * p.run_tokens for p in shown)
+    return tensors, TowerShape([len(p.pixels) for p in shown], features)
+
+
+def _grids_of(counts: list[int], config: Any, patches: int) -> torch.Tensor:
+    """Grids of as many placeholders: of them transformers reads no more, as positions are given.
+
+    Args:
+        counts: placeholders of each run. config: of the model.
+        patches: of Gemma 4, to which pictures are padded.
+    """
+    vision = config.vision_config
+    if config.model_type not in TOWERS:
+        merge = vision.spatial_merge_size
+        return torch.tensor([[1, merge, merge * count] for count in counts])
+    positions = torch.full((len(counts), patches, 2), -1)
+    for of_run, count in zip(positions, counts, strict=True):
+        of_run[: count * vision.pooling_kernel_size**2] = 0
+    return positions
+
+
+def blank(config: Any, device: torch.device, modality: Modality = "image") -> Encoding:
+    """A picture of one placeholder, placed nowhere: the tower's gradients are zeros."""
+    pixels, grid = blank_picture(config)
+    values, grids = _NAMES[config.model_type in TOWERS, modality]
+    placed = torch.full_like(grid, -1) if config.model_type in TOWERS else torch.zeros_like(grid)
+    shape = TowerShape([pixels[..., 0].numel()], 1)
+    return _made({values: pixels, grids: grid}, placed, _NONE, shape, device)
+
+
+def blank_picture(config: Any, side: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """A picture without content, as a model's processor would give it.
+
+    Args:
+        config: of the model. side: its placeholders in height and in width. Default: 1.
+
+    Returns:
+        Its pixels and its grid: [P, D] and [1, 3], of Gemma 4 [1, P, D] and [1, P, 2].
+    """
+    vision = config.vision_config
+    if config.model_type in TOWERS:
+        each = torch.arange(side * vision.pooling_kernel_size)
+        steps = torch.cartesian_prod(each, each)[None]
+        return torch.zeros(1, len(each) ** 2, 3 * vision.patch_size**2), steps
+    side *= vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", None) or vision.in_chans
+    values = channels * vision.temporal_patch_size * vision.patch_size**2
+    return torch.zeros(side**2, values), torch.tensor([[1, side, side]])
+
+
+def _made(
+    tensors: dict[str, Any],
+    placed: torch.Tensor,
+    rows: np.ndarray,
+    shape: TowerShape,
+    device: torch.device,
+) -> Encoding:
+    moved = {name: move(tensor, device) for name, tensor in tensors.items()}
+    _, grid_name = moved
+    index = GatherIndex(rows, shape.features, device)
+    return Encoding(moved, grid_name, move(placed, device), index, shape)

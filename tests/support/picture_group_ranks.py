@@ -1,0 +1,244 @@
+"""One rank of test_pictures_in_groups.py: pictures that the ranks of a group divide."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import prefixtree as pt
+from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.vision import tower_of
+from prefixtree.packing.gather import gather
+from prefixtree.parallel import ranks
+from prefixtree.planning.parts import Parts
+from prefixtree.recompute import forward as recompute
+from prefixtree.scoring import in_groups
+from prefixtree.scoring.edges import find_edges
+from tests.support.distributed_ranks import whole
+from tests.support.full import asked_for
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.models import TRANSFORMERS
+from tests.support.picture_cases import Batch, Float64, batch, build, pictures_of, videos
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is run.
+
+    Attributes:
+        model_type: of `picture_cases.build`.
+        kind: "images" or "videos" of `picture_cases`; "one" for two sequences with one picture.
+        group_mode: as `sequence_logprobs` takes it.
+        scattered: each token belongs to any rank, so that every picture is cut.
+        wrapper: "ddp" or "fsdp2", or "" where gradients are averaged by hand.
+        recompute: as `sequence_logprobs` takes it; each picture is then a run of the tower.
+        compiled: whether layers are compiled.
+        double: in float64, by the model's logits.
+        mistake: a key of MISTAKES.
+    """
+
+    model_type: str
+    kind: str = "images"
+    group_mode: Any = "parts"
+    scattered: bool = False
+    wrapper: str = ""
+    recompute: Any = None
+    compiled: bool = False
+    double: bool = True
+    mistake: str = ""
+
+    @property
+    def served(self) -> bool:
+        """Whether the installed transformers has it."""
+        return self.model_type not in HYBRIDS or str(TRANSFORMERS) >= OLDEST_WITH_STATES
+
+
+def batch_of(case: Case) -> Batch:
+    """Its sequences and pictures."""
+    if case.kind == "videos":
+        return videos(case.model_type)
+    made = batch(case.model_type)
+    if case.kind == "images":
+        return made
+    # two rows share one picture
+    few = [made.sequences[i] for i in (0, 1)]
+    count = int(made.arguments["image_grid_thw"][0].prod())
+    arguments = {
+        "pixel_values": made.arguments["pixel_values"][: 2 * count],
+        "image_grid_thw": made.arguments["image_grid_thw"][:2],
+    }
+    return Batch(few, arguments, made.weights[:2])
+
+
+# on as many ranks
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "qwen3_vl": Case("qwen3_vl"),
+        "qwen3_vl, scattered videos": Case("qwen3_vl", "videos", scattered=True),
+        "qwen3_vl, heads": Case("qwen3_vl", group_mode="heads"),
+        "qwen2_5_vl, videos": Case("qwen2_5_vl", "videos"),
+        "qwen2_5_vl, scattered": Case("qwen2_5_vl", scattered=True),
+        "qwen3_vl_moe, scattered": Case("qwen3_vl_moe", scattered=True),
+        "qwen3_5, scattered": Case("qwen3_5", scattered=True),
+        "qwen3_5, videos, heads": Case("qwen3_5", "videos", "heads"),
+        "qwen3_5_moe": Case("qwen3_5_moe", "videos"),
+        "gemma4, scattered": Case("gemma4", scattered=True),
+        "one picture": Case("qwen3_vl", "one", scattered=True),
+        "FSDP2, runs": Case("qwen3_vl", wrapper="fsdp2", recompute="all", double=False),
+        "FSDP2, one picture": Case(
+            "qwen3_vl", "one", wrapper="fsdp2", recompute="all_but_attention", double=False
+        ),
+        "FSDP2, states": Case("qwen3_5", wrapper="fsdp2", double=False),
+        "DDP, videos, heads": Case("qwen3_vl", "videos", "heads", wrapper="ddp", double=False),
+        "compiled layers": Case("qwen2_5_vl", compiled=True, recompute="all", double=False),
+        "no gradients come back": Case("qwen3_vl", mistake="left out"),
+        "gradients come twice": Case("qwen3_vl", mistake="twice"),
+    },
+    3: {
+        "qwen3_vl": Case("qwen3_vl"),
+        "qwen2_5_vl, one picture": Case("qwen2_5_vl", "one", scattered=True),
+        "qwen3_vl_moe, scattered videos": Case("qwen3_vl_moe", "videos", scattered=True),
+    },
+}
+QUICK: dict[int, tuple[str, ...]] = {
+    2: tuple(
+        name
+        for name in CASES[2]
+        if name not in ("qwen3_5_moe", "qwen3_vl_moe, scattered", "qwen2_5_vl, scattered")
+        and name not in ("FSDP2, states", "qwen3_5, videos, heads", "gemma4, scattered")
+    ),
+    3: ("qwen3_vl", "qwen2_5_vl, one picture"),
+}
+
+
+def _nothing_back(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """Takes part in the exchange, and adds nothing."""
+    return 0 * _BACK(ctx, gradient)[0], None, None, None
+
+
+def _back_twice(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    """As if two ranks had encoded each picture."""
+    return 2 * _BACK(ctx, gradient)[0], None, None, None
+
+
+_BACK = ranks._ExchangeRows.backward
+MISTAKES = {"": _BACK, "left out": _nothing_back, "twice": _back_twice}
+
+
+def _scattered(packed: pt.PackedForest, num_ranks: int, *_: Any, **__: Any) -> Parts:
+    """In the place of `split_tokens`."""
+    return Parts(
+        packed, np.random.default_rng(1).integers(0, num_ranks, packed.num_tokens), num_ranks
+    )
+
+
+@contextmanager
+def _counted(tower: nn.Module) -> Iterator[list[int]]:
+    """The patches of each call of a tower, before it is cut into runs."""
+    patches: list[int] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        (pixels,) = args or [kwargs["pixel_values"]]
+        patches.append(int(pixels[..., 0].numel()))
+
+    handle = tower.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield patches
+    finally:
+        handle.remove()
+
+
+def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> Any:
+    """`sequence_logprobs` without its lm_head."""
+    group = dist.group.WORLD
+    found = find_edges(packed, 1.0, None)
+    causal_lm, local = in_groups.part_of_rank(
+        model, packed, group, lambda: (model, found), {"recompute": None}, case.group_mode, pictures
+    )
+    assert local.shown is not None
+    with local.shown.encoded():
+        logits = causal_lm(**local.inputs | local.shown.inputs).logits[0]
+    edges = local.edges
+    of_edges = gather(logits[edges.predictors], edges.to_predictors).log_softmax(-1)
+    scores = local.gathered(of_edges.gather(-1, edges.target[:, None].long()))
+    return [p[:, 0] for p in gather(scores, local.to_sequences).split(local.lengths)]
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Log-probabilities, gradients averaged over the ranks, and patches of each call of the
+    tower."""
+    made = batch_of(case)
+    with Float64() if case.double else nullcontext():
+        model = build(case.model_type, dtype=torch.float64 if case.double else torch.float32)
+    pictures = pictures_of(model, made)
+    packed = pt.pack(pt.PrefixForest.from_sequences(pictures.sequences))
+    pt.prepare(model)
+    tower = tower_of(model)
+    wrapped: nn.Module = model
+    if case.wrapper == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    elif case.wrapper:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*tower.blocks, tower, *model.get_decoder().layers, model):
+            fully_shard(part, mesh=mesh)
+    if case.compiled:
+        pt.compile_layers(model, backend="aot_eager")
+    with ExitStack() as stack:
+        patches = stack.enter_context(_counted(tower))
+        stack.enter_context(
+            patch.object(ranks._ExchangeRows, "backward", staticmethod(MISTAKES[case.mistake]))
+        )
+        if case.scattered:
+            stack.enter_context(patch.object(in_groups, "split_tokens", _scattered))
+        if case.double:
+            stack.enter_context(Float64())
+            logprobs = _logprobs_in_float64(model, packed, pictures, case)
+        else:
+            stack.enter_context(patch.object(recompute, "RUN", 1))
+            logprobs = pt.sequence_logprobs(
+                wrapped,
+                packed,
+                pictures=pictures,
+                recompute=case.recompute,
+                group=dist.group.WORLD,
+                group_mode=case.group_mode,
+            ).logprobs
+        terms = zip(logprobs, made.weights, strict=True)
+        sum((p * w.to(p.dtype)).sum() for p, w in terms).backward()
+    found = {}
+    for name, parameter in find_causal_lm(wrapped).named_parameters():
+        # experts that no token of a rank chose have none there
+        grad = parameter.grad
+        gradient = whole(torch.zeros_like(parameter) if grad is None else grad)
+        if not case.wrapper:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        if grad is not None or gradient.any():
+            found[name] = gradient
+    return {"logprobs": [p.detach() for p in logprobs], "gradients": found, "patches": patches}
+
+
+def _tried(compute: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return compute(*arguments)
+    except Exception:
+        return traceback.format_exc()
+
+
+def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+    """Results, or tracebacks."""
+    size = dist.get_world_size()
+    names = asked_for(CASES[size], QUICK[size])
+    return {name: _tried(run, CASES[size][name]) for name in names if CASES[size][name].served}
