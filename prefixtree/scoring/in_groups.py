@@ -95,7 +95,8 @@ def whole_forest(packed: PackedForest, found: ScoredEdges, config: Any) -> Local
 
 # ---- a part, in a group of ranks -----------------------------------------------------------------
 
-_FACTS = {
+#: What ranks must have alike -> how the message begins where they have not.
+FACTS = {
     "forest": (
         "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
         "with other data belong to other groups)"
@@ -258,14 +259,14 @@ def _part_of_rank(
                 raise ValueError(problem)
         split = _split(inner, packed, found, ranks, mode)
         return (inner, found, split), {
-            "forest": _parts_of_forest(packed),
-            **_parts_of_scores(found),
+            "forest": parts_of_forest(packed),
+            **parts_of_scores(found),
             "model": _parts_of_model(inner),
             "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
-    inner, found, split = agree(group, packed.device, prepare, _FACTS)
+    inner, found, split = agree(group, packed.device, prepare, FACTS)
     return (inner, found), _RankPart(split, group, mode)
 
 
@@ -277,19 +278,29 @@ def _split(
     mode: GroupMode,
 ) -> Split:
     """The forest divided among ranks; one with fewer tokens than ranks is padded to as many."""
-    if packed.num_tokens < ranks:
-        mask = packed.mask
-        padded = pack(packed.forest, ranks).with_options(mask.backend, mask.deterministic)
-        packed = padded.to(packed.device)
+    packed = padded_to_ranks(packed, ranks)
     cost_model, borrow_cost = _costs(model)
     if mode == "heads":
         # attention is even anyway, and nobody borrows
         cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
         borrow_cost = replace(borrow_cost, kv_heads=0)
-    edges = None
-    if found is not None:
-        edges = Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
-    return split_tokens(packed, ranks, cost_model, edges, borrow_cost=borrow_cost)
+    return split_tokens(packed, ranks, cost_model, edges_of(found), borrow_cost=borrow_cost)
+
+
+def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:
+    """The forest; one with fewer tokens is padded to `least`."""
+    if packed.num_tokens >= least:
+        return packed
+    mask = packed.mask
+    padded = pack(packed.forest, least).with_options(mask.backend, mask.deterministic)
+    return padded.to(packed.device)
+
+
+def edges_of(found: ScoredEdges | None) -> Edges | None:
+    """What is scored, as `split_tokens` takes it."""
+    if found is None:
+        return None
+    return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
 
 
 # by model: reading a configuration takes longer than dividing a forest
@@ -308,7 +319,8 @@ def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
 # ---- what all ranks of a group must have alike ---------------------------------------------------
 
 
-def _parts_of_forest(packed: PackedForest) -> Parts:
+def parts_of_forest(packed: PackedForest) -> Parts:
+    """What ranks of a group must have alike of a forest."""
     forest = packed.forest
     return {
         "its number of packed tokens": packed.num_tokens,
@@ -316,10 +328,12 @@ def _parts_of_forest(packed: PackedForest) -> Parts:
         "its nodes' parents": forest.node_parent,
         "its nodes' lengths": forest.node_start,
         "the order of its sequences": forest.sequence_node,
+        "its routes": forest.routes,
     }
 
 
-def _parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
+def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
+    """What ranks of a group must have alike of the scored edges, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
     edges = np.stack([found.token, found.temperature])
@@ -369,13 +383,19 @@ def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) 
     """Refuses what cannot be divided among ranks in this way."""
     heads: Any = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if mode == "parts" and packed.mask.backend == "flash" and heads == kv_heads:
+    if mode == "parts":
+        check_backend_of_parts(packed, heads, kv_heads)
+    if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
+        raise ValueError(problem)
+
+
+def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> None:
+    """Refuses a backend that would refuse some parts alone, while other ranks wait."""
+    if packed.mask.backend == "flash" and heads == kv_heads:
         raise UnsupportedError(
             "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
             "query head: use 'auto', which takes triton there"
         )
-    if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
-        raise ValueError(problem)
 
 
 def _check_served(model: nn.Module, recompute: Any) -> None:

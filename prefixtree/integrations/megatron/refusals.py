@@ -96,9 +96,9 @@ _DROPS = "which tokens an expert drops depends on the tokens beside them; "
 #: Every setting that is refused, in the order of the checks.
 REFUSALS = (
     Refusal(
-        "context_parallel_size",
-        lambda c: c.context_parallel_size > 1,
-        "ranks would hold parts of a forest; set it to 1",
+        "hybrid_context_parallel",
+        _get("hybrid_context_parallel"),
+        "groups would change between micro-batches; set it to False",
     ),
     Refusal(
         "apply_rope_fusion",

@@ -78,7 +78,7 @@ def packed_positions() -> Iterator[None]:
     """Rotary positions of the packed order in the place of depths."""
 
     def in_order(self: Any, table: Any) -> Any:
-        return table[torch.arange(self.packed.num_tokens).clamp(max=len(table) - 1)]
+        return table[torch.arange(self.local.packed.num_tokens).clamp(max=len(table) - 1)]
 
     with patch.object(parameters.ForestParams, "at_depths", in_order):
         yield
