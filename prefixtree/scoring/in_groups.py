@@ -320,7 +320,7 @@ def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
 
 
 def parts_of_forest(packed: PackedForest) -> Parts:
-    """What ranks of a group must have alike of a forest."""
+    """Of a forest, the parts that ranks of a group must have alike."""
     forest = packed.forest
     return {
         "its number of packed tokens": packed.num_tokens,
@@ -333,7 +333,7 @@ def parts_of_forest(packed: PackedForest) -> Parts:
 
 
 def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
-    """What ranks of a group must have alike of the scored edges, by fact."""
+    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
     edges = np.stack([found.token, found.temperature])

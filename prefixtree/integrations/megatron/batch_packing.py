@@ -32,6 +32,7 @@ from prefixtree.integrations.megatron.checks import (
 )
 from prefixtree.integrations.megatron.context_parallel import LocalForest
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.replay import check_no_replay
 from prefixtree.integrations.megatron.routers import RoutedTokens
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.changes import changing
@@ -108,6 +109,7 @@ class _BatchPacking:
             return None
         check_model(model)
         _check_whole(model)
+        check_no_replay(model)
         _check_call(inputs, params)
         packed, rows = _forest_of(model, inputs["input_ids"], params)
         self._copies = GatherIndex(rows, packed.num_tokens, packed.device)

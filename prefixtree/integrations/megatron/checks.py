@@ -25,6 +25,7 @@ from prefixtree.integrations.megatron.context_parallel import LocalForest, check
 from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
 from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
+from prefixtree.integrations.megatron.replay import ordinals_of
 from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
 from prefixtree.integrations.megatron.states import check_state, has_state, state_of
 from prefixtree.kernels.call_counter import counted_calls
@@ -120,9 +121,19 @@ def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | Non
     Args:
         language_model: the model, checked. local: what this rank computes.
     """
-    if not _counts(language_model) or not routers_of(language_model):
+    if not routers_of(language_model):
         return None
-    return RoutedTokens(local.copies.long())
+    if local.routes is not None:
+        if _counts(language_model):
+            raise UnsupportedError(
+                "recorded routes are not served with losses of routers or updates of experts' "
+                "biases, which count the last token of a sequence, whose experts nobody recorded: "
+                "set moe_router_load_balancing_type to 'none', moe_z_loss_coeff to None and "
+                "moe_router_bias_update_rate to 0"
+            )
+        ordinals, _ = ordinals_of(language_model)
+        return RoutedTokens(local.copies.long(), local.routes, ordinals)
+    return RoutedTokens(local.copies.long()) if _counts(language_model) else None
 
 
 def _check_layer(name: str, layer: Any) -> None:
@@ -236,7 +247,7 @@ def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedToken
     routers = len(routers_of(language_model))
     if tokens is not None and tokens.calls != routers:
         raise UnsupportedError(
-            f"{tokens.calls} routers read the copies of each token in a forward of "
+            f"{tokens.calls} routers read the numbers or routes of tokens in a forward of "
             f"{type(language_model).__name__}, which has {routers} routers: a layer does not hand "
             "on padding_mask"
         )

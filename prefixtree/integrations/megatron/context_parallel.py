@@ -54,11 +54,14 @@ class LocalForest:
         input_ids: int64 [1, t].
         position_ids: int64 [t], depths.
         copies: int32 [t], how often the replicated batch has each token; 0 for padding.
+        routes: None, or integers [t, layers, k], the recorded experts of each token.
     """
 
     def __init__(self, packed: PackedForest, split: Split | None = None, group: Any = None) -> None:
         self.packed, self._split, self._group = packed, split, group
-        ids, self.position_ids = packed.model_inputs()["input_ids"][0], packed.position_ids
+        inputs = packed.model_inputs()
+        ids, self.position_ids = inputs["input_ids"][0], packed.position_ids
+        self.routes = inputs.get("tree_routes")
         self.mask, self.copies = packed.mask, packed.multiplicity
         self._divided: Any = None
         if split is not None:
@@ -69,6 +72,8 @@ class LocalForest:
             ids, self.position_ids, self.copies = (
                 self._part.own(x) for x in (ids, self.position_ids, self.copies)
             )
+            if self.routes is not None:
+                self.routes = self._part.own(self.routes)
         self.input_ids = ids[None]
 
     @property
@@ -158,7 +163,7 @@ def local_forest(
     check: Callable[[], ScoredEdges | None],
     options: dict[str, Any],
 ) -> tuple[LocalForest, ScoredEdges | None]:
-    """What this rank computes of a forest, once the ranks of its context-parallel group agree.
+    """Finds what this rank computes of a forest, once all ranks of the group agree.
 
     Args:
         language_model: the model. packed: the whole forest.

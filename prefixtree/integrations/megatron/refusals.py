@@ -180,12 +180,6 @@ REFUSALS = (
         "it routes tokens at random; set it to None",
     ),
     Refusal(
-        "moe_enable_routing_replay",
-        _get("moe_enable_routing_replay"),
-        "recorded routes have a row per token of the replicated batch, a forest has one per "
-        "distinct token; set it to False",
-    ),
-    Refusal(
         "mtp_num_layers",
         _get("mtp_num_layers"),
         "multi-token prediction shifts tokens in packed order; set it to None",

@@ -33,6 +33,7 @@ from prefixtree.integrations.megatron.checks import (
 )
 from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.replay import check_routes
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
@@ -73,7 +74,8 @@ def tree_logprobs(
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
             Float16Module or not; one stage, or one virtual stage.
         packed: the packed forest, on the model's device; under sequence parallelism padded to a
-            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`).
+            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`). Where
+            it has routes, the routers run these experts.
         temperature: the divisor of the logits, above 0: as in `sequence_logprobs`.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
@@ -177,11 +179,7 @@ def _check_forest(language_model: Any, packed: PackedForest) -> None:
             f"sequence parallelism cuts the tokens into {size} equal parts, got "
             f"{packed.num_tokens} packed tokens: pack(forest, pad_to_multiple_of={size})"
         )
-    if getattr(packed.forest, "routes", None) is not None:
-        raise UnsupportedError(
-            "the packed forest has recorded routes, which Megatron's routers would not follow; "
-            "leave routes out of the forest"
-        )
+    check_routes(language_model, packed)
     tokens = packed.forest.tokens
     if tokens is not None and len(tokens) and int(tokens.max()) >= language_model.vocab_size:
         raise ValueError(

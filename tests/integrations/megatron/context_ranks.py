@@ -26,12 +26,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from packaging.version import Version
 
+from prefixtree import PrefixForest, pack
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
 from prefixtree.integrations.megatron.version import installed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.ranks import RankExchange
 from tests.integrations.megatron import router_runs
+from tests.integrations.megatron.replay_runs import routes_of
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import (
     TEMPERATURE,
@@ -41,6 +43,7 @@ from tests.integrations.megatron.runs import (
     build,
     columns,
     latent,
+    moe,
     packed_of,
 )
 from tests.integrations.megatron.test_one_process import FULL
@@ -235,6 +238,19 @@ def outputs() -> dict[str, torch.Tensor]:
     return found
 
 
+def routed() -> dict[str, torch.Tensor]:
+    """Scores of a forest with recorded routes, and the gradient of the first router."""
+    model = build(Case(moe()))
+    forest = PrefixForest.from_sequences(SEQUENCES, routes=routes_of(SEQUENCES))
+    scores = tree_logprobs(model, pack(forest))
+    assert not isinstance(scores, torch.Tensor)
+    logprobs = torch.cat(scores.logprobs)
+    logprobs.square().sum().backward()
+    gradient = model.decoder.layers[0].mlp.router.weight.grad
+    dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+    return {"routed scores": logprobs.detach(), "gradient of a router": gradient}
+
+
 def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """Errors of each case, and what ranks refuse."""
     results: dict[str, Any] = {}
@@ -243,7 +259,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         parallel_state.initialize_model_parallel(**sizes)
         plain = {name: reference(case) for name, case in cases.items()}
         expected = {name: run(case, replicated, lambda s: s) for name, case in plain.items()}
-        wanted = outputs() if cases is DATA else {}
+        wanted = outputs() | routed() if cases is DATA else {}
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes, context_parallel_size=2)
         for name, case in cases.items():
@@ -253,7 +269,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
                     with planted():
                         results[mistake] = errors(run(case, forest), expected[name])
         if cases is DATA:
-            results["outputs"] = errors(outputs(), wanted)
+            results["outputs"] = errors(outputs() | routed(), wanted)
             results["refused"] = refused()
         parallel_state.destroy_model_parallel()
     return results

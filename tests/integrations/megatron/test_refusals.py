@@ -103,7 +103,6 @@ SETTINGS: dict[str, Any] = {
     "moe_token_dropping": True,
     "moe_router_force_load_balancing": True,
     "moe_router_force_biased": 0.1,
-    "moe_enable_routing_replay": True,
     "mtp_num_layers": 1,
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
@@ -510,16 +509,6 @@ def test_arguments_of_tree_logprobs(model: Any) -> None:
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 4
     with pytest.raises(ForestError, match=r"6 packed tokens: pack\(forest, pad_to_multiple_of=4"):
         tree_logprobs(model, packed_of(SEQUENCES))
-
-
-def test_a_forest_with_recorded_routes(model: Any) -> None:
-    packed = packed_of(SEQUENCES)
-    routes = torch.zeros(packed.num_tokens, 1, 2, dtype=torch.int16).numpy()
-    object.__setattr__(packed.forest, "routes", routes)
-    with pytest.raises(UnsupportedError, match="has recorded routes"):
-        tree_logprobs(model, packed)
-    with pytest.raises(UnsupportedError, match="has recorded routes"):
-        tree_outputs(model, packed)
 
 
 SHARED_CALLS = {
