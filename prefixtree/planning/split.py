@@ -101,6 +101,7 @@ def split_tokens(
     *,
     borrow_cost: BorrowCost | None = None,
     tile: int = 128,
+    multiple: int = 1,
 ) -> Split:
     """Divides the packed tokens among the ranks of a group, with equal tokens and equal work.
 
@@ -115,21 +116,28 @@ def split_tokens(
         borrow_cost: bytes and rates, to predict times. Default: `BorrowCost()`.
         tile: chunks start at multiples of so many tokens, so that no tile of queries is cut. It is
             halved while a rank has fewer than 16 tiles. Default: 128, the largest query tile.
+        multiple: every part has a multiple of so many tokens, for ranks that cut it again. Default:
+            1.
 
     Returns:
         The split. Every part has at least one token.
 
     Raises:
         TypeError: anything but a PackedForest.
-        ForestError: more parts than packed tokens, predictors that are no packed tokens, or a
-            packed forest whose mask holds a subset of the queries.
-        ValueError: num_parts or tile that is no integer >= 1; `scored` with a cost model whose
-            `linear` is below `borrow_cost.lm_head`.
+        ForestError: fewer packed tokens than `multiple` per part, or no multiple of it; predictors
+            that are no packed tokens; or a packed forest whose mask holds a subset of the queries.
+        ValueError: num_parts, tile or multiple that is no integer >= 1; `scored` with a cost model
+            whose `linear` is below `borrow_cost.lm_head`.
     """
     check_packed(packed, "split_tokens")
     num_parts = at_least_one("num_parts", num_parts)
-    tile = at_least_one("tile", tile)
+    tile, multiple = at_least_one("tile", tile), at_least_one("multiple", multiple)
     num_tokens = packed.num_tokens
+    if multiple > 1 and (num_tokens % multiple or num_tokens < num_parts * multiple):
+        raise ForestError(
+            f"split_tokens cannot divide {num_tokens} packed tokens into {num_parts} parts of "
+            f"multiples of {multiple}: pack(forest, pad_to_multiple_of={num_parts * multiple})"
+        )
     if num_parts > num_tokens:
         raise ForestError(
             f"split_tokens cannot divide {num_tokens} packed tokens among {num_parts} parts; "
@@ -139,6 +147,7 @@ def split_tokens(
     borrow_cost = BorrowCost() if borrow_cost is None else borrow_cost
     while tile > 1 and num_tokens < num_parts * tile * _TILES:
         tile //= 2
+    tile = -(-tile // multiple) * multiple
     num_tiles = -(-num_tokens // tile)
     grid = np.minimum(np.arange(num_tiles + 1) * tile, num_tokens)
     seconds = _work(packed, grid, cost_model, borrow_cost, scored)[1]

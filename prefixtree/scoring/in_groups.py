@@ -119,7 +119,8 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
 
 # ---- a part, in a group of ranks -----------------------------------------------------------------
 
-_FACTS = {
+#: What ranks must have alike -> how the message begins where they have not.
+FACTS = {
     "forest": (
         "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
         "with other data belong to other groups)"
@@ -322,31 +323,22 @@ def _part_of_rank(
         for heads, shared in state_heads(inner):
             if problem := state_heads_problem(heads, shared, ranks):
                 raise ValueError(problem)
-        whole, placed = _padded(packed, ranks), None
+        whole, placed = padded_to_ranks(packed, ranks), None
         if pictures is not None:
             placed = PlacedPictures(model, inner, whole, pictures)
             whole = placed.packed
         split = _split(inner, whole, found, ranks, mode)
         return (inner, found, split, placed), {
-            "forest": _parts_of_forest(packed),
-            **_parts_of_scores(found),
+            "forest": parts_of_forest(packed),
+            **parts_of_scores(found),
             "pictures": _parts_of_pictures(placed),
             "model": _parts_of_model(inner),
             "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
-    inner, found, split, placed = agree(group, packed.device, prepare, _FACTS)
+    inner, found, split, placed = agree(group, packed.device, prepare, FACTS)
     return (inner, found), _RankPart(split, placed, group, mode)
-
-
-def _padded(packed: PackedForest, ranks: int) -> PackedForest:
-    """A forest with fewer tokens than ranks is padded to as many."""
-    if packed.num_tokens >= ranks:
-        return packed
-    mask = packed.mask
-    padded = pack(packed.forest, ranks).with_options(mask.backend, mask.deterministic)
-    return padded.to(packed.device)
 
 
 def _split(
@@ -362,10 +354,23 @@ def _split(
         # attention is even anyway, and nobody borrows
         cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
         borrow_cost = replace(borrow_cost, kv_heads=0)
-    edges = None
-    if found is not None:
-        edges = Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
-    return split_tokens(packed, ranks, cost_model, edges, borrow_cost=borrow_cost)
+    return split_tokens(packed, ranks, cost_model, edges_of(found), borrow_cost=borrow_cost)
+
+
+def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:
+    """The forest; one with fewer tokens is padded to `least`."""
+    if packed.num_tokens >= least:
+        return packed
+    mask = packed.mask
+    padded = pack(packed.forest, least).with_options(mask.backend, mask.deterministic)
+    return padded.to(packed.device)
+
+
+def edges_of(found: ScoredEdges | None) -> Edges | None:
+    """What is scored, as `split_tokens` takes it."""
+    if found is None:
+        return None
+    return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
 
 
 # by model: reading a configuration takes longer than dividing a forest
@@ -384,7 +389,8 @@ def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
 # ---- what all ranks of a group must have alike ---------------------------------------------------
 
 
-def _parts_of_forest(packed: PackedForest) -> Parts:
+def parts_of_forest(packed: PackedForest) -> Parts:
+    """Of a forest, the parts that ranks of a group must have alike."""
     forest = packed.forest
     return {
         "its number of packed tokens": packed.num_tokens,
@@ -396,7 +402,8 @@ def _parts_of_forest(packed: PackedForest) -> Parts:
     }
 
 
-def _parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
+def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
+    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
     if found is None:
         return {"loss_mask": {}, "temperature": {}}
     edges = np.stack([found.token, found.temperature])
@@ -462,13 +469,19 @@ def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) 
     """Refuses what cannot be divided among ranks in this way."""
     heads: Any = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if mode == "parts" and packed.mask.backend == "flash" and heads == kv_heads:
+    if mode == "parts":
+        check_backend_of_parts(packed, heads, kv_heads)
+    if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
+        raise ValueError(problem)
+
+
+def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> None:
+    """Refuses a backend that would refuse some parts alone, while other ranks wait."""
+    if packed.mask.backend == "flash" and heads == kv_heads:
         raise UnsupportedError(
             "backend 'flash' does not serve ranks of a group that borrow or lend keys of every "
             "query head: use 'auto', which takes triton there"
         )
-    if mode == "heads" and heads and (problem := heads_problem(heads, kv_heads, ranks)):
-        raise ValueError(problem)
 
 
 def _check_served(model: nn.Module, recompute: Any) -> None:

@@ -35,6 +35,19 @@ def split_by(monkeypatch, chunks: int, packed: PackedForest, num_parts: int) -> 
 # ---- balance -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("multiple", [3, 8])
+def test_parts_of_multiples(multiple) -> None:
+    """For ranks that cut their part again; of few tokens and of many."""
+    few = PrefixForest.from_sequences([[1, 2], [1, 3]])
+    for forest in (few, forest_of(single(900, 4, 300))):
+        packed = pack(forest, pad_to_multiple_of=3 * multiple)
+        own = split_tokens(packed, 3, multiple=multiple).num_own_tokens
+        assert (own % multiple == 0).all() and (own > 0).all() and own.sum() == packed.num_tokens
+        for wrong in (pack(few, multiple + 1), pack(few, multiple)):
+            with pytest.raises(ForestError, match=f"pad_to_multiple_of={3 * multiple}"):
+                split_tokens(wrong, 3, multiple=multiple)
+
+
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_ranks_have_equal_tokens_and_nearly_equal_work(name, monkeypatch) -> None:
     packed = pack(workload(name))

@@ -30,7 +30,9 @@ from prefixtree.integrations.megatron.checks import (
     find_model,
     routed_tokens,
 )
+from prefixtree.integrations.megatron.context_parallel import LocalForest
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.replay import check_no_replay
 from prefixtree.integrations.megatron.routers import RoutedTokens
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.changes import changing
@@ -64,6 +66,7 @@ def pack_batches(model: Any) -> Any:
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         language_model = find_model(chunk)
         check_model(language_model)
+        _check_whole(language_model)
         if not _is_shared(language_model):
             with changing(language_model) as changes:
                 packing = _BatchPacking(language_model)
@@ -105,10 +108,13 @@ class _BatchPacking:
         if params is None or isinstance(params, ForestParams) or params.qkv_format != "thd":
             return None
         check_model(model)
+        _check_whole(model)
+        check_no_replay(model)
         _check_call(inputs, params)
         packed, rows = _forest_of(model, inputs["input_ids"], params)
         self._copies = GatherIndex(rows, packed.num_tokens, packed.device)
-        self._tokens = routed_tokens(model, packed.multiplicity)
+        local = LocalForest(packed)
+        self._tokens = routed_tokens(model, local)
         if self._tokens is not None and inputs.get("padding_mask") is not None:
             self._tokens.copies = _counted(packed, rows, inputs["padding_mask"])
         self._calls = self._open.enter_context(counted_calls(packed.mask.host))
@@ -116,12 +122,11 @@ class _BatchPacking:
             # found anew each time: trainers put value heads there
             changes = self._open.enter_context(changing(model.output_layer))
             changes.hook(model.output_layer.register_forward_pre_hook, self._copy_out)
-        assert packed.input_ids is not None
         inputs |= {
-            "input_ids": packed.input_ids[None],
-            "position_ids": packed.position_ids[None],
+            "input_ids": local.input_ids,
+            "position_ids": local.position_ids[None],
             "attention_mask": None,
-            "packed_seq_params": ForestParams.of(packed),
+            "packed_seq_params": ForestParams.of(local),
             "padding_mask": None if self._tokens is None else self._tokens.as_mask(),
         }
         return (), inputs
@@ -159,6 +164,15 @@ class _BatchPacking:
     def _reset(self) -> None:
         self._copies, self._copied, self._calls, self._tokens = None, False, None, None
         self._open.close()
+
+
+def _check_whole(language_model: Any) -> None:
+    if (size := language_model.config.context_parallel_size) > 1:
+        raise UnsupportedError(
+            f"pack_batches is not served with context_parallel_size={size}: ranks get parts of "
+            "sequences; use tree_logprobs, which takes the whole forest on every rank, or set it "
+            "to 1"
+        )
 
 
 def _check_call(inputs: dict[str, Any], params: Any) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -22,13 +21,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.context_parallel import LocalForest, check_group
 from prefixtree.integrations.megatron.latent_attention import ForestLatentAttention
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
 from prefixtree.integrations.megatron.refusals import check_config, counts_tokens
+from prefixtree.integrations.megatron.replay import ordinals_of
 from prefixtree.integrations.megatron.routers import ForestRouter, RoutedTokens, routers_of
 from prefixtree.integrations.megatron.states import check_state, has_state, state_of
 from prefixtree.kernels.call_counter import counted_calls
-from prefixtree.packing.layout import PackedForest
 
 _WRAPPERS = (DistributedDataParallel, Float16Module)
 _MODELS = (GPTModel, HybridModel)
@@ -78,6 +78,7 @@ def check_model(model: Any) -> None:
     """
     language_model = find_model(model)
     check_config(language_model.config, language_model.training)
+    check_group(language_model)
     kind = getattr(language_model, "position_embedding_type", "none")
     if kind == "mrope":
         raise UnsupportedError(
@@ -114,16 +115,25 @@ def _check_router(name: str, router: Any) -> None:
         )
 
 
-def routed_tokens(language_model: Any, copies: torch.Tensor) -> RoutedTokens | None:
-    """The tokens of a forest for a model's routers; None if they need nothing.
+def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | None:
+    """The tokens of this rank for a model's routers; None if they need nothing.
 
     Args:
-        language_model: the model, checked.
-        copies: integers [T], how often the replicated batch has each packed token.
+        language_model: the model, checked. local: what this rank computes.
     """
-    if not _counts(language_model) or not routers_of(language_model):
+    if not routers_of(language_model):
         return None
-    return RoutedTokens(copies.long())
+    if local.routes is not None:
+        if _counts(language_model):
+            raise UnsupportedError(
+                "recorded routes are not served with losses of routers or updates of experts' "
+                "biases, which count the last token of a sequence, whose experts nobody recorded: "
+                "set moe_router_load_balancing_type to 'none', moe_z_loss_coeff to None and "
+                "moe_router_bias_update_rate to 0"
+            )
+        ordinals, _ = ordinals_of(language_model)
+        return RoutedTokens(local.copies.long(), local.routes, ordinals)
+    return RoutedTokens(local.copies.long()) if _counts(language_model) else None
 
 
 def _check_layer(name: str, layer: Any) -> None:
@@ -197,7 +207,7 @@ def _refuse_others(name: str, module: Any) -> None:
 
 @contextmanager
 def every_layer_attends(
-    language_model: Any, packed: PackedForest, tokens: RoutedTokens | None
+    language_model: Any, local: LocalForest, tokens: RoutedTokens | None
 ) -> Iterator[None]:
     """One forward over a forest, in which every self-attention must call tree attention once, and
     every router must read `tokens` once.
@@ -205,7 +215,7 @@ def every_layer_attends(
     Raises:
         UnsupportedError: a number of calls that is not that of the layers.
     """
-    with counted_calls(packed.mask.host) as calls:
+    with counted_calls(local.mask.host) as calls:
         yield
         check_calls(language_model, calls(), tokens)
 
@@ -237,7 +247,7 @@ def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedToken
     routers = len(routers_of(language_model))
     if tokens is not None and tokens.calls != routers:
         raise UnsupportedError(
-            f"{tokens.calls} routers read the copies of each token in a forward of "
+            f"{tokens.calls} routers read the numbers or routes of tokens in a forward of "
             f"{type(language_model).__name__}, which has {routers} routers: a layer does not hand "
             "on padding_mask"
         )

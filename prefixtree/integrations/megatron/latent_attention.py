@@ -65,7 +65,8 @@ class _AtDepths:
 
     def __call__(self, length: int, packed_seq: bool = False) -> Any:
         """The table [T, 1, 1, D]; with YaRN also its factor."""
-        return self._params.latent_rows(lambda: self._rotary(length, packed_seq=packed_seq))
+        # whole, as of packed sequences: context parallelism would cut it
+        return self._params.latent_rows(lambda: self._rotary(length, packed_seq=True))
 
 
 def is_served_latent(module: Any) -> bool:

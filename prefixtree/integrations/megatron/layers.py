@@ -5,6 +5,7 @@ Legend: T packed tokens, H query heads, Hk kv heads, D head dim.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
@@ -25,7 +26,6 @@ from prefixtree.integrations.megatron.latent_attention import (
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.routers import ForestRouter
 from prefixtree.integrations.megatron.states import SERVED
-from prefixtree.kernels.attention import tree_attention
 
 
 class ForestSelfAttention:
@@ -56,7 +56,15 @@ class ForestCoreAttention:
         softmax_scale: float | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
+        # Megatron's local class refuses to be made for context parallelism, which it has none of
+        self._forests_alone = config.context_parallel_size > 1 and isinstance(
+            self, DotProductAttention
+        )
+        given = config
+        if self._forests_alone:
+            given = copy.copy(config)
+            given.context_parallel_size = 1
+        super().__init__(given, layer_number, *args, softmax_scale=softmax_scale, **kwargs)  # type: ignore[call-arg]
         self._forest_scale = softmax_scale
         self._forest_window = _window(config, layer_number)
         # else as the packed forest has it
@@ -73,8 +81,13 @@ class ForestCoreAttention:
         **kwargs: Any,
     ) -> torch.Tensor:
         """query [T, 1, H, D], key and value [T, 1, Hk, D] of a forest -> [T, 1, H D], with the
-        values' D where latent attention has two."""
+        values' D where latent attention has two. T are the tokens of this rank."""
         if not isinstance(packed_seq_params, ForestParams):
+            if self._forests_alone:
+                raise UnsupportedError(
+                    "Megatron's DotProductAttention has no context parallelism, expected a packed "
+                    "forest (tree_logprobs); for other batches use TransformerEngine's layer spec"
+                )
             return super().forward(  # type: ignore[misc]
                 *(query, key, value, attention_mask, *args),
                 packed_seq_params=packed_seq_params,
@@ -82,12 +95,12 @@ class ForestCoreAttention:
             )
         if kwargs.get("attention_bias") is not None:
             raise UnsupportedError("packed forests have no attention_bias; leave it out")
-        assert packed_seq_params.packed is not None
-        out = tree_attention(
+        assert packed_seq_params.local is not None
+        out = packed_seq_params.local.attend(
+            self,
             query.squeeze(1),
             key.squeeze(1),
             value.squeeze(1),
-            packed_seq_params.packed.mask,
             scale=self._forest_scale,
             window=self._forest_window,
             # zeros where the softmax is off by one, None where it is the usual one

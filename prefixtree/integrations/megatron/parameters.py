@@ -1,6 +1,6 @@
 """`ForestParams`: a packed forest in the place of Megatron's `packed_seq_params`.
 
-Legend: T packed tokens, P positions, D rotary dimension.
+Legend: t tokens of this rank, P positions, D rotary dimension.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from prefixtree.packing.layout import PackedForest
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.context_parallel import LocalForest
 
 # Megatron compares the format with "thd" alone, and everything else takes its unpacked code, which
 # is what a forest needs. TransformerEngine's attention raises for a format it does not know, so a
@@ -28,32 +29,40 @@ class ForestParams(PackedSeqParams):
     `at_depths` picks the rows of the tokens' positions.
 
     Attributes:
-        packed: the packed forest.
+        local: the tokens of the forest that this rank computes.
     """
 
-    packed: PackedForest | None = None
+    local: LocalForest | None = None
     _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
     _latent: Any = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, packed: PackedForest) -> ForestParams:
+    def of(cls, local: LocalForest) -> ForestParams:
         """The parameters of one forward; every stage makes its own."""
-        longest = int(packed.forest.sequence_lengths.max())
-        return cls(qkv_format=_FORMAT, max_seqlen_q=longest, max_seqlen_kv=longest, packed=packed)
+        longest = int(local.packed.forest.sequence_lengths.max())
+        return cls(qkv_format=_FORMAT, max_seqlen_q=longest, max_seqlen_kv=longest, local=local)
 
     def at_depths(self, table: Any) -> Any:
-        """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [T, 1, 1, D], those of the tokens.
+        """Rotary angles [P, 1, 1, D] of positions 0 .. P - 1 -> [t, 1, 1, D], those of the tokens.
 
         Layers share the result. None and tuples of tables are mapped too.
+
+        Raises:
+            UnsupportedError: a table that ends before the longest sequence.
         """
         if table is None:
             return None
         if isinstance(table, tuple):
             return tuple(self.at_depths(t) for t in table)
-        assert self.packed is not None
+        assert self.local is not None
         if id(table) not in self._rows:
+            if len(table) < int(self.max_seqlen_q):
+                raise UnsupportedError(
+                    f"a rotary table has {len(table)} rows, and the longest sequence "
+                    f"{self.max_seqlen_q} tokens: something cut it for context parallelism"
+                )
             # the table too, so that its id stays its own
-            self._rows[id(table)] = table, table.index_select(0, self.packed.position_ids)
+            self._rows[id(table)] = table, table.index_select(0, self.local.position_ids)
         return self._rows[id(table)][1]
 
     def latent_rows(self, make: Callable[[], Any]) -> Any:
@@ -65,7 +74,7 @@ class ForestParams(PackedSeqParams):
             make: gives a table [P, 1, 1, D]; or, as YaRN's, a pair of it and a factor.
 
         Returns:
-            The same with T rows.
+            The same with t rows.
         """
         if self._latent is None:
             table = make()

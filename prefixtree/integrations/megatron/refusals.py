@@ -96,9 +96,9 @@ _DROPS = "which tokens an expert drops depends on the tokens beside them; "
 #: Every setting that is refused, in the order of the checks.
 REFUSALS = (
     Refusal(
-        "context_parallel_size",
-        lambda c: c.context_parallel_size > 1,
-        "ranks would hold parts of a forest; set it to 1",
+        "hybrid_context_parallel",
+        _get("hybrid_context_parallel"),
+        "groups would change between micro-batches; set it to False",
     ),
     Refusal(
         "apply_rope_fusion",
@@ -178,12 +178,6 @@ REFUSALS = (
         "moe_router_force_biased",
         lambda c: getattr(c, "moe_router_force_biased", None) is not None,
         "it routes tokens at random; set it to None",
-    ),
-    Refusal(
-        "moe_enable_routing_replay",
-        _get("moe_enable_routing_replay"),
-        "recorded routes have a row per token of the replicated batch, a forest has one per "
-        "distinct token; set it to False",
     ),
     Refusal(
         "mtp_num_layers",

@@ -9,12 +9,13 @@ and of every function that is recomputed in the backward, so a recomputation see
 micro-batch, with pipelines too.
 
 Legend: T packed tokens, n rows of this rank (fewer than T under sequence parallelism), E experts,
-m copies of a token, R tokens of the replicated batch (the sum of m).
+m copies of a token, R tokens of the replicated batch (the sum of m), L layers of experts, k experts
+per token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +37,14 @@ class RoutedTokens:
 
     Attributes:
         copies: int64 [T], how often the replicated batch has each packed token; 0 for padding.
+        routes: None, or integers [T, L, k], the recorded experts of L layers.
+        ordinals: with routes, number of a layer -> which of the L it is.
         calls: how many routers have read it so far.
     """
 
     copies: torch.Tensor
+    routes: torch.Tensor | None = None
+    ordinals: dict[int, int] = field(default_factory=dict)
     calls: int = 0
 
     def as_mask(self) -> TokenMask:
@@ -67,6 +72,23 @@ class TokenMask(torch.Tensor):
         return out
 
 
+class Recorded:
+    """In the place of Megatron's RouterReplay, for one call of a router.
+
+    Args:
+        experts: int64 [n, k].
+    """
+
+    def __init__(self, experts: torch.Tensor) -> None:
+        self._experts = experts
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores [n, k] of the recorded experts among scores [n, E], and these."""
+        return scores.gather(1, self._experts), self._experts
+
+
 class ForestRouter(_Router):
     """Stands before TopKRouter: a token weighs as much as its copies."""
 
@@ -80,10 +102,16 @@ class ForestRouter(_Router):
         tokens = padding_mask.tokens
         tokens.calls += 1
         self._copies = self._of_this_rank(tokens.copies, input)[:, None]
+        replay: Any = self.router_replay
+        if tokens.routes is not None:
+            experts = self._of_this_rank(tokens.routes, input)[
+                :, tokens.ordinals[self.layer_number]
+            ]
+            self.router_replay: Any = Recorded(experts.long())
         try:
             return super().forward(input, None)
         finally:
-            self._copies = None
+            self._copies, self.router_replay = None, replay
 
     def _of_this_rank(self, whole: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """The rows of [T, ...] whose hidden states are here."""

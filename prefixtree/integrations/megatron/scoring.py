@@ -31,18 +31,20 @@ from prefixtree.integrations.megatron.checks import (
     find_model,
     routed_tokens,
 )
+from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
 from prefixtree.integrations.megatron.parameters import ForestParams
+from prefixtree.integrations.megatron.replay import check_routes
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
 from prefixtree.packing.arguments import check_packed
-from prefixtree.packing.gather import GatherIndex, gather
+from prefixtree.packing.gather import gather
 from prefixtree.packing.layout import PackedForest
 from prefixtree.scoring.edges import (
     DeviceEdges,
+    ScoredEdges,
     SequenceScores,
-    edges_on_device,
     find_edges,
     scores_of,
 )
@@ -61,8 +63,9 @@ def tree_logprobs(
 ) -> SequenceScores | torch.Tensor:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
 
-    To be called in a `forward_step`, on every pipeline stage and tensor-parallel rank, with the
-    same arguments. Log-probabilities and entropies are differentiable. Their gradients are those of
+    To be called in a `forward_step`, on every pipeline stage, tensor- and context-parallel rank,
+    with the same arguments. Ranks of Megatron's context-parallel group compute a part of the tokens
+    each. Log-probabilities and entropies are differentiable. Their gradients are those of
     the replicated batch, up to rounding, after Megatron's own `finalize_model_grads`.
 
     The softmax is over the vocabulary as Megatron pads it, as that of its losses is.
@@ -71,7 +74,8 @@ def tree_logprobs(
         model: a GPTModel or HybridModel built from `tree_spec`, wrapped by Megatron's DDP or
             Float16Module or not; one stage, or one virtual stage.
         packed: the packed forest, on the model's device; under sequence parallelism padded to a
-            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`).
+            multiple of the tensor-parallel size (`pack(forest, pad_to_multiple_of=size)`). Where
+            it has routes, the routers run these experts.
         temperature: the divisor of the logits, above 0: as in `sequence_logprobs`.
             Default: 1.0.
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
@@ -81,9 +85,10 @@ def tree_logprobs(
             Default: as in `sequence_logprobs`.
 
     Returns:
-        On the last stage SequenceScores, the same on every tensor-parallel rank: float32, or
-        float64 from a model in float64. On the stages before, the hidden states [T, 1, d] that the
-        schedule sends on (a part of the T rows under sequence parallelism).
+        On the last stage SequenceScores, the same on every tensor- and context-parallel rank:
+        float32, or float64 from a model in float64. On the stages before, the hidden states
+        [T, 1, d] that the schedule sends on (a part of the T rows under sequence or context
+        parallelism).
 
     Raises:
         TypeError: anything but a PackedForest, or a temperature that is no number.
@@ -92,22 +97,30 @@ def tree_logprobs(
             that has no token ids or lacks padding.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
             require a gradient; a chunk_size that is no integer >= 1; tokens or a device that
-            do not match the model.
+            do not match the model; context-parallel ranks whose calls differ.
+        RuntimeError: another context-parallel rank refused the call.
     """
     check_packed(packed, "tree_logprobs", subset=True)
     language_model = find_model(model)
-    check_model(language_model)
-    _check_forest(language_model, packed)
     options = ScoreOptions(return_entropy, chunk_size=chunk_size)
-    found = find_edges(packed, temperature, loss_mask)
+
+    def check() -> ScoredEdges:
+        check_model(language_model)
+        _check_forest(language_model, packed)
+        found = find_edges(packed, temperature, loss_mask)
+        if language_model.post_process:
+            _check_head(language_model)
+        return found
+
+    local, found = local_forest(language_model, packed, check, {"entropy": return_entropy})
     if not language_model.post_process:
-        return tree_outputs(model, packed)
-    _check_head(language_model)
-    edges = edges_on_device(packed, found, None, found.predictor)
+        return _run(model, language_model, local)
+    assert found is not None
+    edges, to_sequences = local.edges(found)
     with _scoring(language_model.output_layer, edges, options) as handed:
-        output = tree_outputs(model, packed)
-    to_sequences = GatherIndex(found.of_copies, found.count, packed.device)
-    return scores_of(_returned(output, handed), to_sequences, found.lengths, options)
+        output = _run(model, language_model, local)
+    scores = local.gathered_scores(_returned(output, handed), found)
+    return scores_of(scores, to_sequences, found.lengths, options)
 
 
 def tree_outputs(model: Any, packed: PackedForest) -> Any:
@@ -121,22 +134,39 @@ def tree_outputs(model: Any, packed: PackedForest) -> Any:
         packed: as in `tree_logprobs`.
 
     Returns:
-        On the last stage what the model returns; on the stages before, hidden states.
+        On the last stage what the model returns, of all tokens under context parallelism too; on
+        the stages before, hidden states.
 
     Raises:
         UnsupportedError, ForestError, ValueError: as in `tree_logprobs`.
     """
+    check_packed(packed, "tree_outputs", subset=True)
     language_model = find_model(model)
-    check_model(language_model)
-    _check_forest(language_model, packed)
-    inputs = packed.model_inputs()
-    tokens = routed_tokens(language_model, packed.multiplicity)
-    with every_layer_attends(language_model, packed, tokens):
+
+    def check() -> None:
+        check_model(language_model)
+        _check_forest(language_model, packed)
+
+    local, _ = local_forest(language_model, packed, check, {})
+    output = _run(model, language_model, local)
+    if not language_model.post_process:
+        return output
+    return local.gathered_output(output, packed.num_tokens)
+
+
+def _run(model: Any, language_model: Any, local: LocalForest) -> Any:
+    """The model's output for the tokens of this rank."""
+    tokens = routed_tokens(language_model, local)
+    with every_layer_attends(language_model, local, tokens), changing(language_model) as changes:
+        rotary = getattr(language_model, "rotary_pos_emb", None)
+        if rotary is not None and local.is_part:
+            # depths pick rows of the whole table
+            changes.set(rotary, cp_group=Alone())
         return model(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
+            input_ids=local.input_ids,
+            position_ids=local.position_ids[None],
             attention_mask=None,
-            packed_seq_params=ForestParams.of(packed),
+            packed_seq_params=ForestParams.of(local),
             padding_mask=None if tokens is None else tokens.as_mask(),
         )
 
@@ -149,11 +179,7 @@ def _check_forest(language_model: Any, packed: PackedForest) -> None:
             f"sequence parallelism cuts the tokens into {size} equal parts, got "
             f"{packed.num_tokens} packed tokens: pack(forest, pad_to_multiple_of={size})"
         )
-    if getattr(packed.forest, "routes", None) is not None:
-        raise UnsupportedError(
-            "the packed forest has recorded routes, which Megatron's routers would not follow; "
-            "leave routes out of the forest"
-        )
+    check_routes(language_model, packed)
     tokens = packed.forest.tokens
     if tokens is not None and len(tokens) and int(tokens.max()) >= language_model.vocab_size:
         raise ValueError(

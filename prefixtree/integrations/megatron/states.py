@@ -50,8 +50,8 @@ class ForestDeltaNet(_DeltaNet):
             )
         if not isinstance(packed_seq_params, ForestParams):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        assert packed_seq_params.packed is not None
-        mask = packed_seq_params.packed.mask
+        assert packed_seq_params.local is not None
+        mask = packed_seq_params.local.mask
         rule: Any = self.gated_delta_rule
         self.gated_delta_rule: Any = partial(_delta_rule, mask)
         try:
@@ -92,8 +92,8 @@ class ForestMamba(_Mixer):
         """[T, 1, what the projection gives] -> [T, 1, H P]; Megatron has one fused call here."""
         if not isinstance(packed_seq_params, ForestParams):
             return super()._ssm_training(zxBCdt, packed_seq_params)
-        assert packed_seq_params.packed is not None
-        mask, local = packed_seq_params.packed.mask, self.cp
+        assert packed_seq_params.local is not None
+        mask, local = packed_seq_params.local.mask, self.cp
         groups, inner = local.ngroups_local_tpcp, local.d_inner_local_tpcp
         states = groups * self.d_state
         sizes = [inner, inner + 2 * states, local.nheads_local_tpcp]
@@ -138,6 +138,11 @@ def check_state(name: str, mixer: Any) -> None:
     Raises:
         UnsupportedError: with the setting and the way to mend it.
     """
+    if (size := mixer.config.context_parallel_size) > 1:
+        raise UnsupportedError(
+            f"packed forests are not served with context_parallel_size={size} and {name}: states "
+            "are not handed on between ranks; set it to 1"
+        )
     if isinstance(mixer, ForestDeltaNet) and mixer.config.deterministic_mode:
         raise UnsupportedError(
             f"packed forests are not served with deterministic_mode=True and {name}: torch's "

@@ -124,6 +124,7 @@ def make_config(case: Case) -> TransformerConfig:
         "params_dtype": case.dtype,
         "tensor_model_parallel_size": size,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": stages,
         "pipeline_dtype": case.dtype,
         "variable_seq_lengths": stages > 1,

@@ -15,7 +15,7 @@ from packaging.version import Version
 from prefixtree.integrations.megatron import batch_packing, parameters, scoring
 from prefixtree.integrations.megatron.version import installed
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
-from tests.integrations.megatron import router_runs, state_runs
+from tests.integrations.megatron import replay_runs, router_runs, state_runs
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import Case, build, compared, latent, moe
 from tests.integrations.megatron.state_runs import DELTA, MAMBA
@@ -68,6 +68,7 @@ STATES = {
     "TP + SP, gated delta rule, pack_batches": Case(SP | DELTA, way="pack_batches"),
     "TP + SP, Mamba, recompute": Case(SP | MAMBA | FULL, model="hybrid"),
 }
+REPLAY = {"TP + SP, recorded routes": Case(SP | moe())}
 EXPERT_ROUTERS = {
     "EP, global aux, z, bias": Case(losses("global_aux_loss", **Z, **BIAS)),
 }
@@ -78,7 +79,7 @@ def packed_positions() -> Iterator[None]:
     """Rotary positions of the packed order in the place of depths."""
 
     def in_order(self: Any, table: Any) -> Any:
-        return table[torch.arange(self.packed.num_tokens).clamp(max=len(table) - 1)]
+        return table[torch.arange(self.local.packed.num_tokens).clamp(max=len(table) - 1)]
 
     with patch.object(parameters.ForestParams, "at_depths", in_order):
         yield
@@ -130,6 +131,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
             results[f"mistake: {name}"] = compared(case).worst
     results |= {name: router_runs.compared(case) for name, case in ROUTERS.items()}
     results |= {name: vars(state_runs.compared(case)) for name, case in STATES.items()}
+    results |= {name: vars(replay_runs.compared(case)) for name, case in REPLAY.items()}
     model = build(TENSOR["TP + SP"])
     results["shape of the output layer"] = tuple(model.output_layer.weight.shape)
     results["sequence parallel"] = bool(model.output_layer.sequence_parallel)

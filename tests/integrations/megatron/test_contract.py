@@ -38,6 +38,7 @@ from packaging.version import Version
 
 from prefixtree import UnsupportedError
 from prefixtree.integrations.megatron import layers, tree_logprobs, tree_spec, version
+from prefixtree.integrations.megatron.context_parallel import LocalForest
 from prefixtree.integrations.megatron.latent_attention import is_served_latent
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.refusals import REFUSALS
@@ -107,7 +108,10 @@ def test_attributes_of_models(model: str) -> None:
     built = build(Case({"num_layers": 1}, model=model))
     for name in ("post_process", "vocab_size", "position_embedding_type", "mtp_process"):
         assert hasattr(built, name), name
-    assert built.pg_collection.tp.size() == 1
+    assert built.pg_collection.tp.size() == built.pg_collection.cp.size() == 1
+    # its table is cut by the group of its own where it is given none
+    assert {"packed_seq", "cp_group"} <= set(names(built.rotary_pos_emb.forward))
+    assert "cp_group" in vars(built.rotary_pos_emb)
     assert len(built.decoder.layers) > 0
     layer = built.output_layer
     assert type(layer) is ColumnParallelLinear and layer.bias is None
@@ -265,7 +269,7 @@ def test_transformer_engine_refuses_a_forest_that_it_was_not_made_for() -> None:
     packed = packed_of(make_sequences())
     inputs = {"input_ids": packed.input_ids[None], "position_ids": packed.position_ids[None]}
     with pytest.raises(AssertionError, match="unknown qkv_format"):
-        model(**inputs, attention_mask=None, packed_seq_params=ForestParams.of(packed))
+        model(**inputs, attention_mask=None, packed_seq_params=ForestParams.of(LocalForest(packed)))
     with pytest.raises(UnsupportedError):
         tree_logprobs(model, packed)
 
@@ -283,7 +287,7 @@ def test_packed_parameters() -> None:
 def test_the_rotary_table_has_a_row_per_position(kind: Any) -> None:
     rotary = kind(kv_channels=8, rotary_percent=1.0, use_cpu_initialization=True)
     packed = packed_of([[1, 2, 3, 4, 5], [1, 2, 6]])
-    params = ForestParams.of(packed)
+    params = ForestParams.of(LocalForest(packed))
     length = rotary.get_rotary_seq_len(None, None, None, None, params)
     assert length == 5
     table = rotary(length, packed_seq=False)

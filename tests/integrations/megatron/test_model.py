@@ -18,7 +18,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from prefixtree import tree_attention
-from prefixtree.integrations.megatron import layers, pack_batches, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron import (
+    context_parallel,
+    pack_batches,
+    tree_logprobs,
+    tree_spec,
+)
 from prefixtree.integrations.megatron.layers import ForestCoreAttention, ForestSelfAttention
 from prefixtree.scoring.edges import SequenceScores
 from tests.integrations.megatron.runs import (
@@ -193,7 +198,7 @@ def test_megatrons_deterministic_mode(monkeypatch: pytest.MonkeyPatch, asked: bo
         given.append(deterministic)
         return tree_attention(*args, deterministic=deterministic, **kwargs)
 
-    monkeypatch.setattr(layers, "tree_attention", attend)
+    monkeypatch.setattr(context_parallel, "tree_attention", attend)
     scored(model, packed_of(make_sequences()))
     assert given == [True if asked else None] * 3
 

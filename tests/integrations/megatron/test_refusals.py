@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,15 @@ from prefixtree import PrefixForest, UnsupportedError, pack
 from prefixtree.errors import ForestError
 from prefixtree.integrations.megatron import (
     check_model,
+    checks,
     pack_batches,
     refusals,
     tree_logprobs,
     tree_outputs,
     tree_spec,
 )
+from prefixtree.integrations.megatron.context_parallel import LocalForest
+from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.refusals import REFUSALS, counts_tokens
 from tests.integrations.megatron.runs import (
     VOCABULARY,
@@ -83,7 +87,7 @@ def refused_everywhere(model: Any, message: str, shared: bool = True) -> None:
 # ---- settings --------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {
-    "context_parallel_size": 2,
+    "hybrid_context_parallel": True,
     "apply_rope_fusion": True,
     "experimental_attention_variant": "dsa",
     "apply_query_key_layer_scaling": True,
@@ -99,7 +103,6 @@ SETTINGS: dict[str, Any] = {
     "moe_token_dropping": True,
     "moe_router_force_load_balancing": True,
     "moe_router_force_biased": 0.1,
-    "moe_enable_routing_replay": True,
     "mtp_num_layers": 1,
     "enable_cuda_graph": True,
     "external_cuda_graph": True,
@@ -185,6 +188,47 @@ def test_a_bias_that_is_kept_counts_nothing(model: Any) -> None:
     assert not counts_tokens(model.config)
     model.config.moe_router_bias_update_rate = 1e-3
     assert counts_tokens(model.config)
+
+
+@pytest.fixture
+def two_ranks(model: Any) -> Any:
+    """A model that takes itself for one of two context-parallel ranks."""
+    model.config.context_parallel_size = 2
+    model.pg_collection.cp = SimpleNamespace(size=lambda: 2)
+    return model
+
+
+def test_parts_of_batches(two_ranks: Any) -> None:
+    check_model(two_ranks)
+    with pytest.raises(UnsupportedError, match=r"pack_batches .*context_parallel_size=2.*tree_log"):
+        pack_batches(two_ranks)
+
+
+def test_states_of_parts(two_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = SimpleNamespace(config=two_ranks.config)
+    monkeypatch.setattr(checks, "state_of", lambda layer: mixer)
+    with pytest.raises(UnsupportedError, match=r"context_parallel_size=2 and decoder.*states"):
+        check_model(two_ranks)
+
+
+def test_another_group_than_the_configurations(model: Any) -> None:
+    """A forest would be divided otherwise than losses and gradients are."""
+    model.config.context_parallel_size = 2
+    message = "context_parallel_size=2, and the model's group has 1 ranks"
+    refused_everywhere(model, message, shared=False)
+
+
+def test_megatrons_own_attention_of_parts() -> None:
+    model = build(Case({"num_layers": 1, "context_parallel_size": 2}))
+    x = torch.zeros(4, 1, 4, 32, dtype=torch.float64)
+    with pytest.raises(UnsupportedError, match="DotProductAttention has no context parallelism"):
+        model.decoder.layers[0].self_attention.core_attention(x, x, x, None)
+
+
+def test_a_rotary_table_that_was_cut(model: Any) -> None:
+    params = ForestParams.of(LocalForest(packed_of(SEQUENCES)))
+    with pytest.raises(UnsupportedError, match="has 4 rows, and the longest sequence 5 tokens"):
+        params.at_depths(torch.zeros(4, 1, 1, 8))
 
 
 def test_positions_of_images(model: Any) -> None:
@@ -465,16 +509,6 @@ def test_arguments_of_tree_logprobs(model: Any) -> None:
     model.config.sequence_parallel, model.config.tensor_model_parallel_size = True, 4
     with pytest.raises(ForestError, match=r"6 packed tokens: pack\(forest, pad_to_multiple_of=4"):
         tree_logprobs(model, packed_of(SEQUENCES))
-
-
-def test_a_forest_with_recorded_routes(model: Any) -> None:
-    packed = packed_of(SEQUENCES)
-    routes = torch.zeros(packed.num_tokens, 1, 2, dtype=torch.int16).numpy()
-    object.__setattr__(packed.forest, "routes", routes)
-    with pytest.raises(UnsupportedError, match="has recorded routes"):
-        tree_logprobs(model, packed)
-    with pytest.raises(UnsupportedError, match="has recorded routes"):
-        tree_outputs(model, packed)
 
 
 SHARED_CALLS = {

@@ -1,0 +1,253 @@
+"""`LocalForest`: the tokens of a packed forest that this rank computes: all, or under context
+parallelism a part.
+
+The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
+transformers' models: each runs the layers over its part, and core attention borrows the keys and
+values of ancestors that other ranks have, of the heads of this tensor-parallel rank. The rest of a
+layer knows nothing of it.
+
+**Gradients.** Megatron's schedules multiply a loss by the size of the group, and its DDP divides
+gradients by it: ranks are taken to have a part of the loss each. All ranks have the scores of all
+tokens here, and compute the whole loss. So the gradient of a score is the mean over ranks of what
+their losses give it, and a trainer's loss stays as it is without context parallelism.
+
+Legend: T packed tokens, t tokens of this rank, U scored edges, n ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.attention import tree_attention
+from prefixtree.packing.gather import GatherIndex
+from prefixtree.packing.layout import PackedForest
+from prefixtree.parallel.agreement import agree
+from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
+from prefixtree.planning.split import Split, split_tokens
+from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.in_groups import (
+    FACTS,
+    check_backend_of_parts,
+    edges_of,
+    padded_to_ranks,
+    parts_of_forest,
+    parts_of_scores,
+)
+
+
+class LocalForest:
+    """A packed forest, or this rank's part of it.
+
+    Args:
+        packed: the whole forest.
+        split: its division among the ranks of `group`. Default: this rank has all.
+        group: the context-parallel group.
+
+    Attributes:
+        packed: as given.
+        mask: the TreeMask over which the layers of this rank attend.
+        input_ids: int64 [1, t].
+        position_ids: int64 [t], depths.
+        copies: int32 [t], how often the replicated batch has each token; 0 for padding.
+        routes: None, or integers [t, layers, k], the recorded experts of each token.
+    """
+
+    def __init__(self, packed: PackedForest, split: Split | None = None, group: Any = None) -> None:
+        self.packed, self._split, self._group = packed, split, group
+        inputs = packed.model_inputs()
+        ids, self.position_ids = inputs["input_ids"][0], packed.position_ids
+        self.routes = inputs.get("tree_routes")
+        self.mask, self.copies = packed.mask, packed.multiplicity
+        self._divided: Any = None
+        if split is not None:
+            self._index = torch.distributed.get_rank(group)
+            self._part = split[self._index]
+            self.mask = self._part.mask
+            self._divided = rank_mask(split, self._index, group)
+            ids, self.position_ids, self.copies = (
+                self._part.own(x) for x in (ids, self.position_ids, self.copies)
+            )
+            if self.routes is not None:
+                self.routes = self._part.own(self.routes)
+        self.input_ids = ids[None]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have tokens too."""
+        return self._split is not None
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attention of the tokens of this rank to their paths.
+
+        Args:
+            layer: the core attention.
+            query: [t, H, D]. key: [t, Hk, D]. value: [t, Hk, Dv].
+            options: of `tree_attention`.
+
+        Returns:
+            [t, H, Dv].
+        """
+        if self._divided is None:
+            return tree_attention(query, key, value, self.mask, **options)
+        out: torch.Tensor = self._divided.attend(layer, query, key, value, **options)
+        return out
+
+    def edges(self, found: ScoredEdges) -> tuple[DeviceEdges, GatherIndex]:
+        """The edges that this rank scores, and the way from the gathered scores of all ranks [U, C]
+        to the sequences."""
+        packed = self.packed
+        if self._split is None:
+            edges = edges_on_device(packed, found, None, found.predictor)
+            return edges, GatherIndex(found.of_copies, found.count, packed.device)
+        which, rows = self._part.scored(found.predictor)
+        row = arrival(self._split.owner[found.predictor], len(self._split))[0]
+        # -1, of what is not scored, stays
+        of_copies = np.append(row, -1)[found.of_copies].astype(np.int32)
+        edges = edges_on_device(packed, found, which, rows)
+        return edges, GatherIndex(of_copies, found.count, packed.device)
+
+    def gathered_scores(self, scores: torch.Tensor, found: ScoredEdges) -> torch.Tensor:
+        """Scores of this rank's edges -> those of all ranks [U, C], rank by rank."""
+        return scores if self._split is None else self._gathered(scores, found.predictor)
+
+    def gathered_output(self, output: Any, num_tokens: int) -> Any:
+        """A model's output [1, t, ...] -> [1, num_tokens, ...] in packed order.
+
+        Args:
+            output: of the last stage.
+            num_tokens: of the forest that the caller gave.
+
+        Raises:
+            UnsupportedError: an output without a row per token.
+        """
+        if self._split is None:
+            return output
+        rows = self._part.num_tokens
+        if not isinstance(output, torch.Tensor) or output.shape[:2] != (1, rows):
+            got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+            raise UnsupportedError(
+                f"the model returned {got}, expected a row per token of this context-parallel "
+                f"rank, [1, {rows}, ...]"
+            )
+        every = np.arange(self.packed.num_tokens)
+        row = torch.from_numpy(arrival(self._split.owner, len(self._split))[0][:num_tokens])
+        whole = self._gathered(output[0].flatten(1), every).index_select(0, row.to(output.device))
+        return whole.unflatten(1, output.shape[2:])[None]
+
+    def _gathered(self, values: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
+        """[*, C] -> those of all ranks, where the owner of tokens[i] has value i."""
+        assert self._split is not None
+        ranks = len(self._split)
+        counts = arrival(self._split.owner[tokens], ranks)[1]
+        whole = gather_rows(values, counts, self._index, self._group)
+        if whole.requires_grad:
+            whole.register_hook(lambda gradient: gradient / ranks)
+        return whole
+
+
+def local_forest(
+    language_model: Any,
+    packed: PackedForest,
+    check: Callable[[], ScoredEdges | None],
+    options: dict[str, Any],
+) -> tuple[LocalForest, ScoredEdges | None]:
+    """Finds what this rank computes of a forest, once all ranks of the group agree.
+
+    Args:
+        language_model: the model. packed: the whole forest.
+        check: refuses what the model does not serve, and finds what is scored. It must not
+            communicate.
+        options: of the call, the same on all ranks.
+
+    Returns:
+        The tokens of this rank, and what `check` gave.
+
+    Raises:
+        ValueError, RuntimeError: ranks that differ, or that refuse; see `agree`.
+        UnsupportedError: a configuration for another group than the model's.
+    """
+    config, group = language_model.config, language_model.pg_collection.cp
+    ranks = group.size()
+    if ranks == 1:
+        return LocalForest(packed), check()
+
+    def prepare() -> tuple[tuple[Split, ScoredEdges | None], dict[str, Any]]:
+        found = check()
+        multi_latent = getattr(config, "multi_latent_attention", False)
+        heads = config.num_attention_heads
+        groups = heads if multi_latent else config.num_query_groups or heads
+        check_backend_of_parts(packed, heads, groups)
+        # sequence parallelism cuts each part again
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        padded = padded_to_ranks(packed, ranks * multiple)
+        # of the configuration alone, as all stages of a pipeline divide alike
+        split = split_tokens(padded, ranks, scored=edges_of(found), multiple=multiple)
+        runs = dict(zip(("starts of runs", "their owners"), split.runs, strict=True))
+        return (split, found), {
+            "forest": parts_of_forest(packed),
+            **parts_of_scores(found),
+            "model": {name: getattr(config, name, None) for name in _MODEL},
+            "options": {**options, **_parts_of_state(language_model, packed)},
+            "division": runs,
+        }
+
+    device = next(language_model.parameters()).device
+    split, found = agree(group, device, prepare, FACTS)
+    return LocalForest(split.packed, split, group), found
+
+
+#: Fields of a configuration that decide what ranks exchange.
+_MODEL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("params_dtype", "sequence_parallel", "tensor_model_parallel_size"),
+)
+
+
+def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]:
+    config = language_model.config
+    return {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "model.training": language_model.training,
+        "backend of the packed forest": packed.mask.backend,
+        "deterministic of the packed forest": packed.mask.deterministic,
+        "recompute_granularity": config.recompute_granularity,
+    }
+
+
+def check_group(language_model: Any) -> None:
+    """Refuses a model whose context-parallel group is not the one of its configuration.
+
+    Raises:
+        UnsupportedError: with both sizes.
+    """
+    size = language_model.config.context_parallel_size
+    ranks = language_model.pg_collection.cp.size()
+    if size != ranks:
+        raise UnsupportedError(
+            f"the configuration has context_parallel_size={size}, and the model's group has "
+            f"{ranks} ranks, which is how a forest would be divided: give both the same size "
+            "(parallel_state.initialize_model_parallel(context_parallel_size=...))"
+        )
+
+
+class Alone:
+    """In the place of a context-parallel group for rotary tables, which ranks would cut: depths
+    pick their rows."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0

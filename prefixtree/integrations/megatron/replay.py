@@ -1,0 +1,101 @@
+"""Recorded routes: Megatron's routers run the experts that were recorded with a forest's tokens.
+
+A rollout engine records which experts each token took, and training runs the same ones (router
+replay). `PrefixForest.from_sequences(..., routes=)` keys the forest by token and route, so a
+prefix is one only where both agree. Megatron asks an object, its `RouterReplay`, for the experts;
+for one call of a router `routers.Recorded` stands in its place. The weights of the experts come
+from the router's scores, as in Megatron's own replay, so its gradient is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.routers import ForestRouter, routers_of
+from prefixtree.packing.layout import PackedForest
+
+
+def check_routes(language_model: Any, packed: PackedForest) -> None:
+    """Refuses routes that the model's routers would not follow; and, where the forest has none, a
+    router that is to record or to replay by itself.
+
+    Raises:
+        UnsupportedError: a setting or a router that is not verified.
+        ValueError: routes of another number of layers or of experts per token, or with an expert
+            that the model does not have.
+    """
+    routes = packed.forest.routes
+    if routes is None:
+        check_no_replay(language_model)
+        return
+    config, routers = language_model.config, routers_of(language_model)
+    for name, router in routers.items():
+        if not isinstance(router, ForestRouter):
+            raise UnsupportedError(
+                f"{name}.router is a {type(router).__name__}, which would not follow the forest's "
+                "recorded routes: build the model from tree_spec(its layer spec)"
+            )
+    if getattr(config, "moe_router_fusion", False):
+        raise UnsupportedError(
+            "recorded routes are not served with moe_router_fusion=True: fused routers choose by "
+            "themselves; set it to False"
+        )
+    layers, chosen = routes.shape[1:]
+    _, count = ordinals_of(language_model)
+    if layers != count:
+        raise ValueError(
+            f"routes have {layers} layers of experts, the model {count}: give one entry per layer "
+            "that has a router, first to last"
+        )
+    if chosen != config.moe_router_topk:
+        raise ValueError(
+            f"routes have {chosen} experts per token, the model chooses {config.moe_router_topk} "
+            "(moe_router_topk): they were recorded with another model"
+        )
+    if (largest := int(routes.max())) >= config.num_moe_experts:
+        raise ValueError(
+            f"routes name expert {largest}, the model has {config.num_moe_experts}, numbered from "
+            "0: they were recorded with another model"
+        )
+
+
+def check_no_replay(language_model: Any) -> None:
+    """Refuses Megatron's own replay, whose rows are those of the replicated batch.
+
+    Raises:
+        UnsupportedError: with the way to mend it.
+    """
+    for name, router in routers_of(language_model).items():
+        action = getattr(getattr(router, "router_replay", None), "router_replay_action", None)
+        if action is not None:
+            raise UnsupportedError(
+                f"{name}.router is set to {action} (RouterReplay), whose routes have a row per "
+                "token of the replicated batch, a forest one per distinct token: leave it out, and "
+                "give recorded routes to PrefixForest.from_sequences(..., routes=)"
+            )
+
+
+def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
+    """Which layer of experts each router of this stage is, by its layer's number; and how many the
+    whole model has.
+
+    Raises:
+        UnsupportedError: a pipeline whose layers of experts are not where the configuration says.
+    """
+    routers, config = routers_of(language_model), language_model.config
+    numbers = [router.layer_number for router in routers.values()]
+    if config.pipeline_model_parallel_size == 1:
+        return {number: at for at, number in enumerate(numbers)}, len(numbers)
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        frequency = [int(at % frequency == 0) for at in range(config.num_layers)]
+    if not isinstance(language_model, GPTModel) or not all(frequency[n - 1] for n in numbers):
+        raise UnsupportedError(
+            "recorded routes are served on pipeline stages of a GPTModel whose moe_layer_freq says "
+            f"which layers have experts, got a {type(language_model).__name__} with "
+            f"moe_layer_freq={config.moe_layer_freq}: use one stage"
+        )
+    return {number: sum(frequency[: number - 1]) for number in numbers}, sum(frequency)

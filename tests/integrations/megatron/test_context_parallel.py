@@ -1,0 +1,46 @@
+"""Four ranks of a gloo group: context parallelism beside data and tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations.megatron.context_ranks import DATA, EXPERT, MISTAKES, TENSOR
+from tests.support.spawn import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of the ranks."""
+    folder = tmp_path_factory.mktemp("context")
+    return run_ranks("tests.integrations.megatron.context_ranks", folder, 4)
+
+
+@pytest.mark.parametrize("name", [*DATA, *TENSOR, *EXPERT, "outputs"])
+def test_equals_sequences(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert rank[name]["worst"] < 1e-13, rank[name]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert rank[name]["worst"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("call", "messages"),
+    [
+        ("other forests", ["the ranks of a group must pass the same forest"] * 2),
+        ("other masks", ["the ranks of a group must score the same tokens"] * 2),
+        (
+            "a rank refuses",
+            ["RuntimeError: rank 1 of the group refused", "ValueError: token id 1000"],
+        ),
+        ("another size", ["context_parallel_size=4, and the model's group has 2 ranks"] * 2),
+    ],
+)
+def test_what_ranks_refuse(ranks: list[dict[str, Any]], call: str, messages: list[str]) -> None:
+    for index, rank in enumerate(ranks):
+        assert messages[index % 2] in rank["refused"][call]
