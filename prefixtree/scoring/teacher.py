@@ -19,6 +19,7 @@ from prefixtree.models.changes import changing
 from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
+from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
 from prefixtree.scoring.lm_head import check_rows_alone, logit_rule
@@ -26,16 +27,25 @@ from prefixtree.scoring.parallel_lm_head import is_linear
 
 
 class Teacher:
-    """A model that ran once over a forest, without gradients, and of which the hidden states of the
-    predictors are kept: [P, d]. Its lm_head runs when a measure asks for a block of edges.
+    """The next-token distributions of another model, for the `measure` of `sequence_logprobs`.
+
+        of_teacher = pt.Teacher(teacher, packed, loss_mask)
+
+        def kl(logits, edges):
+            t = of_teacher.log_p(edges)
+            return (t.exp() * (t - logits.log_softmax(-1))).sum(-1, keepdim=True)
+
+    The teacher runs once over the forest, without gradients, when it is made. The hidden states of
+    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges.
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
             eval mode, with the tokenizer of the model that is scored.
         packed: the packed forest that is scored, on the model's device.
-        loss_mask: that of `sequence_logprobs`.
+        loss_mask: that of `sequence_logprobs`. Default: every token is scored.
 
     Raises:
+        TypeError: anything but a PackedForest.
         UnsupportedError: a model that does not run exactly on packed forests, or whose lm_head is
             sharded outside its forward.
     """
@@ -43,6 +53,7 @@ class Teacher:
     def __init__(
         self, model: nn.Module, packed: PackedForest, loss_mask: Sequence[Any] | None = None
     ) -> None:
+        check_packed(packed, "Teacher", subset=True)
         causal_lm = find_causal_lm(model)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)

@@ -1,5 +1,5 @@
-"""TRL: trainers for GRPO, DPO, SFT and distillation in place of TRL's, `tree_rollouts` to sample
-for them, and `use_tree_attention` for AsyncGRPO.
+"""TRL: trainers for GRPO, DPO and SFT in place of TRL's (for distillation in `distillation.py`),
+`tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
 
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()
@@ -9,8 +9,6 @@ No class of TRL is changed: the trainers are subclasses that override a few meth
 models of the process. `contract.py` names what they rely on; another TRL is refused where that has
 changed.
 """
-
-from typing import Any
 
 from prefixtree.integrations.requirements import require
 
@@ -27,21 +25,8 @@ from prefixtree.integrations.trl.tree_rows import use_tree_attention  # noqa: E4
 __all__ = [
     "TESTED",
     "PrefixTreeDPOTrainer",
-    "PrefixTreeDistillationTrainer",
-    "PrefixTreeGKDTrainer",
     "PrefixTreeGRPOTrainer",
     "PrefixTreeSFTTrainer",
     "tree_rollouts",
     "use_tree_attention",
 ]
-
-# imported on first use: not every TRL that is served has TRL's of them
-_DISTILLATION = "PrefixTreeDistillationTrainer", "PrefixTreeGKDTrainer"
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DISTILLATION:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from prefixtree.integrations.trl import distillation
-
-    return getattr(distillation, name)

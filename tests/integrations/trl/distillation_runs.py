@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from prefixtree.integrations.trl import PrefixTreeDistillationTrainer, PrefixTreeGKDTrainer
+from prefixtree.integrations.trl.distillation import (
+    PrefixTreeDistillationTrainer,
+    PrefixTreeGKDTrainer,
+)
 from prefixtree.integrations.trl.neighbours import KeepsNeighbours
 from tests.integrations.trl.runs import tiny_config
 from tests.integrations.trl.sample_runs import SMALL, SYSTEM, Maker, letters, turns

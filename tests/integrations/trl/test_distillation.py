@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.trl import (
+from prefixtree.integrations.trl import distillation
+from prefixtree.integrations.trl.distillation import (
     PrefixTreeDistillationTrainer,
     PrefixTreeGKDTrainer,
-    distillation,
 )
 from tests.integrations.trl.distillation_runs import (
     DISTILLATION,
