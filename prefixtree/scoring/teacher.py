@@ -70,7 +70,7 @@ class Teacher:
             raise UnsupportedError(
                 f"{type(causal_lm).__name__} handed its output embedding "
                 f"{[list(x.shape) for x, _ in kept]} where logits_to_keep asked for {len(rows)} "
-                "tokens of one row, once: a teacher's forward must honour logits_to_keep"
+                "tokens: a teacher's forward must honour logits_to_keep"
             )
         ((hidden, self._autocast),) = kept
         self._hidden = hidden[0]
@@ -78,8 +78,8 @@ class Teacher:
         self._rule = logit_rule(causal_lm)
         if any(hasattr(p, "placements") for p in self._lm_head.parameters()):
             raise UnsupportedError(
-                "the teacher's output embedding is sharded (a DTensor), and it runs outside the "
-                "teacher's forward: leave the teacher whole on every rank"
+                "the teacher's output embedding is sharded (a DTensor): leave the teacher whole on "
+                "every rank"
             )
         if not is_linear(self._lm_head):
             with torch.no_grad(), self._autocast():

@@ -112,8 +112,7 @@ class PrefixTreeGKDTrainer(GKDTrainer):
         check_single_samples(self)
         if self.compute_metrics is not None:
             raise UnsupportedError(
-                "compute_metrics reads the logits of all rows, which a packed batch does not have: "
-                "leave it out, or use TRL's GKDTrainer"
+                "compute_metrics reads the logits of all rows: leave it out, or use TRL's trainer"
             )
         _prepare(self)
         self._recompute = check_recompute(self, recompute)
@@ -213,13 +212,12 @@ def _masks(mask: np.ndarray, scored: np.ndarray) -> Sequence[np.ndarray]:
     first = mask.argmax(1)
     for bad in np.flatnonzero((first > 0) & scored[np.arange(len(mask)), first])[:1]:
         raise UnsupportedError(
-            f"row {bad} has an empty prompt: nothing predicts the first token of its completion, "
-            "which TRL scores from padding; give every prompt a token (a BOS token)"
+            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
+            "give every prompt a token (a BOS token)"
         )
     for row, column in np.argwhere(scored & (mask == 0))[:1]:
         raise UnsupportedError(
-            f"row {row} scores column {column}, which its attention_mask hides: labels must be "
-            "-100 on padding"
+            f"labels[{row}, {column}] is scored, and padding: labels must be -100 there"
         )
     return [s[m != 0] for s, m in zip(scored, mask, strict=True)]
 
@@ -228,15 +226,13 @@ def _prepare(trainer: Any) -> None:
     """Refuses what is not verified, and prepares student and teacher."""
     if trainer._is_vlm:
         raise UnsupportedError(
-            "images are not verified with distillation: pass the tokenizer as processing_class, "
-            "and text alone"
+            "images are not verified with distillation: pass the tokenizer as processing_class"
         )
     if trainer.teacher_model is None:
-        raise UnsupportedError("there is no teacher_model, whose logits are needed: pass one")
+        raise UnsupportedError("there is no teacher_model: pass one")
     if trainer.is_fsdp_enabled:
         raise UnsupportedError(
-            "FSDP is not verified with distillation, as the teacher's lm_head runs outside its "
-            "forward: use DDP (accelerate launch), LoRA, or TRL's trainer"
+            "FSDP is not verified with distillation: use DDP (accelerate launch), or TRL's trainer"
         )
     prepare_trainer(trainer)
 

@@ -83,7 +83,7 @@ class TopK:
         return torch.cat(found, 1)
 
     def outputs(self, scores: SequenceScores) -> dict[str, torch.Tensor]:
-        """What verl's engine puts beside log_probs: name -> jagged [B, n], each number at the token
+        """The entries that verl's engine puts beside log_probs: name -> jagged [B, n], each number at the token
         before, 0 where nothing is scored."""
         assert scores.measured is not None
         of_copies = []
