@@ -83,8 +83,8 @@ class TopK:
         return torch.cat(found, 1)
 
     def outputs(self, scores: SequenceScores) -> dict[str, torch.Tensor]:
-        """The entries that verl's engine puts beside log_probs: name -> jagged [B, n], each number at the token
-        before, 0 where nothing is scored."""
+        """The entries that verl's engine puts beside log_probs: name -> jagged [B, n], each number
+        at the token before, 0 where nothing is scored."""
         assert scores.measured is not None
         of_copies = []
         for values, which in zip(scores.measured, self._which, strict=True):
