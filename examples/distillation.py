@@ -2,7 +2,7 @@
 
 The distribution at a token depends only on the tokens before it on its path. So both models run
 once over the packed forest, and each distinct edge is measured once, however many sequences share
-it. Of the teacher the hidden states of the edges are kept; logits exist for a chunk of edges at a
+it. Of the teacher hidden states are kept (`pt.Teacher`); logits exist for a chunk of edges at a
 time, of both models. docs/losses.md has other divergences.
 
     python examples/distillation.py
@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import prefixtree as pt
 import prefixtree.integrations.transformers  # registers attn_implementation="prefixtree"
-from prefixtree.models.families import check_modules
 
 
 def token_kl(
     student: nn.Module,
-    teacher: Any,
+    teacher: nn.Module,
     packed: pt.PackedForest,
     loss_mask: Sequence[Any] | None = None,
     temperature: float = 1.0,
@@ -33,8 +32,7 @@ def token_kl(
 
     Args:
         student: a causal language model with attn_implementation="prefixtree".
-        teacher: another one with the same tokenizer, whose forward does nothing to logits after its
-            lm_head; it gets no gradient.
+        teacher: another one with the same tokenizer; it gets no gradient.
         packed: the packed rollouts.
         loss_mask: [n] per sequence, 0 where a token is not scored. Default: all are scored.
         temperature: divides the logits of both models.
@@ -42,15 +40,10 @@ def token_kl(
     Returns:
         Float32 [n - 1] per sequence, differentiable in the student; 0 where the loss mask is 0.
     """
-    check_modules(teacher)
-    predictor = packed.edges(loss_mask).predictor
-    with torch.no_grad():
-        hidden = teacher.model(**packed.model_inputs()).last_hidden_state[0, predictor]  # [E, d]
+    of_teacher = pt.Teacher(teacher, packed, loss_mask)
 
     def kl(logits: torch.Tensor, edges: pt.MeasuredEdges) -> torch.Tensor:
-        with torch.no_grad():
-            of_teacher = teacher.lm_head(hidden[edges.edge]).float()
-        log_p = (of_teacher / edges.temperature[:, None]).log_softmax(-1)
+        log_p = of_teacher.log_p(edges)
         return (log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1, keepdim=True)
 
     scores = pt.sequence_logprobs(student, packed, temperature, loss_mask, measure=kl)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
+    from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
 
 __version__ = "0.2.0"
@@ -60,6 +61,7 @@ __all__ = [
     "ReuseStats",
     "SequenceScores",
     "StepStats",
+    "Teacher",
     "TileShape",
     "TreeMask",
     "TrunkStats",
@@ -88,6 +90,7 @@ _LATER = {
     "prefixtree.scoring.in_steps": ("borrow_cost",),
     "prefixtree.scoring.kept_trunks": ("kept_trunks",),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
+    "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),
     "prefixtree.recompute.forward": (
         "RecomputePlan",

@@ -150,7 +150,9 @@ def test_without_a_measure(page, objective):
 
 @pytest.mark.parametrize("page", ["one temperature"], indirect=True)
 def test_a_teacher_of_another_vocabulary(page):
-    page["teacher"].lm_head = torch.nn.Linear(page["hidden"].shape[1], VOCABULARY + 3)
+    width = page["teacher"].lm_head.in_features
+    page["teacher"].lm_head = torch.nn.Linear(width, VOCABULARY + 3)
+    page["of_teacher"] = pt.Teacher(page["teacher"], page["packed"], page["loss_mask"])
     options = page["temperature"], page["loss_mask"]
     with pytest.raises(RuntimeError, match="must match the size"):
         pt.sequence_logprobs(page["model"], page["packed"], *options, measure=page["forward_kl"])
@@ -158,7 +160,8 @@ def test_a_teacher_of_another_vocabulary(page):
 
 @pytest.mark.parametrize("page", ["one temperature"], indirect=True)
 def test_red_where_the_teacher_is_another_edges(page, objective, monkeypatch):
-    monkeypatch.setitem(page, "hidden", page["hidden"].roll(1, 0))
+    of_teacher = page["of_teacher"]
+    monkeypatch.setattr(of_teacher, "_hidden", of_teacher._hidden.roll(1, 0))
     options = page["temperature"], page["loss_mask"]
     scores = pt.sequence_logprobs(
         page["model"], page["packed"], *options, measure=page["forward_kl"]

@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 
 from prefixtree._hints import with_hints
@@ -34,7 +37,8 @@ from prefixtree.integrations.megatron.checks import (
 from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest, local_forest
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.integrations.megatron.replay import check_routes
-from prefixtree.kernels.lm_head.logprobs import linear_logprobs
+from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprobs
+from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.changes import changing
@@ -59,6 +63,7 @@ def tree_logprobs(
     loss_mask: Sequence[Any] | None = None,
     *,
     return_entropy: bool = False,
+    measure: Measure | None = None,
     chunk_size: int | None = None,
 ) -> SequenceScores | torch.Tensor:
     """Scores every sequence of a packed forest; the model runs once, over the distinct tokens.
@@ -81,6 +86,9 @@ def tree_logprobs(
         loss_mask: one mask per sequence, [n], 1 where a token is scored and 0 elsewhere; entry 0
             has no predictor and is ignored. Default: every token is scored.
         return_entropy: whether to compute entropies too. Default: False.
+        measure: as in `sequence_logprobs`, of the logits of the whole padded vocabulary: under
+            tensor parallelism each rank gathers them chunk by chunk, and measures all. Default:
+            none.
         chunk_size: the number of edges whose logits are in memory at once, the same on all ranks.
             Default: as in `sequence_logprobs`.
 
@@ -96,16 +104,22 @@ def tree_logprobs(
         ForestError: masks that do not match the sequences or hold anything but 0 and 1, or a forest
             that has no token ids or lacks padding.
         ValueError: temperatures that do not match the sequences, are not finite and above 0, or
-            require a gradient; a chunk_size that is no integer >= 1; tokens or a device that
-            do not match the model; context-parallel ranks whose calls differ.
+            require a gradient; a measure that does not return [r, C]; a chunk_size that is no
+            integer >= 1; tokens or a device that do not match the model; context-parallel ranks
+            whose calls differ.
         RuntimeError: another context-parallel rank refused the call.
     """
     check_packed(packed, "tree_logprobs", subset=True)
     language_model = find_model(model)
-    options = ScoreOptions(return_entropy, chunk_size=chunk_size)
+    options = ScoreOptions(return_entropy, chunk_size=chunk_size, measure=measure)
 
     def check() -> ScoredEdges:
         check_model(language_model)
+        if measure is not None and language_model.config.context_parallel_size > 1:
+            raise UnsupportedError(
+                "measure= is not verified under context parallelism: leave it out, or set "
+                "context_parallel_size=1"
+            )
         _check_forest(language_model, packed)
         found = find_edges(packed, temperature, loss_mask)
         if language_model.post_process:
@@ -273,6 +287,24 @@ def _head_scores(
             hidden, tensor_parallel_output_grad=False, group=group
         )
     rows = hidden[:, 0].index_select(0, edges.predictors)
+    numbers = None if options.measure is None else edges.numbers()
+    if options.measure is not None and size > 1:
+
+        def whole_logits(some: torch.Tensor) -> torch.Tensor:
+            slices = F.linear(
+                copy_to_tensor_model_parallel_region(some, group=group), weight, layer.bias
+            )
+            return gather_from_tensor_model_parallel_region(slices, group=group)
+
+        return lm_head_logprobs(
+            whole_logits,
+            size * weight.shape[0],
+            gather(rows, edges.to_predictors),
+            edges.target,
+            edges.temperature,
+            options,
+            numbers,
+        )
     vocabulary = None
     if size > 1:
         vocabulary = VocabularySlice(group, group.rank() * weight.shape[0], weight.shape[0])
@@ -285,4 +317,5 @@ def _head_scores(
         options,
         vocabulary,
         accumulate=torch.promote_types(hidden.dtype, torch.float32),
+        numbers=numbers,
     )

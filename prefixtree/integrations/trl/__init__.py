@@ -1,5 +1,5 @@
-"""TRL: trainers for GRPO, DPO and SFT in place of TRL's, `tree_rollouts` to sample for them, and
-`use_tree_attention` for AsyncGRPO.
+"""TRL: trainers for GRPO, DPO and SFT in place of TRL's (for distillation in `distillation.py`),
+`tree_rollouts` to sample for them, and `use_tree_attention` for AsyncGRPO.
 
     from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
     PrefixTreeGRPOTrainer(model=..., reward_funcs=..., args=..., train_dataset=...).train()

@@ -91,6 +91,28 @@ def check_sft(trainer_class: type) -> None:
     )
 
 
+def check_distillation(trainer_class: type) -> None:
+    """Refuses a `DistillationTrainer` whose overridden methods take other arguments than those
+    tested."""
+    _check_version()
+    for name, expected in (
+        ("_compute_loss", ("self", "unwrapped_student", "inputs", "num_items_in_batch")),
+        ("_prepare_inputs", ("self", "generation_batch")),
+        ("_generate_and_score_completions", ("self", "inputs")),
+    ):
+        function = getattr(trainer_class, name, None)
+        check_parameters(function, f"DistillationTrainer.{name}", expected)
+
+
+def check_gkd(trainer_class: type) -> None:
+    """Refuses a `GKDTrainer` whose overridden method takes other arguments than those tested."""
+    _check_version()
+    expected = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
+    check_parameters(
+        getattr(trainer_class, "compute_loss", None), "GKDTrainer.compute_loss", expected
+    )
+
+
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:
     """Refuses an attention that is not TRL's for trees, or takes other tree keywords.
 

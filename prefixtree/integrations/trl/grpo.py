@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trl import GRPOTrainer
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
-from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
+from prefixtree.integrations.trl.images import RowImages, forest_with_images
 from prefixtree.integrations.trl.kept_windows import (
     KeptWindow,
     Rows,
@@ -30,6 +29,7 @@ from prefixtree.integrations.trl.kept_windows import (
     same_rows,
 )
 from prefixtree.integrations.trl.micro_batches import sharing_advice, warn_of_micro_batches
+from prefixtree.integrations.trl.neighbours import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.checks import transformer_of
@@ -38,11 +38,8 @@ from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.logprobs import sequence_logprobs
 
-# the entry of a generation batch that numbers its rows; taken out before a loss is computed
-_ROW = "prefixtree_row"
 
-
-class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
+class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
     """`trl.GRPOTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -74,9 +71,6 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             TRL's trainer. Settings and models are checked when the trainer is made, batches when
             they come. `docs/refusals.md` has the list.
     """
-
-    # TRL's: the micro-batches of the last generation, None before the first
-    _buffered_inputs: list[dict[str, Any]] | None
 
     def __init__(
         self,
@@ -298,74 +292,9 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, GRPOTrainer):
             return logps, None, scores.aux_loss
         return logps, _completions(scores.entropy, prompts, width), scores.aux_loss
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            batch[_ROW] = torch.arange(len(batch["completion_ids"]))
-        return batch
-
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        shuffled = self._buffered_inputs
-        if shuffled is None or shuffled is before:
-            return inputs  # of an evaluation, or of a generation that is in order already
-        (at,) = (i for i, batch in enumerate(shuffled) if batch is inputs)
+    def _micro_batches_together(self) -> int:
         # micro-batches that share stand together within a step
-        together = self.args.gradient_accumulation_steps if self._keeps else 1
-        self._buffered_inputs = reunite(shuffled, together)
-        return self._buffered_inputs[at]
-
-
-def reunite(batches: list[dict[str, Any]], together: int = 1) -> list[dict[str, Any]]:
-    """Turns micro-batches of shuffled rows into micro-batches of neighbouring rows.
-
-    A micro-batch takes the place of the first of its rows in the shuffle, so its place is random
-    without another draw. Its rows keep the order in which they were generated.
-
-    Args:
-        batches: micro-batches of equal size; every entry a tensor [B, ...], or a tensor without
-            dimensions or None for the whole micro-batch. But for images: they are those of all
-            rows, one after another, and num_images, B numbers, says how many each has.
-        together: of so many micro-batches, one optimiser step's, the order is that of their rows.
-            Default: 1.
-
-    Returns:
-        As many micro-batches, without the entry that numbers the rows.
-
-    Raises:
-        UnsupportedError: an entry of another kind or size.
-    """
-    size = len(batches[0][_ROW])
-    # [micro-batches, size]: where the rows of every run of neighbours stand
-    places = torch.cat([batch[_ROW] for batch in batches]).argsort().view(-1, size)
-    runs = places.amin(1).argsort()
-    runs = torch.cat([of_step.sort().values for of_step in runs.split(together)])
-    order = places[runs].flatten()
-    reunited: list[dict[str, Any]] = [{} for _ in batches]
-    # images: a list of tensors, one per row
-    batches = [split_pixel_values_by_grid(batch) for batch in batches]
-    for key in batches[0].keys() - {_ROW}:
-        parts = [batch[key] for batch in batches]
-        if all(isinstance(part, torch.Tensor) and part.ndim > 0 for part in parts):
-            if any(len(part) != size for part in parts):
-                raise UnsupportedError(
-                    f"batch entry {key!r} must have one row per completion ({size}), got "
-                    f"{[len(part) for part in parts]} rows in the micro-batches; install the TRL "
-                    "version the adapter is tested with"
-                )
-            parts = list(torch.cat(parts)[order].split(size))
-        elif key in PER_ROW and all(isinstance(part, list) for part in parts):
-            rows = [row for part in parts for row in part]
-            moved = [rows[i] for i in order.tolist()]
-            parts = [moved[at : at + size] for at in range(0, len(moved), size)]
-        elif not all(part is None or isinstance(part, torch.Tensor) for part in parts):
-            raise UnsupportedError(
-                f"batch entry {key!r} is a {type(parts[0]).__name__}: only tensors are known"
-            )
-        for batch, part in zip(reunited, parts, strict=True):
-            batch[key] = part
-    return [unsplit_pixel_values_by_grid(batch) for batch in reunited]
+        return self.args.gradient_accumulation_steps if self._keeps else 1
 
 
 def _completions(values: list[torch.Tensor], prompts: list[int], width: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     recurrent layers.
 
     Args:
-        trainer: a trainer of TRL with a model and perhaps a ref_model.
+        trainer: a trainer of TRL with a model and perhaps a ref_model or a teacher_model.
         verified: as for `check_arguments`. deepspeed: as for `check_distribution`.
 
     Raises:
@@ -71,10 +71,11 @@ def prepare_trainer(trainer: Any, verified: Collection[str] = (), deepspeed: boo
     check_liger(trainer.args, trainer.model)
     if trainer._is_vlm:
         check_images(trainer)
-    if trainer.aux_loss_enabled:
+    if getattr(trainer, "aux_loss_enabled", False):
         _check_aux_loss(trainer.model)
     # not by truth value: a compiled model has none
-    models = (trainer.model, getattr(trainer, "ref_model", None))
+    others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    models = (trainer.model, *others)
     for model in (m for m in models if m is not None):
         check_model(model)
         transformer = transformer_of(model)

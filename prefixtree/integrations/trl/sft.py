@@ -62,11 +62,7 @@ class PrefixTreeSFTTrainer(KeepsOutputs, SFTTrainer):
 def _check_loss(trainer: Any) -> None:
     """Refuses settings under which rows share nothing, or TRL takes its loss from logits."""
     args = trainer.args
-    if args.packing or args.eval_packing or trainer.padding_free:
-        raise UnsupportedError(
-            "packing, eval_packing and padding_free join samples to rows, which share no prefix: "
-            "set them to False; what samples share is packed without them"
-        )
+    check_single_samples(trainer)
     logits = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": args.label_smoothing_factor > 0 and args.loss_type == "nll",
@@ -75,4 +71,14 @@ def _check_loss(trainer: Any) -> None:
         raise UnsupportedError(
             f"with {name} TRL computes the loss from the logits of all rows, which a packed batch "
             "does not have: leave it out, or use TRL's SFTTrainer"
+        )
+
+
+def check_single_samples(trainer: Any) -> None:
+    """Refuses rows that several samples are joined to."""
+    args = trainer.args
+    if args.packing or args.eval_packing or trainer.padding_free:
+        raise UnsupportedError(
+            "packing, eval_packing and padding_free join samples to rows, which share no prefix: "
+            "set them to False; what samples share is packed without them"
         )

@@ -36,6 +36,7 @@ from prefixtree.integrations.verl.batches import (
     split,
     to_jagged,
 )
+from prefixtree.integrations.verl.distillation import TopK, wants_topk
 from prefixtree.integrations.verl.metered import NAME, MeteredEngine
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.integrations.verl.pictures import (
@@ -122,7 +123,8 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_step(data, loss_function, forward_only, self.sees)
+        alone = self.ulysses_parallel_group is None and self.model_output == "log_probs"
+        check_step(data, loss_function, forward_only, self.sees, serves_topk=alone)
         group = self.get_data_parallel_group()
         pictures = self._pictures_of(data, group) if self.sees else None
         tu.assign_non_tensor(
@@ -139,7 +141,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             group,
             self.ulysses_sequence_parallel_size,
             pictures=pictures,
-            borrow_cost=self._borrow_cost(forward_only),
+            borrow_cost=None if wants_topk(data) else self._borrow_cost(forward_only),
             has_backward=not forward_only,
         )
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
@@ -209,7 +211,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             if scores is None:
                 bucket = self.pad_to_length_bucket if self.pad_to_length else None
                 packed = pack(batch.forest, bucket).to(device)
-                model_output = self._model_output(micro_batch, packed, pictures)
+                model_output = self._model_output(micro_batch, packed, pictures, loss_function)
             else:
                 model_output = _outputs_of(scores, micro_batch)
             if loss_function is None:
@@ -234,7 +236,11 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
     def _model_output(
-        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+        self,
+        micro_batch: TensorDict,
+        packed: PackedForest,
+        pictures: Pictures | None,
+        loss_function: Callable[..., Any] | None,
     ) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -246,20 +252,30 @@ class PackedActorEngine(_FsdpEngine):
     model_output = "log_probs"
 
     def _model_output(
-        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+        self,
+        micro_batch: TensorDict,
+        packed: PackedForest,
+        pictures: Pictures | None,
+        loss_function: Callable[..., Any] | None,
     ) -> dict[str, Any]:
-        """log_probs, and entropy where asked for: jagged [B, n], 0 outside the response."""
+        """log_probs, entropy where asked for, and what a distillation loss gives per token: jagged
+        [B, n], 0 outside the response."""
+        top_k = None
+        if wants_topk(micro_batch) and loss_function is not None:
+            top_k = TopK(loss_function, micro_batch, packed, scored_tokens(micro_batch))
         scores = sequence_logprobs(
             self.module,
             packed,
             **_score_options(micro_batch),
+            measure=None if top_k is None else top_k.measure,
             recompute=self.recompute,
             # verl's engine reads logits alone, whatever the model's config asks for
             output_router_logits=False,
             group=self.ulysses_parallel_group,
             pictures=pictures,
         )
-        return _outputs_of(scores, micro_batch)
+        others = {} if top_k is None else top_k.outputs(scores)
+        return _outputs_of(scores, micro_batch) | others
 
     def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
         if self.sees or self.pad_to_length or self.ulysses_parallel_group is not None:
@@ -347,7 +363,11 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         return module
 
     def _model_output(
-        self, micro_batch: TensorDict, packed: PackedForest, pictures: Pictures | None
+        self,
+        micro_batch: TensorDict,
+        packed: PackedForest,
+        pictures: Pictures | None,
+        loss_function: Callable[..., Any] | None,
     ) -> dict[str, Any]:
         """values, jagged [B, n]."""
         values = sequence_values(self.module, packed, group=self.ulysses_parallel_group)

@@ -222,12 +222,13 @@ def check_pictures(engine_config: Any) -> None:
         )
 
 
-def check_batch(data: TensorDict, sees: bool = False) -> None:
+def check_batch(data: TensorDict, sees: bool = False, serves_topk: bool = False) -> None:
     """Refuses batches, before they are split.
 
     Args:
         data: verl's batch; input_ids and position_ids jagged [B, n], or position_ids [B, 4, n].
         sees: whether the model takes pictures. Then the engine checks the other rows of positions.
+        serves_topk: whether the engine computes losses of the teacher's top k.
 
     Raises:
         UnsupportedError: with the setting to change.
@@ -242,8 +243,9 @@ def check_batch(data: TensorDict, sees: bool = False) -> None:
             "use_fused_kernels=True drops the tree mask; set it to False",
         ),
         (
-            flag("distillation_use_topk") or flag("distillation_only"),
-            "distillation from the teacher's top-k needs whole logits, which are never made here",
+            (flag("distillation_use_topk") or flag("distillation_only")) and not serves_topk,
+            "distillation from the teacher's top-k needs an FSDP engine and a rank's whole logits; "
+            "set ulysses_sequence_parallel_size=1, or take an estimator (loss_mode=k3)",
         ),
         (
             flag("calculate_sum_pi_squared"),
@@ -277,10 +279,14 @@ def check_batch(data: TensorDict, sees: bool = False) -> None:
 
 
 def check_step(
-    data: TensorDict, loss_function: Any, forward_only: bool, sees: bool = False
+    data: TensorDict,
+    loss_function: Any,
+    forward_only: bool,
+    sees: bool = False,
+    serves_topk: bool = False,
 ) -> None:
     """`check_batch`, and for a step with a backward `check_loss`."""
-    check_batch(data, sees)
+    check_batch(data, sees, serves_topk)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
         check_loss(loss_function, dynamic)

@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree import MeasuredEdges, PackedForest, PrefixForest, pack
 from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
 from tests.support.megatron_cpu import DEVICE, Norm, with_norms
 
@@ -55,7 +55,7 @@ class Case:
         tied: whether the output layer has the embedding's weight.
         model: "gpt" or "hybrid".
         dtype: of parameters and activations.
-        way: "scored edges" or "pack_batches".
+        way: "scored edges", "measure" (the same by a measure) or "pack_batches".
         positions: Megatron's position_embedding_type.
         backend: of tree attention. Default: "auto", as always with `pack_batches`.
     """
@@ -362,6 +362,19 @@ def run_forest(
         assert not gap or not torch.stack([output[0, s] for s in gaps(inputs)]).any()
         both = [columns(x, s) for x, s in zip(logits, sequences, strict=True)]
         logprobs, entropy = [b[0] for b in both], [b[1] for b in both]
+    elif case.way == "measure":
+        multiple = padded_to() if model.config.sequence_parallel else None
+        packed = packed_of(sequences, multiple)
+
+        def both_of(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+            log_p = logits.log_softmax(-1)
+            taken = log_p.gather(1, edges.token[:, None])
+            return torch.cat([taken, -(log_p.exp() * log_p).sum(-1, keepdim=True)], 1)
+
+        scores = tree_logprobs(ddp, packed, TEMPERATURE, measure=both_of, chunk_size=9)
+        assert not isinstance(scores, torch.Tensor) and scores.measured is not None
+        logprobs = [m[:, 0] for m in scores.measured]
+        entropy = [m[:, 1] for m in scores.measured]
     else:
         multiple = padded_to() if model.config.sequence_parallel else None
         packed = packed_of(sequences, multiple).with_options(backend=case.backend)

@@ -39,6 +39,8 @@ TENSOR = {
     "TP + SP, learnt sinks": Case(SP | {"softmax_type": "learnable"}),
     "TP + SP, float32": Case(SP, dtype=torch.float32),
     "TP + SP, float32, pack_batches": Case(SP, dtype=torch.float32, way="pack_batches"),
+    "TP + SP, measure, float32": Case(SP, dtype=torch.float32, way="measure"),
+    "TP, measure, tied, float32": Case(dtype=torch.float32, way="measure", tied=True),
     "TP + SP, experts": Case(SP | moe()),
     "TP + SP, latent attention, pack_batches": Case(SP | latent(), way="pack_batches"),
     "TP + SP, latent attention, yarn, recompute": Case(SP | latent(**YARN) | FULL),
@@ -118,6 +120,12 @@ MISTAKES: dict[str, tuple[Case, Callable[[], Any]]] = {
         lambda: gathered_as_if_parts(batch_packing),
     ),
     "unsummed vocabulary": (Case(SP), unsummed_vocabulary),
+    "unsummed measures": (
+        Case(SP, dtype=torch.float32, way="measure"),
+        lambda: patch.object(
+            scoring, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden
+        ),
+    ),
     "copies": (Case(SP, way="pack_batches"), no_gradient_of_copies),
 }
 

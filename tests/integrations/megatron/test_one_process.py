@@ -14,6 +14,7 @@ CASES = {
     "tied": Case(tied=True),
     "pack_batches": Case(way="pack_batches"),
     "share, tied": Case(way="pack_batches", tied=True),
+    "measure, tied": Case(way="measure", tied=True),
     "hybrid": Case(model="hybrid"),
     "hybrid, pack_batches": Case(model="hybrid", way="pack_batches"),
     "hybrid, recompute": Case(FULL, model="hybrid"),

@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
+from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
 from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -207,6 +208,11 @@ def samples(case: Case, folder: Path) -> dict[str, Any]:
     return compare_on_ranks(folder, **arguments)
 
 
+def distilled(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainers for distillation against TRL's."""
+    return compare_on_ranks(folder, {"on policy": DISTILLATION, "gkd": GKD}, **case.arguments)
+
+
 def _plain(name: str) -> str:
     """A parameter's name without those of wrappers."""
     return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
@@ -282,6 +288,7 @@ CASES: dict[str, tuple[Ask, Case]] = {
     ),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
+    "distillation": (distilled, Case({"per_device_train_batch_size": 3})),
     # four ranks: the prompts suffice for one micro-batch per rank
     "hsdp": (
         compare,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ def turns(conversations: int = 4, each: int = 3) -> Dataset:
 
 
 # as tests/integrations/trl/runs.py has them for GRPO
-_SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "gradient_accumulation_steps": 2,
@@ -79,7 +79,7 @@ def make_dpo(
     small = {"per_device_train_batch_size": 2, "max_steps": 4, "output_dir": str(folder / "out")}
     return trainer(
         model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
-        args=DPOConfig(**{**_SMALL, **small, **arguments}),
+        args=DPOConfig(**{**SMALL, **small, **arguments}),
         **{
             "processing_class": AutoTokenizer.from_pretrained(folder),
             "train_dataset": pairs(),
@@ -106,7 +106,7 @@ def make_sft(
     }
     return trainer(
         model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
-        args=SFTConfig(**{**_SMALL, **small, **arguments}),
+        args=SFTConfig(**{**SMALL, **small, **arguments}),
         **{
             "processing_class": AutoTokenizer.from_pretrained(folder),
             "train_dataset": turns(),
@@ -131,9 +131,13 @@ class Maker(NamedTuple):
         return [self.make(kind, folder, **arguments) for kind in (self.ours, self.stock)]
 
     def trained(self, folder: Path, **arguments: Any) -> list[Any]:
-        runs = self.both(folder, **arguments)
-        for run in runs:
+        runs = []
+        for kind in (self.ours, self.stock):
+            run = self.make(kind, folder, **arguments)
+            # the constructor seeds torch, by which they sample; GKD draws by Python's generator
+            random.seed(0)
             run.train()
+            runs.append(run)
         assert type(runs[1]) is self.stock
         return runs
 
@@ -157,16 +161,18 @@ def rows_of_calls(model: Any) -> list[int]:
     return rows
 
 
-def compare_on_ranks(folder: Path, **arguments: Any) -> dict[str, dict[str, Any]]:
-    """DPO and SFT with both trainers, on every rank of a process group: how far they are apart.
+def compare_on_ranks(
+    folder: Path, makers: Mapping[str, Maker] | None = None, **arguments: Any
+) -> dict[str, dict[str, Any]]:
+    """Both trainers of every method, on every rank of a process group: how far they are apart.
 
     Args:
         folder: the saved model.
+        makers: of the methods. Default: "dpo" and "sft".
         arguments: of all configs.
 
     Returns:
-        "dpo" and "sft" -> "wrapper", "parameters", "moved", "ratio", and "metrics" on the logging
-        rank.
+        method -> "wrapper", "parameters", "moved", "ratio", and "metrics" on the logging rank.
     """
     arguments = {
         "ddp_find_unused_parameters": False,
@@ -174,7 +180,7 @@ def compare_on_ranks(folder: Path, **arguments: Any) -> dict[str, dict[str, Any]
         **arguments,
     }
     found: dict[str, dict[str, Any]] = {}
-    for name, maker in (("dpo", DPO), ("sft", SFT)):
+    for name, maker in (makers or {"dpo": DPO, "sft": SFT}).items():
         runs = maker.trained(folder, **arguments)
         found[name] = {
             "wrapper": type(runs[0].model_wrapped).__name__,

@@ -13,7 +13,15 @@ import pytest
 import trl
 from packaging.version import Version
 from transformers import Trainer
-from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DistillationTrainer,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.gkd import GKDTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -89,6 +97,26 @@ def test_signatures() -> None:
         contract.check_parameters(lambda self: 0, "GRPOTrainer._prepare_inputs", ("self", "batch"))
     with pytest.raises(UnsupportedError, match="reordered"):
         contract.check_parameters(lambda b, a: 0, "f", ("a", "b"))
+
+
+def test_distillation() -> None:
+    """The student is called in one place, which gets the wrapper here; GKD's loss divides no logits
+    by the temperature."""
+    contract.check_distillation(DistillationTrainer)
+    contract.check_gkd(GKDTrainer)
+    (call,) = calls(DistillationTrainer.compute_loss, "_forward_redirection")
+    assert [ast.unparse(a) for a in call.args] == [
+        *("model", "unwrapped_student", "self._compute_loss"),
+        *("unwrapped_student", "inputs", "num_items_in_batch"),
+    ]
+    assert methods(DistillationTrainer, lambda f: calls(f, "_forward_redirection")) == {
+        "compute_loss": 1,
+        "_compute_loss": 1,
+    }
+    (loss,) = calls(GKDTrainer.compute_loss, "generalized_jsd_loss")
+    assert keywords(loss).keys() == {
+        *("student_logits", "teacher_logits", "labels", "beta", "num_items_in_batch")
+    }
 
 
 def test_all_scores_come_from_one_method() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.trl.launch import launch
-from tests.integrations.trl.rank import CASES, compare, in_bfloat16, resume, samples
+from tests.integrations.trl.rank import CASES, compare, distilled, in_bfloat16, resume, samples
 from tests.integrations.trl.runs import save_model
 from tests.support.full import asked_for, mostly
 
@@ -51,13 +51,12 @@ def check_equality(result: dict[str, Any]) -> None:
 
 
 def check_samples(name: str, result: dict[str, Any]) -> None:
-    for trainer in ("dpo", "sft"):
-        found = result[trainer]
+    for found in result.values():
         assert found["wrapper"].startswith("FSDPQwen3For" if "sharded" in name else "Distributed")
         assert found["moved"] > 1e-3
         assert found["metrics"] < 1e-5
         assert found["parameters"] < 1e-5
-        # pairs, and turns of conversations
+        # pairs, turns of conversations, prompts that begin alike
         assert min(found["ratio"]) > 1.5
 
 
@@ -66,7 +65,7 @@ TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
 EVERY_TIME = (
     *("ddp", "generation", "unequal ranks", "FSDP's checkpointing", "lora"),
     *("cut groups", "cut groups, sharded"),
-    *("resume, full", "dpo and sft, sharded"),
+    *("resume, full", "dpo and sft, sharded", "distillation"),
 )
 
 
@@ -80,7 +79,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 @pytest.mark.parametrize("name", mostly(TWO, EVERY_TIME))
 def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
     ask, result = CASES[name][0], two_ranks[name]
-    if ask is samples:
+    if ask in (samples, distilled):
         check_samples(name, result)
         return
     check_run(name, result, 2)

@@ -88,8 +88,6 @@ def test_attention_dropout_is_refused_for_training_alone(models: Path) -> None:
     ("extra", "message"),
     [
         ({"use_fused_kernels": True}, "use_fused_kernels=True"),
-        ({"distillation_use_topk": True}, "top-k"),
-        ({"distillation_only": True}, "top-k"),
         ({"calculate_sum_pi_squared": True}, "calculate_sum_pi_squared=True"),
         ({"force_group_size": 2}, "force_group_size"),
         ({"pad_mode": "left_right"}, "pad_mode"),

@@ -1,0 +1,247 @@
+"""TRL's distillation, on policy (`DistillationTrainer`) and of given answers (`GKDTrainer`), with
+every distinct token of a micro-batch computed once, by the student and by the teacher.
+
+Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions (padded right).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+from trl import DistillationTrainer
+from trl.experimental.gkd import GKDTrainer
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.forest import PrefixForest
+from prefixtree.integrations.trl.contract import check_distillation, check_gkd
+from prefixtree.integrations.trl.neighbours import KeepsNeighbours
+from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
+from prefixtree.integrations.trl.sft import check_single_samples
+from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
+from prefixtree.kernels.lm_head.measures import Measure, MeasuredEdges
+from prefixtree.packing.layout import pack
+from prefixtree.recompute.forward import Recompute
+from prefixtree.scoring.logprobs import sequence_logprobs
+from prefixtree.scoring.teacher import Teacher
+
+_NO_LABEL = -100
+
+
+class PrefixTreeDistillationTrainer(KeepsNeighbours, DistillationTrainer):
+    """`trl.DistillationTrainer` on prefix forests.
+
+    It gives the same losses, gradients and metrics, and computes each distinct token of a
+    micro-batch once, in the student and in the teacher. It takes the arguments of
+    `DistillationTrainer`. Both models get attn_implementation="prefixtree", also for generation.
+    Micro-batches are shuffled, not rows, so that prompts that begin alike stay together.
+
+    Generation, the divergence's normalisation and logging are TRL's code. The metrics of
+    `SharingReport` are added.
+
+    Args:
+        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
+            `trl.DistillationTrainer`. Default: None, what `gradient_checkpointing` says.
+
+    Raises:
+        UnsupportedError: a setting, a model or a batch that is not verified to give the results of
+            TRL's trainer. Settings and models are checked when the trainer is made, batches when
+            they come. `docs/refusals.md` has the list.
+    """
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_distillation(DistillationTrainer)
+        super().__init__(*args, **kwargs)
+        _prepare(self)
+        self._recompute = check_recompute(self, recompute)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+        # the packed forward calls the wrapped student by itself
+        self._forward_redirection = _call
+
+    def _compute_loss(
+        self, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The divergence of a micro-batch, for TRL's `compute_loss`.
+
+        Args:
+            unwrapped_student: the student, wrapped: see `_call`.
+            inputs: prompt_ids, prompt_mask [B, P], completion_ids, completion_mask [B, C] and
+                perhaps tool_mask [B, C], 0 on tokens of tools.
+            num_items_in_batch: the divisor of the sum. Default: the scored tokens.
+
+        Returns:
+            The loss [], the sum of the student's entropies [] in nats, and the number of scored
+            tokens [].
+        """
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        completion = inputs["completion_mask"]
+        scored = completion * inputs.get("tool_mask", torch.ones_like(completion))
+        scored = torch.cat([torch.zeros_like(inputs["prompt_mask"]), scored], 1)
+        loss, count, entropy = _divergence(
+            self, unwrapped_student, ids, mask, scored != 0, self.temperature, True
+        )
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return loss / _on(divisor, loss), entropy, count
+
+
+class PrefixTreeGKDTrainer(GKDTrainer):
+    """`trl.experimental.gkd.GKDTrainer` on prefix forests.
+
+    It gives the same losses and gradients, and computes each distinct token of a batch once, in the
+    student and in the teacher. It takes the arguments of `GKDTrainer`. Both models get
+    attn_implementation="prefixtree", also for generation (`lmbda`, `seq_kd`), which is TRL's code,
+    as are collators and logging. The metrics of `SharingReport` are added.
+
+    Args:
+        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
+            `GKDTrainer`. Default: None, what `gradient_checkpointing` says.
+
+    Raises:
+        UnsupportedError: as `PrefixTreeDistillationTrainer`.
+    """
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_gkd(GKDTrainer)
+        super().__init__(*args, **kwargs)
+        check_single_samples(self)
+        if self.compute_metrics is not None:
+            raise UnsupportedError(
+                "compute_metrics reads the logits of all rows: leave it out, or use TRL's trainer"
+            )
+        _prepare(self)
+        self._recompute = check_recompute(self, recompute)
+        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The divergence of a batch: input_ids, attention_mask and labels, [B, L], padded on either
+        side, labels -100 where a token is not scored. The outputs have no logits."""
+        labels = inputs["labels"]
+        # TRL divides no logits by the temperature here
+        loss, count, _ = _divergence(
+            self, model, inputs["input_ids"], inputs["attention_mask"], labels != _NO_LABEL, 1.0
+        )
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = loss / _on(divisor, loss)
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+
+def divergence(teacher: Teacher, beta: float) -> Measure:
+    """TRL's generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
+
+    Args:
+        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the
+            divergences to the mixture beta teacher + (1 - beta) student, weighed likewise.
+    """
+
+    def measure(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        t, s = teacher.log_p(edges), logits.log_softmax(-1)
+        if t.shape[-1] != s.shape[-1]:
+            raise ValueError(
+                f"the teacher gives {t.shape[-1]} logits per token and the student "
+                f"{s.shape[-1]}: they must have one vocabulary"
+            )
+        if beta == 0:
+            return (t.exp() * (t - s)).sum(-1, keepdim=True)
+        if beta == 1:
+            return (s.exp() * (s - t)).sum(-1, keepdim=True)
+        m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
+        each = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
+        return each.sum(-1, keepdim=True)
+
+    return measure
+
+
+def _divergence(
+    trainer: Any,
+    student: nn.Module,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    scored: torch.Tensor,
+    temperature: float,
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over the scored tokens of a batch: of divergences [], their number [], and of entropies
+    [], without gradients.
+
+    Args:
+        ids, mask: [B, L]. scored: bool [B, L].
+    """
+    check_attention(student)
+    check_attention(trainer.teacher_model)
+    packed = pack(PrefixForest.from_padded(ids, mask)).to(ids.device)
+    masks = _masks(mask.cpu().numpy(), scored.cpu().numpy())
+    if torch.is_grad_enabled():
+        trainer._sharing.begins(packed.forest, masks)
+    trainer.teacher_model.eval()
+    teacher = Teacher(trainer.teacher_model, packed, masks)
+    scores = sequence_logprobs(
+        student,
+        packed,
+        temperature,
+        masks,
+        return_entropy=with_entropy,
+        measure=divergence(teacher, trainer.beta),
+        # TRL's loss has no load-balancing loss
+        output_router_logits=False,
+        recompute=trainer._recompute,
+    )
+    assert scores.measured is not None
+    # 0 where nothing is scored
+    loss = torch.cat(scores.measured).sum()
+    entropy = torch.zeros_like(loss)
+    if scores.entropy is not None:
+        entropy = torch.cat(scores.entropy).detach().sum()
+    count = torch.tensor(sum(int(m[1:].sum()) for m in masks), device=loss.device)
+    return loss, count, entropy
+
+
+def _masks(mask: np.ndarray, scored: np.ndarray) -> Sequence[np.ndarray]:
+    """bool [n] per row: the scored tokens of those that are no padding, [B, L] each."""
+    first = mask.argmax(1)
+    for bad in np.flatnonzero((first > 0) & scored[np.arange(len(mask)), first])[:1]:
+        raise UnsupportedError(
+            f"row {bad} has an empty prompt: nothing predicts the first token of its completion; "
+            "give every prompt a token (a BOS token)"
+        )
+    for row, column in np.argwhere(scored & (mask == 0))[:1]:
+        raise UnsupportedError(
+            f"labels[{row}, {column}] is scored, and padding: labels must be -100 there"
+        )
+    return [s[m != 0] for s, m in zip(scored, mask, strict=True)]
+
+
+def _prepare(trainer: Any) -> None:
+    """Refuses what is not verified, and prepares student and teacher."""
+    if trainer._is_vlm:
+        raise UnsupportedError(
+            "images are not verified with distillation: pass the tokenizer as processing_class"
+        )
+    if trainer.teacher_model is None:
+        raise UnsupportedError("there is no teacher_model: pass one")
+    if trainer.is_fsdp_enabled:
+        raise UnsupportedError(
+            "FSDP is not verified with distillation: use DDP (accelerate launch), or TRL's trainer"
+        )
+    prepare_trainer(trainer)
+
+
+def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of TRL's redirection through a wrapper's forward: the method gets the wrapper,
+    whose forward it calls as any model's."""
+    return method(*(wrapper if arg is original else arg for arg in args), **kwargs)
+
+
+def _on(divisor: Any, loss: torch.Tensor) -> Any:
+    return divisor.to(loss.device) if isinstance(divisor, torch.Tensor) else divisor

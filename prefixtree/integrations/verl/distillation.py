@@ -1,0 +1,140 @@
+"""verl's distillation from a teacher's top k tokens, by the edge.
+
+verl gives the loss function whole logits, and it returns numbers per token. Here it is given the
+logits of a block of edges, in a measure, and the teacher's rows for them. Copies of an edge may
+have teacher's rows of their own: a server rounds otherwise in another batch. So an edge is measured
+once for each distinct row.
+
+Legend: B sequences, n tokens of one, R tokens of all, N scored copies of E edges, M the most
+distinct rows of an edge, k the teacher's tokens, r edges of a block, Q numbers of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from prefixtree.integrations.verl.batches import shifted_to_jagged
+from prefixtree.kernels.lm_head.measures import MeasuredEdges
+from prefixtree.packing.layout import PackedForest
+from prefixtree.scoring.edges import SequenceScores
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def wants_topk(data: TensorDict) -> bool:
+    """Whether the batch asks for a loss of the teacher's top k."""
+    return bool(tu.get_non_tensor_data(data=data, key="distillation_use_topk", default=False))
+
+
+class TopK:
+    """The loss of a micro-batch's edges, as verl's engine asks its loss function for it.
+
+    Args:
+        loss_function: verl's, called with student_logits [1, r, V], which returns name -> [1, r].
+        micro_batch: teacher_ids and teacher_logprobs jagged [B, n, k]: row t is of the distribution
+            of token t + 1.
+        packed: its forest, on the device.
+        loss_mask: bool [n] per sequence, the scored tokens. Default: all.
+    """
+
+    def __init__(
+        self,
+        loss_function: Callable[..., Any],
+        micro_batch: TensorDict,
+        packed: PackedForest,
+        loss_mask: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self._loss = loss_function
+        self._ids = micro_batch["teacher_ids"].values()
+        self._logprobs = micro_batch["teacher_logprobs"].values()
+        self._input_ids = micro_batch["input_ids"]
+        self._names: list[str] = []
+        edges = packed.edges(loss_mask)
+        number = torch.full((packed.num_tokens,), -1, device=packed.device)
+        number[edges.token] = torch.arange(len(edges.token), device=packed.device)
+        edge_of = packed.unpack(number)
+        if loss_mask is not None:
+            edge_of = [
+                torch.where(mask.to(e.device), e, -1)
+                for e, mask in zip(edge_of, loss_mask, strict=True)
+            ]
+        # of the first token of a sequence -1, as it has no predictor
+        flat = torch.cat([torch.cat([e.new_full((1,), -1), e[1:]]) for e in edge_of])
+        copies = (flat >= 0).nonzero()[:, 0]
+        of_copies, self._rows = _distinct(flat[copies], copies - 1, self._ids, self._logprobs)
+        flat = torch.zeros_like(flat).index_copy_(0, copies, of_copies)
+        self._which = [w[1:] for w in flat.split([len(e) for e in edge_of])]
+
+    def measure(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        """[r, M Q]: the Q numbers of every distinct row; 0 where an edge has fewer than M."""
+        found: list[torch.Tensor] = []
+        for row in self._rows[edges.edge].unbind(1):
+            if not found:
+                found.append(self._of(logits, row))
+                continue
+            has = (row >= 0).nonzero()[:, 0]
+            values = self._of(logits[has], row[has])
+            found.append(torch.zeros_like(found[0]).index_copy(0, has, values))
+        return torch.cat(found, 1)
+
+    def outputs(self, scores: SequenceScores) -> dict[str, torch.Tensor]:
+        """The entries that verl's engine puts beside log_probs: name -> jagged [B, n], each number
+        at the token before, 0 where nothing is scored."""
+        assert scores.measured is not None
+        of_copies = []
+        for values, which in zip(scores.measured, self._which, strict=True):
+            each = values.unflatten(1, (self._rows.shape[1], -1))
+            index = which[:, None, None].expand(-1, 1, each.shape[2])
+            of_copies.append(each.gather(1, index)[:, 0])
+        return {
+            name: shifted_to_jagged([values[:, at] for values in of_copies], self._input_ids)
+            for at, name in enumerate(self._names)
+        }
+
+    def _of(self, logits: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """[r, Q] by the loss function, of the teacher's rows int64 [r]."""
+        offsets = torch.tensor([0, len(row)], device=row.device)
+        teacher = {
+            name: torch.nested.nested_tensor_from_jagged(values[row], offsets)
+            for name, values in (("teacher_ids", self._ids), ("teacher_logprobs", self._logprobs))
+        }
+        found = self._loss(student_logits=logits[None], data=teacher)
+        self._names = list(found)
+        return torch.stack([value[0].to(logits.dtype) for value in found.values()], 1)
+
+
+def _distinct(
+    edge: torch.Tensor, row: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers the distinct teacher's rows of every edge.
+
+    Args:
+        edge, row: int64 [N], of every scored copy; every edge has one. ids, logprobs: [R, k].
+
+    Returns:
+        int64 [N], which of its edge's rows a copy has, and int64 [E, M], one copy's row for each;
+        -1 where an edge has fewer.
+    """
+    if len(edge) == 0:
+        return edge, edge.new_zeros((0, 1))
+    content = torch.cat([ids[row].long(), logprobs[row].double().view(torch.int64)], 1)
+    # brings equal rows together; those that are not equal are told apart below
+    power = _ODD * (2 * torch.arange(content.shape[1], device=edge.device) + 1)
+    order = (content * power).sum(1).argsort(stable=True)
+    order = order[edge[order].argsort(stable=True)]
+    edge, content = edge[order], content[order]
+    new_edge = torch.ones_like(edge, dtype=torch.bool)
+    new_edge[1:] = edge[1:] != edge[:-1]
+    new = new_edge.clone()
+    new[1:] |= (content[1:] != content[:-1]).any(1)
+    # of all distinct rows, less those before the edge's first
+    number = new.cumsum(0) - 1
+    number = number - number[new_edge][new_edge.cumsum(0) - 1]
+    rows = edge.new_full((int(edge[-1]) + 1, int(number.max()) + 1), -1)
+    rows[edge[new], number[new]] = row[order][new]
+    return torch.empty_like(number).index_copy_(0, order, number), rows
