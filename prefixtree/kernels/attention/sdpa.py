@@ -4,7 +4,8 @@ No T x T object. A block of queries (`HostMask.paths`) sees a few whole runs of 
 causally. On the CPU each run is one call of torch's flash kernel, merged by lse in the forward and,
 in the backward, run with the merged lse, which makes each run's share of the gradient exact
 (FlashAttention-2, arXiv 2307.08691, section 3.1). Where that kernel cannot serve (another device, a
-window, softcap, a gradient of lse, Dv != D) the same blocks go through matrix products in chunks of
+window, softcap, chosen keys, a gradient of lse,
+Dv != D) the same blocks go through matrix products in chunks of
 bounded size. Half precision is computed in float32. Everything is summed in a fixed order.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, G = H / Hk, D head dim.
@@ -19,6 +20,7 @@ from functools import cache
 import torch
 
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
+from prefixtree.kernels.chosen import from_bits
 from prefixtree.packing.host_mask import HostMask
 
 # scores held at once by the chunked products
@@ -142,7 +144,7 @@ def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, boo
 
 def _flash_serves(call: AttentionCall) -> bool:
     # it scales masked scores too: -inf times 0 or less
-    plain = call.window == 0 and call.softcap == 0.0 and call.scale > 0
+    plain = call.window == 0 and call.softcap == 0.0 and call.scale > 0 and call.chosen is None
     same_dim = call.q.shape[2] == call.v.shape[2]
     return plain and same_dim and call.q.device.type == "cpu" and _flash_works()
 
@@ -287,6 +289,9 @@ class _Chunk:
         hidden = column > row
         if call.window:
             hidden |= row - column >= call.window
+        if call.chosen is not None:
+            last = self.key_position + s.shape[2]
+            hidden |= ~from_bits(call.chosen[self.rows], self.key_position, last)
         return s.masked_fill(hidden, -torch.inf), dcap
 
     def values_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
