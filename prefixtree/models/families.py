@@ -21,9 +21,11 @@ from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
-# transformers' names of layers that only attend, that attend, and that carry a state
+# transformers' names of layers that only attend, whose indexer chooses keys, that attend, and that
+# carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
-ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"}
+INDEXED = "indexed_attention"
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid", INDEXED}
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
@@ -68,6 +70,11 @@ class Family:
         return self.layer_types & _RECURRENT_TYPES
 
     @property
+    def has_indexers(self) -> bool:
+        """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
+        return INDEXED in self.layer_types
+
+    @property
     def operators(self) -> tuple[str, ...]:
         """Those of `rules` that a recurrent layer calls once per packed forward."""
         return tuple(rule for rule in self.rules if rule != FUSED)
@@ -75,6 +82,10 @@ class Family:
 
 def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
     return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+
+
+def _indexed(*layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({INDEXED, *layer_types}), **more)
 
 
 _CONV = ("causal_conv1d_fn",)
@@ -89,6 +100,7 @@ _FAMILIES: dict[str, Family] = {
     "arcee": Family(),
     "aria_text": Family(),
     "axk1": Family(),
+    "axk2": _indexed(hides_positions=True),
     "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
     "bamba": _hybrid(_SSD, "linear_attention"),
     "beam": Family(softcap="final_logit_softcapping"),
@@ -99,7 +111,9 @@ _FAMILIES: dict[str, Family] = {
     "cwm": Family(),
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
+    "deepseek_v32": _indexed(hides_positions=True),
     "dots1": Family(),
+    "dots3_note_text": _indexed("sliding_attention"),
     "ernie4_5": Family(),
     "ernie4_5_moe": Family(),
     "exaone": Family(),
@@ -119,6 +133,7 @@ _FAMILIES: dict[str, Family] = {
     "glm4": Family(),
     "glm4_moe": Family(),
     "glm4_moe_lite": Family(),
+    "glm_moe_dsa": _indexed(hides_positions=True),
     "gpt2": Family(),
     "gpt_neox": Family(),
     "gpt_oss": Family(),
@@ -134,6 +149,7 @@ _FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(),
     "hunyuan_v1_moe": Family(),
     "hy_v3": Family(),
+    "hy_v4": _indexed(hides_positions=True),
     "hyperclovax": Family(scale="logits_scaling"),
     "internlm3": Family(),
     "iquestcoder": Family(),

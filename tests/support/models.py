@@ -174,11 +174,12 @@ def adapted(model: nn.Module, *targets: str) -> Any:
 
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that text trains: not those of an image encoder, nor frozen ones."""
+    """The parameters that text trains: not those of image encoders or indexers, nor frozen ones."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not name.startswith(TOWERS)
+        # transformers trains no indexer
+        if parameter.requires_grad and not name.startswith(TOWERS) and ".indexer." not in name
     }
 
 

@@ -21,7 +21,6 @@ import torch
 
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.chosen import from_bits
-from prefixtree.packing.host_mask import HostMask
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24
@@ -55,7 +54,7 @@ def _wide_forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     out = queries.new_empty(queries.shape[0], heads, values.shape[2])
     lse = queries.new_empty(heads, queries.shape[0])
     if _flash_serves(call):
-        for row, length, runs in _blocks(call.mask):
+        for row, length, runs in call.mask.blocks():
             rows = slice(row, row + length)
             out[rows], lse[:, rows] = _flash_forward(queries[rows], keys, values, runs, call.scale)
     else:
@@ -90,7 +89,7 @@ def backward(
     # contiguous whatever the inputs' strides, as compiled code was told
     dq, dk, dv = (x.new_zeros(x.shape) for x in (queries, keys, values))
     if flash:
-        for row, length, runs in _blocks(call.mask):
+        for row, length, runs in call.mask.blocks():
             rows = slice(row, row + length)
             for start, end, causal in runs:
                 a, b, c = _flash_backward(
@@ -125,18 +124,6 @@ def backward(
         dsinks = -(torch.exp(sinks.to(lse.dtype)[:, None] - total) * delta).sum(1).to(sinks.dtype)
     dtype = gradient_dtype(given)
     return dq.to(given.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
-
-
-def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-    """(row, length, key runs (start, end, causal)) of each block; its tokens are the causal run."""
-    blocks, prefix_ptr, prefix_runs = mask.paths
-    above = prefix_runs.tolist()
-    for (start, row, length), a, b in zip(
-        blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
-    ):
-        # a block that begins inside a path has that path's beginning among the runs above it
-        runs = [(first, end, False) for first, end in above[a:b]]
-        yield row, length, [*runs, (start, start + length, True)]
 
 
 # ---- torch's flash kernel for the CPU --------------------------------------------------------
@@ -338,7 +325,7 @@ class _Chunk:
 def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
     """The blocks in pieces of at most `_CHUNK` scores, keys out of the window's reach left out."""
     heads = call.q.shape[1]
-    for row, length, with_own in _blocks(call.mask):
+    for row, length, with_own in call.mask.blocks():
         path = [(start, end) for start, end, _ in with_own]
         position = sum(end - start for start, end in path[:-1])
         at = 0
