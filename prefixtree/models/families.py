@@ -30,6 +30,8 @@ _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
 OLDEST_WITH_STATES = "5.17"
+# earlier ones call layers with indexers otherwise
+OLDEST_WITH_INDEXERS = "5.23"
 # asked for once: layers check it in compiled code
 _TRANSFORMERS = metadata.version("transformers")
 _IS_TOO_OLD = version.parse(_TRANSFORMERS) < version.parse(OLDEST_WITH_STATES)
@@ -352,6 +354,12 @@ def check_config(config: Any, training: bool) -> None:
     family = family_of(config)
     if family.rules:
         _check_version(config)
+    if family.has_indexers and INDEXED not in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"{config.model_type} names no layer {INDEXED!r}, as transformers does from "
+            f"{OLDEST_WITH_INDEXERS} on ({_TRANSFORMERS} is installed): its indexers are not those "
+            f'that were verified; pip install "transformers>={OLDEST_WITH_INDEXERS}"'
+        )
     if family.ignores_window and getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError(
             f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "

@@ -46,8 +46,8 @@ _INDEXER_TAKES = (
     "position_embeddings",
     "attention_mask",
     "position_ids",
-    "past_key_values",
 )
+_CACHES = ("past_key_values", "cache")
 _INDEXER_USES = frozenset({"update_indexer", "topk", "indices"})
 
 
@@ -145,7 +145,9 @@ def _check_indexer(name: str, indexer: Any) -> None:
     forward = inspect.unwrap(type(indexer).forward)
     takes = tuple(inspect.signature(forward).parameters)[1:]
     uses = set(forward.__code__.co_names)
-    if takes == _INDEXER_TAKES and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
+    *first, last = takes or ("nothing",)
+    as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
+    if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
         return
     raise UnsupportedError(
         f"{name} ({type(indexer).__name__}) is not the indexer that was verified: it takes "
@@ -157,9 +159,10 @@ def _check_indexer(name: str, indexer: Any) -> None:
 
 
 def _of_attention(original: Any) -> dict[str, Any]:
-    """An attention that hands its indexer the forest's mask."""
+    """An attention that hands its indexer the forest's mask; it is left out of compiled layers,
+    as an indexer loops over the forest's paths."""
 
-    @functools.wraps(original.forward)
+    @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
         if isinstance(mask, DividedMask):
@@ -177,7 +180,7 @@ def _of_attention(original: Any) -> dict[str, Any]:
                 kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
         return original.forward(self, *args, **kwargs)
 
-    return {"forward": forward}
+    return {"forward": functools.wraps(original.forward)(forward)}
 
 
 def _forest_mask(mask: TreeMask) -> ForestMask:
@@ -201,14 +204,14 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         q_resid: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: Any,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        *cached: Any,
+        **more: Any,
     ) -> torch.Tensor:
         """hidden_states [1, T, C] -> int32 [1, T, W]; the family's indices of ordinary batches."""
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
-                self, *tokens[:2], tokens[2:], attention_mask, position_ids, past_key_values
+                self, *tokens[:2], tokens[2:], attention_mask, *cached, **more
             )
             return indices
         host = attention_mask.mask.host

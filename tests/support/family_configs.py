@@ -576,8 +576,13 @@ WITH_ROUTER_LOSS = (
 )
 
 
-# Older transformers give these families no positions, or an attention mask: they are refused there.
-REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
+# Older transformers give these families no positions, or an attention mask, or call their layers
+# with indexers otherwise: they are refused there.
+REFUSED_BELOW = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "5.23"),
+    "ministral3": "5.23",
+    "opt": "5.23",
+}
 # transformers checkpoints no layer of these
 CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all
