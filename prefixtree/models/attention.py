@@ -31,7 +31,6 @@ from prefixtree.models.indexers import (
     ForestMask,
     UnpreparedMask,
     has_indexers,
-    of_chosen,
     unprepared,
 )
 from prefixtree.models.plain_batches import (
@@ -134,8 +133,6 @@ def prefixtree_attention(
     if tree_mask is None:
         kwargs["dropout"] = dropout
         assert not isinstance(attention_mask, ForestMask)
-        if chosen is not None:
-            attention_mask = of_chosen(attention_mask, chosen)
         return plain_attention(
             module,
             query,
@@ -146,15 +143,17 @@ def prefixtree_attention(
             sliding_window,
             softcap,
             s_aux,
+            chosen,
             **kwargs,
         )
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
-    is_forest = isinstance(attention_mask, ForestMask)
-    if is_forest != (chosen is not None) or kwargs.get(BLOCKS) is not None:
-        raise unprepared(module.config)
-    if chosen is not None:
+    if isinstance(attention_mask, ForestMask) and chosen is not None:
         attention_mask, options["chosen"] = None, chosen[0]
+    elif not isinstance(attention_mask, torch.Tensor):
+        # a choice that the tree did not make, or a layer whose indexer made none
+        if chosen is not None or attention_mask is not None or kwargs.get(BLOCKS) is not None:
+            raise unprepared(module.config)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "

@@ -94,18 +94,6 @@ def has_indexers(config: Any) -> bool:
     return INDEXED in (getattr(config, "layer_types", None) or ())
 
 
-def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    """The mask bool [B, 1, n, m] of an ordinary batch, true for the chosen keys alone.
-
-    Args:
-        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], what the indexer chose.
-    """
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
-        raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
-    keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))
-    return attention_mask & keep.scatter(-1, indices[:, None].long(), True)
-
-
 def prepare_indexers(transformer: Any, config: Any) -> None:
     """Gives attentions and indexers their forward along the tree.
 
@@ -147,6 +135,8 @@ def _check_indexer(name: str, indexer: Any) -> None:
     uses = set(forward.__code__.co_names)
     *first, last = takes or ("nothing",)
     as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
+    if getattr(indexer, "index_topk", 1) < 1:
+        raise UnsupportedError(f"{name} chooses no key: set index_topk to 1 or more")
     if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
         return
     raise UnsupportedError(
@@ -215,10 +205,13 @@ def _of_indexer(original: Any) -> dict[str, Any]:
             )
             return indices
         host = attention_mask.mask.host
-        if hidden_states.shape[:2] != (1, host.num_tokens):
+        batch, rows = hidden_states.shape[:2]
+        if batch != 1:
+            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
+        if rows != host.num_tokens:
             raise ValueError(
-                f"a packed forest is one row of {host.num_tokens} tokens without a key-value "
-                f"cache: got {list(hidden_states.shape[:2])}; pass use_cache=False"
+                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
+                f"mask has {host.num_tokens})"
             )
         path = _Path(host.num_tokens, words(host.deepest))
         for start, length, runs in host.blocks():

@@ -242,7 +242,10 @@ def _recomputed(memory: ModelMemory, forest: PrefixForest) -> np.ndarray:
     runs = forest.node_position.astype(np.int64), forest.node_length.astype(np.int64)
     layers = memory.cost.layers
     pairs = {window: visible_pairs(*runs, window) for window in {x.window for x in layers}}
-    attention = [x.per_pair * pairs[x.window] + x.state * forest.num_tokens for x in layers]
+    attention = [
+        (x.per_pair + x.index_per_pair) * pairs[x.window] + x.state * forest.num_tokens
+        for x in layers
+    ]
     linear = np.array([x.weights * forest.num_tokens for x in layers], np.float64)
     every = np.concatenate([[0.0], np.cumsum(linear + attention)])
     without = np.concatenate([[0.0], np.cumsum(linear)])

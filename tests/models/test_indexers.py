@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +20,7 @@ from prefixtree.models import attention, indexers
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.family_configs import INDEXED
 from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
 from tests.support.models import (
     adapted,
@@ -38,20 +38,9 @@ from tests.support.models import (
     same_bits,
     text_parameters,
 )
+from tests.support.ties import LowestFirst
 
-FAMILIES = ["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"]
 FEW = ["deepseek_v32", "glm_moe_dsa"]
-
-
-class LowestFirst(TorchFunctionMode):
-    """torch.topk, but of equal scores the first: it takes any of them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.topk, torch.Tensor.topk):
-            return func(*args, **(kwargs or {}))
-        x, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        ordered = x.sort(dim=-1, descending=True, stable=True)
-        return torch.return_types.topk((ordered.values[..., :k], ordered.indices[..., :k]))
 
 
 def _alone(model: Any, sequences: Any, weights: Any) -> tuple[list[torch.Tensor], Any]:
@@ -86,7 +75,7 @@ def _worst(found: Any, expected: Any) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("heads", [24, 2], ids=["few ties", "ties"])
-@pytest.mark.parametrize("family", cases(FAMILIES))
+@pytest.mark.parametrize("family", cases(INDEXED))
 def test_float64_is_exact(family: str, heads: int) -> None:
     """With 2 heads, scores of keys are often exactly 0: both sides take the lowest positions."""
     rng = np.random.default_rng(0)
@@ -158,7 +147,7 @@ def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: A
 # ---- how it runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES))
+@pytest.mark.parametrize("family", cases(INDEXED))
 def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     reference = run_packed(build(family), ragged_packed(), ragged_objective())
     monkeypatch.setattr(indexers, "_CHUNK", 1)
@@ -264,7 +253,7 @@ def test_ddp_with_frozen_index_parameters(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES))
+@pytest.mark.parametrize("family", cases(INDEXED))
 def test_ordinary_batches_run_and_generate_as_under_eager(family: str) -> None:
     """Without gradients: a row without padding, padded rows, and a cache."""
     model, other = pt.prepare(build(family)).eval(), build(family, "eager").eval()
@@ -292,7 +281,7 @@ def test_copies_and_pickles_are_prepared() -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", cases(FAMILIES))
+@pytest.mark.parametrize("family", cases(INDEXED))
 def test_an_unprepared_model_is_refused(family: str) -> None:
     with pytest.raises(pt.UnsupportedError, match=r"call prefixtree.prepare\(model\) once"):
         build(family)(**ragged_packed().model_inputs())

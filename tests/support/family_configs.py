@@ -552,6 +552,9 @@ PARTS = {
     "qwen3_vl_text": "qwen3_vl",
 }
 
+# whose layers have an indexer
+INDEXED = tuple(name for name, config in FAMILIES.items() if "index_topk" in config)
+
 # families whose forward computes a load-balancing loss
 WITH_ROUTER_LOSS = (
     "ernie4_5_moe",

@@ -27,7 +27,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree import PackedForest, PrefixForest, pack, prepare
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
@@ -92,6 +92,12 @@ def build(
 ) -> Any:
     """A tiny model in training mode with parameters that all matter, of a family or a variant."""
     return made_of(model_type, tiny_config(model_type, **changes), implementation, seed)
+
+
+def ready(model: Any) -> Any:
+    """A model for a bare call over a forest: one with indexers is prepared first."""
+    indexed = "indexed_attention" in (getattr(model.config, "layer_types", None) or ())
+    return prepare(model) if indexed else model
 
 
 def reward_model(model_type: str, implementation: str = "prefixtree", labels: int = 2) -> Any:
