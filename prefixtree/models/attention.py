@@ -26,6 +26,13 @@ from prefixtree.models.families import (
     check_router_logits,
 )
 from prefixtree.models.hybrids import check_prepared
+from prefixtree.models.indexers import (
+    BLOCKS,
+    ForestMask,
+    UnpreparedMask,
+    has_indexers,
+    unprepared,
+)
 from prefixtree.models.plain_batches import (
     plain_attention,
     plain_mask,
@@ -58,7 +65,7 @@ def prefixtree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | ForestMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -77,7 +84,7 @@ def prefixtree_attention(
         query: [1, H, T, D].
         key: [1, Hk, T, D], its heads not repeated.
         value: [1, Hk, T, Dv], its heads not repeated.
-        attention_mask: None with a tree mask.
+        attention_mask: None with a tree mask; a ForestMask where an indexer chose keys.
         dropout: 0 with a tree mask.
         scaling: as `scale` of `tree_attention`.
         sliding_window: as `window` of `tree_attention`.
@@ -109,6 +116,7 @@ def prefixtree_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=False
         )
+    chosen = kwargs.pop("indices", None)
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(
             f"{type(module).__name__} keeps its sliding window from the attention function: set "
@@ -124,6 +132,7 @@ def prefixtree_attention(
         return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
     if tree_mask is None:
         kwargs["dropout"] = dropout
+        assert not isinstance(attention_mask, ForestMask)
         return plain_attention(
             module,
             query,
@@ -134,10 +143,17 @@ def prefixtree_attention(
             sliding_window,
             softcap,
             s_aux,
+            chosen,
             **kwargs,
         )
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
+    if isinstance(attention_mask, ForestMask) and chosen is not None:
+        attention_mask, options["chosen"] = None, chosen[0]
+    elif not isinstance(attention_mask, torch.Tensor):
+        # a choice that the tree did not make, or a layer whose indexer made none
+        if chosen is not None or attention_mask is not None or kwargs.get(BLOCKS) is not None:
+            raise unprepared(module.config)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
@@ -243,10 +259,11 @@ def prefixtree_mask(
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> torch.Tensor | UnpreparedMask | None:
     """The mask function that is registered with transformers.
 
-    It returns None for a packed forest, which needs no T x T mask. transformers does not give it
+    It returns None for a packed forest, which needs no T x T mask (of layers with an indexer
+    something that knows no pairs either). transformers does not give it
     the tree mask. A batch with padding or cached keys gets an ordinary mask, which the attention
     function refuses beside a tree mask.
     """
@@ -259,7 +276,10 @@ def prefixtree_mask(
             "mask would ignore"
         )
     if attention_mask is None and q_length == kv_length and q_offset == 0:
-        return None
+        config = kwargs.get("config")
+        if not has_indexers(config):
+            return None
+        return UnpreparedMask(q_length, config, kwargs.get("device"))
     return plain_mask(
         attention_mask, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
     )

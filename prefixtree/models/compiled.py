@@ -24,7 +24,8 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     forward and the first backward compile; so does the first use of each mode of `recompute`, which
     holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
 
-    The layers of LongCat-Flash are compiled in parts, because its experts look at numbers.
+    The layers of LongCat-Flash are compiled in parts, because its experts look at numbers, and
+    those with indexers without their attention, because an indexer loops over paths.
 
     torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
     (`torch._dynamo.config.recompile_limit`) to 64.

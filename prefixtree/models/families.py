@@ -21,13 +21,17 @@ from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
-# transformers' names of layers that only attend, that attend, and that carry a state
+# transformers' names of layers that only attend, whose indexer chooses keys, that attend, and that
+# carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
-ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"}
+INDEXED = "indexed_attention"
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid", INDEXED}
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
 OLDEST_WITH_STATES = "5.17"
+# earlier ones call layers with indexers otherwise
+OLDEST_WITH_INDEXERS = "5.23"
 # asked for once: layers check it in compiled code
 _TRANSFORMERS = metadata.version("transformers")
 _IS_TOO_OLD = version.parse(_TRANSFORMERS) < version.parse(OLDEST_WITH_STATES)
@@ -68,6 +72,11 @@ class Family:
         return self.layer_types & _RECURRENT_TYPES
 
     @property
+    def has_indexers(self) -> bool:
+        """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
+        return INDEXED in self.layer_types
+
+    @property
     def operators(self) -> tuple[str, ...]:
         """Those of `rules` that a recurrent layer calls once per packed forward."""
         return tuple(rule for rule in self.rules if rule != FUSED)
@@ -75,6 +84,10 @@ class Family:
 
 def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
     return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+
+
+def _indexed(*layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({INDEXED, *layer_types}), **more)
 
 
 _CONV = ("causal_conv1d_fn",)
@@ -89,6 +102,7 @@ _FAMILIES: dict[str, Family] = {
     "arcee": Family(),
     "aria_text": Family(),
     "axk1": Family(),
+    "axk2": _indexed(hides_positions=True),
     "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
     "bamba": _hybrid(_SSD, "linear_attention"),
     "beam": Family(softcap="final_logit_softcapping"),
@@ -99,7 +113,9 @@ _FAMILIES: dict[str, Family] = {
     "cwm": Family(),
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
+    "deepseek_v32": _indexed(hides_positions=True),
     "dots1": Family(),
+    "dots3_note_text": _indexed("sliding_attention"),
     "ernie4_5": Family(),
     "ernie4_5_moe": Family(),
     "exaone": Family(),
@@ -119,6 +135,7 @@ _FAMILIES: dict[str, Family] = {
     "glm4": Family(),
     "glm4_moe": Family(),
     "glm4_moe_lite": Family(),
+    "glm_moe_dsa": _indexed(hides_positions=True),
     "gpt2": Family(),
     "gpt_neox": Family(),
     "gpt_oss": Family(),
@@ -134,6 +151,7 @@ _FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family(),
     "hunyuan_v1_moe": Family(),
     "hy_v3": Family(),
+    "hy_v4": _indexed(hides_positions=True),
     "hyperclovax": Family(scale="logits_scaling"),
     "internlm3": Family(),
     "iquestcoder": Family(),
@@ -336,6 +354,12 @@ def check_config(config: Any, training: bool) -> None:
     family = family_of(config)
     if family.rules:
         _check_version(config)
+    if family.has_indexers and INDEXED not in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"{config.model_type} names no layer {INDEXED!r}, as transformers does from "
+            f"{OLDEST_WITH_INDEXERS} on ({_TRANSFORMERS} is installed): its indexers are not those "
+            f'that were verified; pip install "transformers>={OLDEST_WITH_INDEXERS}"'
+        )
     if family.ignores_window and getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError(
             f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "

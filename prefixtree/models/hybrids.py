@@ -23,6 +23,7 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
 from prefixtree.models.checks import attention_modules, set_attention, transformer_of
 from prefixtree.models.families import (
     FUSED,
@@ -32,6 +33,7 @@ from prefixtree.models.families import (
     check_modules,
     family_of,
 )
+from prefixtree.models.indexers import prepare_indexers, unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
@@ -49,7 +51,8 @@ def prepare(model: _Model) -> _Model:
 
     It sets attn_implementation="prefixtree" where the model has another attention; a vision tower
     keeps its own. Where layers carry a state (Qwen3.5, Nemotron-H, Kimi Linear, LFM2 and others),
-    recurrent layers get a class of their own, which runs the family's forward along the tree;
+    recurrent layers get a class of their own, which runs the family's forward along the tree.
+    Indexers, which choose the keys of a query (DeepSeek V3.2, GLM-5), get one likewise;
     `sequence_logprobs` does that by itself. It checks what no single layer sees: that the type is
     verified, that every layer runs this attention, and that no dropout is active.
 
@@ -79,35 +82,44 @@ def prepare(model: _Model) -> _Model:
 
 
 def prepare_states(transformer: Any) -> None:
-    """Gives recurrent layers their forward along the tree; nothing where there are none.
+    """Gives recurrent layers and indexers their forward along the tree; nothing to the others.
 
     Raises:
-        UnsupportedError: a recurrent layer that is not as the family's proof had it.
+        UnsupportedError: a recurrent layer or an indexer that is not as the family's proof had it.
     """
     config = transformer.config.get_text_config()
     family = family_of(config)
     mixers = [(n, m) for n, m in transformer.named_modules() if _rules(_kind(m))]
-    if not mixers and not family.rules:
+    if family.has_indexers:
+        prepare_indexers(transformer, config)
+    elif not mixers and not family.rules:
         return
-    for name, mixer in mixers:
-        _check_mixer(name, mixer, config, family)
-    _check_none_is_missing(len(mixers), config, family)
+    if mixers or family.rules:
+        for name, mixer in mixers:
+            _check_mixer(name, mixer, config, family)
+        _check_none_is_missing(len(mixers), config, family)
     for _, mixer in mixers:
-        if not isinstance(mixer, _AlongTree):
-            mixer.__class__ = _along_tree(_kind(mixer))
-    if family.hides_positions:
+        if not isinstance(mixer, AlongTree):
+            mixer.__class__ = along_tree(_kind(mixer), _members)
+    if family.hides_positions and not family.has_indexers:
         _show_positions(transformer.get_decoder())
     for _, module in attention_modules(transformer):
         setattr(module, _MARK, True)
 
 
 def check_prepared(module: nn.Module) -> None:
-    """Refuses an attention layer of a model whose recurrent layers do not know the tree yet.
+    """Refuses an attention layer of a model whose recurrent layers or indexers do not know the
+    tree yet.
 
-    Its layers would drop the mask without an error, and mix tokens by packed order.
+    They would drop the mask without an error, and mix tokens or choose keys by packed order.
     """
     config: Any = module.config
-    if family_of(config).rules and not getattr(module, _MARK, False):
+    family = family_of(config)
+    if getattr(module, _MARK, False):
+        return
+    if family.has_indexers:
+        raise unprepared(config)
+    if family.rules:
         raise UnsupportedError(
             f"{config.model_type} has recurrent layers, which mix tokens by packed order until the "
             "model is prepared: call prefixtree.prepare(model) once before model(...), or use "
@@ -303,36 +315,9 @@ _TREE_RULES: dict[str, Any] = {
 # ---- layers --------------------------------------------------------------------------------------
 
 
-class _AlongTree:
-    """Base of the classes that prepared layers get.
-
-    A class and not a forward of the instance, so that whatever copies or pickles a module takes it
-    along, and nothing is bound to the module that it was copied from.
-    """
-
-    _original: Any
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (self._original,), self.__dict__
-
-
-def _rebuild(original: Any) -> Any:
-    along_tree = _along_tree(original)
-    return along_tree.__new__(along_tree)
-
-
-@functools.cache
-def _along_tree(original: Any) -> type[nn.Module]:
-    """The class with the same forward along the tree; one per class, and so one code object, by
-    which torch.compile keeps what it compiled."""
-    members = {
-        "forward": _of_layer(_with_tree_rules(original.forward, _rules(original))),
-        "_original": original,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    return type(original.__name__, (_AlongTree, original), members)
+def _members(original: Any) -> dict[str, Any]:
+    """The same forward along the tree."""
+    return {"forward": _of_layer(_with_tree_rules(original.forward, _rules(original)))}
 
 
 def _of_layer(forward: Any) -> Any:
@@ -413,30 +398,12 @@ def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> No
             f"{name} ({kind}) computes {', '.join(sorted(_rules(_kind(mixer))))}; verified for "
             f"{config.model_type} is {', '.join(sorted(family.rules)) or 'no recurrent layer'}"
         )
-    origin = str(inspect.unwrap(type(mixer).forward).__globals__.get("__name__", "transformers."))
-    if not origin.startswith("transformers."):
-        raise UnsupportedError(
-            f"{name}: {kind}.forward is not the one of transformers but comes from {origin}: undo "
-            "the patch, or it would not be known along the tree"
-        )
+    check_own_code(name, mixer, "recurrent layers")
     parameters = inspect.signature(inspect.unwrap(type(mixer).forward)).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise UnsupportedError(
             f"{name}: {kind}.forward of this version of transformers takes no further keywords, so "
             "the tree mask does not reach it: pip install --upgrade transformers"
-        )
-    hooked = next((n for n, m in mixer.named_modules() if hasattr(m, "_hf_hook")), None)
-    if hooked is not None:
-        place = ".".join(part for part in (name, hooked) if part)
-        raise UnsupportedError(
-            f"{place} has a hook of accelerate (offloading, or a device_map over several devices), "
-            "which is not verified on recurrent layers: load the model on one device, without "
-            "device_map"
-        )
-    if "forward" in vars(mixer):
-        raise UnsupportedError(
-            f"{name} ({kind}) has a forward of its own ({vars(mixer)['forward']!r}), which knows "
-            "no tree: undo the patch"
         )
 
 

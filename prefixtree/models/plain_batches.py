@@ -48,12 +48,14 @@ def plain_attention(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, n, D], key and value [B, Hk, m, D] -> ([B, n, H, Dv], None), as under "sdpa".
 
     Args:
         attention_mask: [B, 1, n, m], true (or 0) where a query sees a key; None for a causal one.
+        indices: int [B, n, k], the keys that an indexer chose; None for all.
 
     Raises:
         ValueError: a call that may be a packed forest without its mask.
@@ -82,6 +84,9 @@ def plain_attention(
                 "prefixtree.prepare(model) once before it generates"
             )
         _check_positions_do_not_jump(positions, attention_mask, length)
+    if indices is not None:
+        # positions were checked without it: it may hide the token before a jump
+        attention_mask = of_chosen(attention_mask, indices)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or (length != keys and _drops_rows(config))):
         attention_mask = sdpa_mask(
@@ -111,6 +116,18 @@ def plain_attention(
         module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs
     )
     return out, None
+
+
+def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
+    """The mask bool [B, 1, n, m] of an ordinary batch, true for the chosen keys alone.
+
+    Args:
+        attention_mask: bool [B, 1, n, m]. indices: int [B, n, k], what the indexer chose.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dtype != torch.bool:
+        raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
+    keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))
+    return attention_mask & keep.scatter(-1, indices[:, None].long(), True)
 
 
 def shows_positions(module: nn.Module) -> bool:

@@ -21,13 +21,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "zaya",
     ),
     "an indexer chooses which keys a query sees, in packed order": (
-        "axk2",
-        "deepseek_v32",
         "deepseek_v4",
-        "dots3_note",
-        "dots3_note_text",
-        "glm_moe_dsa",
-        "hy_v4",
         "minimax_m3_vl_text",
         "qwen4_exp",
         "qwen4_exp_text",
@@ -64,6 +58,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "gemma4_unified_assistant",
     ),
     "it takes images or sound": (
+        "dots3_note",
         "emu3",
         "fuyu",
         "gemma3",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -98,6 +99,18 @@ class HostMask:
     def paths(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks of queries along one path, and the key runs above each: see the loop `paths`."""
         return loops.block_tables.paths(self.predictor, self.query_runs)
+
+    def blocks(self) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
+        """(row, length, key runs (start, end, causal)) of each block of `paths`, in the order of
+        rows: runs above the block, root first, then its tokens, the one causal run."""
+        blocks, prefix_ptr, prefix_runs = self.paths
+        above = prefix_runs.tolist()
+        for (start, row, length), a, b in zip(
+            blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
+        ):
+            # a block that begins inside a path has that path's beginning among the runs above it
+            runs = [(first, end, False) for first, end in above[a:b]]
+            yield row, length, [*runs, (start, start + length, True)]
 
     @cached_property
     def chain_starts(self) -> np.ndarray | None:

@@ -93,7 +93,9 @@ class CostModel:
         """
         scored_share = number("scored_share", scored_share, 0, most=1)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        names = ["hidden_size", "num_hidden_layers", "vocab_size"]
+        if not hasattr(text, "per_layer_config"):
+            names.insert(2, "num_attention_heads")
         missing = [name for name in names if getattr(text, name, None) is None]
         instead = "give CostModel(linear=..., attention=...) instead"
         if missing:
@@ -151,7 +153,7 @@ def cost_model_of(
     per_pair: dict[int | None, float] = {None: 0.0}
     for layer in cost.layers:
         if layer.per_pair:
-            flops = attention_passes * 2 * layer.per_pair
+            flops = attention_passes * 2 * layer.per_pair + 2 * layer.index_per_pair
             per_pair[layer.window] = per_pair.get(layer.window, 0.0) + flops
     full = per_pair.pop(None)
     windows: Any = tuple(per_pair) or (None,)

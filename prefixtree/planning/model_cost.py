@@ -41,6 +41,7 @@ class LayerCost:
         state: multiply-adds a token has with the layer's state and its chunk; 0 without a state.
         channels: of the convolution before a state; 0 for a layer without one.
         state_numbers: of the layer's state, over all heads; 0 without a state.
+        index_per_pair: multiply-adds per pair of an indexer, which has no backward; 0 without one.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class LayerCost:
     state: int = 0
     channels: int = 0
     state_numbers: int = 0
+    index_per_pair: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
     if kinds is None:
         slides = window is not None and getattr(text, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * len(layers)
-    heads = text.num_attention_heads
+    heads = told(text, "num_attention_heads") or _attention(layers[0]).num_heads
     costs, dims = [], []
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         met = weights(layer, number)
@@ -168,7 +170,12 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         )
         numbers = sum(_state_numbers(mixer) for mixer in _mixers(layer))
         its_weights = sum(met.values())
-        costs.append(LayerCost(kind, its_weights, per_pair, its_window, state, channels, numbers))
+        indexer = getattr(attention, "indexer", None)
+        # products of queries and keys, then the weighted sum of heads
+        scores = 0 if indexer is None else indexer.n_heads * (indexer.head_dim + 1)
+        costs.append(
+            LayerCost(kind, its_weights, per_pair, its_window, state, channels, numbers, scores)
+        )
     skipped |= {id(weight) for layer in layers for weight in layer.parameters()}
     outside = sum(weights(_decoder(model), 0).values())
     if element_bytes is None:
@@ -333,7 +340,16 @@ def _kv_heads(attention: Any, text: Any) -> int:
     if keys is not None:
         # a config that holds them per layer refuses to tell them for all
         return int(keys.weight.shape[0] // _head_dims(attention, text)[0])
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    heads = told(text, "num_key_value_heads") or told(text, "num_attention_heads")
+    return int(heads or attention.num_heads // attention.num_key_value_groups)
+
+
+def told(config: Any, name: str) -> Any:
+    """A number that all layers share; None where a config holds it per layer, and says so."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _of_layer(value: Any, number: int) -> Any:

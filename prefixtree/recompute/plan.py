@@ -330,7 +330,10 @@ def recomputed_by(memory: ModelMemory, work: Work | PartWork) -> np.ndarray:
     """Multiply-adds computed again by all plans [a, b]."""
     layers = memory.cost.layers
     pairs = {window: visible_pairs(*work.runs, window) for window in {x.window for x in layers}}
-    attention = [x.per_pair * pairs[x.window] + x.state * work.num_tokens for x in layers]
+    attention = [
+        (x.per_pair + x.index_per_pair) * pairs[x.window] + x.state * work.num_tokens
+        for x in layers
+    ]
     linear = np.array([x.weights * work.num_tokens for x in layers], np.float64)
     every = np.concatenate([[0.0], np.cumsum(linear + attention)])
     without = np.concatenate([[0.0], np.cumsum(linear)])

@@ -130,7 +130,10 @@ def estimate(
     for name, (tokens, spans, scored, lm_head_passes) in sides.items():
         pairs = {window: visible_pairs(*spans, window) for window in set(cost.windows)}
         linear = passes * 2 * cost.token_weights * tokens
-        attention = attention_passes * 2 * sum(x.per_pair * pairs[x.window] for x in cost.layers)
+        attention = 2 * sum(
+            (attention_passes * x.per_pair + x.index_per_pair) * pairs[x.window]
+            for x in cost.layers
+        )
         states = passes * 2 * cost.token_states * tokens
         lm_head = lm_head_passes * 2 * cost.lm_head_weights * scored
         facts[name] = {

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from prefixtree.models.plain_batches import family_eager
+from prefixtree.models.plain_batches import family_eager, of_chosen
 
 EAGER_BY_ROWS = "eager_by_rows"
 # attention scores held at once, beside some six copies. On a CPU 64 MiB of float32: glibc takes
@@ -33,6 +33,7 @@ def eager_by_rows(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function "eager_by_rows": eager's results without its H x n x n.
@@ -45,12 +46,15 @@ def eager_by_rows(
         query, key, value [B, H, n, D], [B, Hk, n, D] and [B, Hk, n, Dv].
         attention_mask: bool [B, 1, n, n], true where a query sees a key; None in a vision tower
             without padding, where every query sees every key.
+        indices: int [B, n, k], the keys that an indexer chose. Default: all.
         kwargs: of the family's eager function.
 
     Returns:
         [B, n, H, Dv], and no attention weights.
     """
     eager = family_eager(module)
+    if indices is not None:
+        attention_mask = of_chosen(attention_mask, indices)
     if attention_mask is None:
         return eager(module, query, key, value, None, **kwargs)[0], None
 

@@ -20,7 +20,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
 from prefixtree.recompute.layers import MODES
 from tests.support import picture_cases
-from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
+from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES, INDEXED
 from tests.support.models import (
     EVERY_TIME,
     Objective,
@@ -39,8 +39,8 @@ from tests.support.models import (
     tolerance,
 )
 
-# its experts look at numbers, which a graph cannot
-_IN_PARTS = {"longcat_flash"}
+# its experts look at numbers, which a graph cannot; an indexer loops over paths
+_IN_PARTS = {"longcat_flash", *INDEXED}
 _COMPILED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
 # sinks and windows, experts, and a recurrence
 _TRACED_EVERY_TIME = {"gpt_oss", "qwen3_5"}

@@ -16,6 +16,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree.models import families, hybrids
+from prefixtree.models.along_tree import AlongTree
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.rollouts import read_rollouts
 from prefixtree.testing.models import Setting
@@ -270,7 +271,7 @@ def test_saved_and_loaded_models_are_to_be_prepared(family: str, tmp_path: Any) 
     model = pt.prepare(build(family))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="prefixtree")
-    assert not any(isinstance(m, hybrids._AlongTree) for m in loaded.modules())
+    assert not any(isinstance(m, AlongTree) for m in loaded.modules())
     loaded.load_state_dict(model.state_dict())
     with pytest.raises(pt.UnsupportedError, match=r"call prefixtree.prepare\(model\) once"):
         loaded(**packed_inputs(loaded))

@@ -28,6 +28,7 @@ from tests.support.models import (
     make_objective,
     mostly_full,
     ragged_sequences,
+    ready,
     run_packed,
     run_replicated,
 )
@@ -47,7 +48,7 @@ def test_no_tree_mask(model_type, packed):
     inputs = packed.model_inputs()
     del inputs["tree_mask"]
     with pytest.raises(ValueError, match=r"needs the forest's mask.*packed\.model_inputs\(\)"):
-        build(model_type)(**inputs)
+        ready(build(model_type))(**inputs)
 
 
 @pytest.mark.parametrize("model_type", mostly_full(FAMILIES))
@@ -81,7 +82,7 @@ def test_a_batch_of_two(model_type, packed):
     for name in ("input_ids", "position_ids"):
         inputs[name] = inputs[name].repeat(2, 1)
     with pytest.raises(ValueError, match="expected batch size 1, got 2"):
-        build(model_type)(**inputs)
+        ready(build(model_type))(**inputs)
 
 
 # their layers are not told about use_cache, only given a cache, which is gone before attention
@@ -184,7 +185,7 @@ def test_something_else_for_a_mask(packed):
 def test_attention_dropout_in_training(model_type, packed):
     model = build(model_type, attention_dropout=0.1)
     with pytest.raises(pt.UnsupportedError, match=r"attention.dropout is 0\.1"):
-        model(**packed.model_inputs())
+        ready(model)(**packed.model_inputs())
     with pytest.raises(pt.UnsupportedError, match=r"attention_dropout is 0.1.*model\.eval\(\)"):
         sequence_logprobs(model, packed)
 
@@ -472,10 +473,10 @@ def test_router_logits(model_type, given, packed):
     if given == "config":
         model = build(model_type, output_router_logits=True)
         with pytest.raises(pt.UnsupportedError, match=match):
-            model(**packed.model_inputs())
+            ready(model)(**packed.model_inputs())
     else:
         with pytest.raises(pt.UnsupportedError, match=match):
-            build(model_type)(**packed.model_inputs(), output_router_logits=True)
+            ready(build(model_type))(**packed.model_inputs(), output_router_logits=True)
 
 
 # ---- images --------------------------------------------------------------------------------------

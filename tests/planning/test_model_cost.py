@@ -63,7 +63,7 @@ def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     assert whole.parameters == sum(p.numel() for p in model.parameters())
     # eager attention computes every pair, visible or not
     linear = 2 * TOKENS * (cost.token_weights + cost.lm_head_weights)
-    attention = 2 * TOKENS**2 * sum(layer.per_pair for layer in cost.layers)
+    attention = 2 * TOKENS**2 * sum(x.per_pair + x.index_per_pair for x in cost.layers)
     linear += _flops_of_states(model)
     expected = counted_flops(model)
     print(f"{family}: {cost.parameters} parameters, derived / counted {linear + attention}")
@@ -75,7 +75,8 @@ def test_the_cost_of_a_token_is_what_the_model_computes(family: str) -> None:
     planned = CostModel.from_config(model.config, scored_share=0.0)
     assert planned.linear == 6 * (cost.token_weights + cost.token_states)
     assert (cost.token_states > 0) == (family in HYBRIDS and "lfm" not in family)
-    assert planned.attention + planned.windowed == 7 * sum(x.per_pair for x in cost.layers)
+    pairs = sum(7 * x.per_pair + 2 * x.index_per_pair for x in cost.layers)
+    assert planned.attention + planned.windowed == pairs
 
 
 def test_layers_differ() -> None:

@@ -31,6 +31,7 @@ from tests.support.models import (
     pack_sequences,
     ragged_objective,
     ragged_sequences,
+    ready,
     run_packed,
     run_replicated,
     same_bits,
@@ -185,7 +186,7 @@ def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     """With gradients nothing without a mask runs; without, the positions give it away."""
     packed = pack_sequences(ragged_objective().sequences)
     inputs = {**_without_mask(packed), "use_cache": use_cache}
-    model = build(model_type)
+    model = ready(build(model_type))
     with pytest.raises(ValueError, match=r"needs the forest's mask.*packed\.model_inputs\(\)"):
         model(**inputs)
     # or the family does not even pass the positions to its attention

@@ -68,6 +68,18 @@ _MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+# an indexer of 24 heads, more than one needs so that no two scores are equal: ties have a test of
+# their own (tests/models/test_indexers.py). Paths are up to 40 tokens long
+_INDEXED = {
+    **_MLA,
+    **_GROUPS,
+    "n_routed_experts": 6,
+    **_FIRST_DENSE,
+    "index_topk": 7,
+    "index_head_dim": 16,
+    "index_n_heads": 24,
+}
+_SHARED_INDICES = {"indexer_types": ("full", "shared", "full")}
 _MULTIPLIERS = {
     "embedding_multiplier": 1.3,
     "logits_scaling": 1.7,
@@ -145,6 +157,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
+    "axk2": {
+        **_INDEXED,
+        "gated_norm_rank": 4,
+        "n_routed_experts": 4,
+        "n_group": None,
+        "topk_group": None,
+        "n_shared_experts": 1,
+        "attention_bias": True,
+    },
     # the full layer turns no positions in
     "beam": {
         "head_dim": 16,
@@ -178,7 +199,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
+    "deepseek_v32": {
+        **_INDEXED,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
     "dots1": {"head_dim": 16, **_ROUTED, **_SLIDING, "first_k_dense_replace": 1},
+    "dots3_note_text": {
+        **_INDEXED,
+        "layer_types": ("indexed_attention", "sliding_attention", "indexed_attention"),
+        "sliding_window": 6,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 20,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 10,
+        "head_dim": 24,
+        "shared_experts_intermediate_size": 16,
+    },
     "ernie4_5": {"head_dim": 16, "use_bias": True},
     "ernie4_5_moe": {
         "head_dim": 16,
@@ -256,6 +295,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _rope(partial_rotary_factor=0.5),
     },
     "glm4_moe_lite": {**_MLA, **_ROUTED, **_FIRST_DENSE, "attention_bias": True},
+    "glm_moe_dsa": {**_INDEXED, **_SHARED_INDICES, "n_shared_experts": 1},
     "gpt2": {
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -284,6 +324,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
     "hunyuan_v1_moe": {"head_dim": 16, "attention_bias": True, "num_experts": 4, "moe_topk": 2},
     "hy_v3": {"head_dim": 16, **_EXPERTS, **_FIRST_DENSE, "num_shared_experts": 1},
+    "hy_v4": {**_INDEXED, **_SHARED_INDICES, "hc_mult": 2},
     "hyperclovax": {"head_dim": 16, **_MULTIPLIERS, **_BIASES, "use_post_norm": True},
     "internlm3": {"head_dim": 16, "bias": True, "qkv_bias": True},
     "iquestcoder": {"head_dim": 16, **_BIASES},
@@ -511,6 +552,9 @@ PARTS = {
     "qwen3_vl_text": "qwen3_vl",
 }
 
+# whose layers have an indexer
+INDEXED = tuple(name for name, config in FAMILIES.items() if "index_topk" in config)
+
 # families whose forward computes a load-balancing loss
 WITH_ROUTER_LOSS = (
     "ernie4_5_moe",
@@ -535,8 +579,13 @@ WITH_ROUTER_LOSS = (
 )
 
 
-# Older transformers give these families no positions, or an attention mask: they are refused there.
-REFUSED_BELOW = {"ministral3": "5.23", "opt": "5.23"}
+# Older transformers give these families no positions, or an attention mask, or call their layers
+# with indexers otherwise: they are refused there.
+REFUSED_BELOW = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "5.23"),
+    "ministral3": "5.23",
+    "opt": "5.23",
+}
 # transformers checkpoints no layer of these
 CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all

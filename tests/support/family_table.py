@@ -33,6 +33,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     "apertus1p5_text": ("Apertus 1.5 (text)", "as apertus"),
     "arcee": ("AFM 4.5B", "squared ReLU, biases, YaRN"),
     "aria_text": ("Aria (text)", "experts (shared too), biases"),
+    "axk2": (
+        "A.X K2",
+        "MLA, indexer, gated norms, experts (shared too), bias",
+    ),
     "axk1": ("A.X K1", "MLA (D != Dv), experts (grouped, shared), bias, YaRN"),
     "bailing_hybrid": (
         "Bailing hybrid",
@@ -50,7 +54,15 @@ ABOUT: dict[str, tuple[str, str]] = {
     "cwm": ("CWM 32B", "windows, llama3 RoPE"),
     "deepseek_v2": ("DeepSeek V2, V2-Lite", "MLA (D != Dv), experts (grouped, shared)"),
     "deepseek_v3": ("DeepSeek V3, R1", "MLA (D != Dv), experts (grouped, shared), YaRN"),
+    "deepseek_v32": (
+        "DeepSeek V3.2",
+        "MLA, indexer, experts (grouped), YaRN",
+    ),
     "dots1": ("dots.llm1", "windows, experts (grouped, shared)"),
+    "dots3_note_text": (
+        "dots.note (text)",
+        "MLA, indexer, windows, two head sizes, gated attention, experts (grouped)",
+    ),
     "ernie4_5": ("ERNIE 4.5 0.3B", "interleaved RoPE, biases"),
     "ernie4_5_moe": ("ERNIE 4.5 21B", "interleaved RoPE, biases, experts (shared too)"),
     "exaone": ("EXAONE 3.0, 3.5", "llama3 RoPE"),
@@ -76,6 +88,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     "glm4": ("GLM-4-0414", "partial RoPE, biases, sandwich norm"),
     "glm4_moe": ("GLM-4.5, 4.6", "partial RoPE, experts (grouped, shared), normed queries"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "MLA (D != Dv), experts (grouped, shared)"),
+    "glm_moe_dsa": (
+        "GLM-5",
+        "MLA, indexer, layers that share its choice, experts (grouped, shared)",
+    ),
     "gpt2": ("GPT-2", "learned positions, fused projections, scale by layer"),
     "gpt_neox": ("Pythia, GPT-NeoX", "partial RoPE, parallel block, fused projections, biases"),
     "gpt_oss": ("gpt-oss", "sinks, windows, experts with biases, YaRN"),
@@ -95,6 +111,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     "hunyuan_v1_dense": ("Hunyuan dense (not with dynamic RoPE)", "normed queries, biases"),
     "hunyuan_v1_moe": ("Hunyuan A13B (likewise)", "normed queries, biases, experts (shared too)"),
     "hy_v3": ("Hunyuan 3", "experts (shared too), dense first layer"),
+    "hy_v4": (
+        "HY V4",
+        "as glm_moe_dsa, sinks, gated attention, hyper-connections",
+    ),
     "hyperclovax": ("HyperCLOVA X SEED", "four multipliers, logit scale, post-norm, biases"),
     "internlm3": ("InternLM 3", "biases"),
     "iquestcoder": ("IQuest-Coder V1", "biases"),
@@ -190,8 +210,9 @@ to 1e-11, gradients to 1e-10.
   Both are the worst of all versions and kinds of checkpointing.
 - **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0, 5.23.0 and
   5.24.0. In the others the type does not exist, or is refused.
+- Layers with an [indexer](sparse.md) need transformers 5.23.
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23, Lara mini: 5.24).
-  `sequence_logprobs` prepares a model by itself. Call `prefixtree.prepare(model)` before a bare
+  `sequence_logprobs` prepares both by itself. Call `prefixtree.prepare(model)` before a bare
   `model(...)`.
 - Reentrant checkpointing is refused where layers share keys (some Gemma 3n and 4).
 - This table is of text. The page on [pictures](pictures.md) has their figures.

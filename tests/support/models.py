@@ -27,7 +27,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from prefixtree import PackedForest, PrefixForest, pack
+from prefixtree import PackedForest, PrefixForest, pack, prepare
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
@@ -92,6 +92,12 @@ def build(
 ) -> Any:
     """A tiny model in training mode with parameters that all matter, of a family or a variant."""
     return made_of(model_type, tiny_config(model_type, **changes), implementation, seed)
+
+
+def ready(model: Any) -> Any:
+    """A model for a bare call over a forest: one with indexers is prepared first."""
+    indexed = "indexed_attention" in (getattr(model.config, "layer_types", None) or ())
+    return prepare(model) if indexed else model
 
 
 def reward_model(model_type: str, implementation: str = "prefixtree", labels: int = 2) -> Any:
@@ -174,11 +180,12 @@ def adapted(model: nn.Module, *targets: str) -> Any:
 
 
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that text trains: not those of an image encoder, nor frozen ones."""
+    """The parameters that text trains: not those of image encoders or indexers, nor frozen ones."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not name.startswith(TOWERS)
+        # transformers trains no indexer
+        if parameter.requires_grad and not name.startswith(TOWERS) and ".indexer." not in name
     }
 
 

@@ -160,7 +160,9 @@ def test_eager_by_rows_is_eager(monkeypatch, name):
     assert len(calls) >= 8
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert others.keys() == gradients.keys()
-    assert max(gradient_differences(others, gradients).values()) < tolerance(name)
+    # scales of hyper-connections get 1e-4 of the whole gradient
+    limit = 5e-5 if name == "hy_v4" else tolerance(name)
+    assert max(gradient_differences(others, gradients).values()) < limit
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

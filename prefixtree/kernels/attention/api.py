@@ -16,6 +16,7 @@ from prefixtree.kernels.attention.backends import REFERENCE, TRITON
 from prefixtree.kernels.attention.choice import check_name, choose, passed_over
 from prefixtree.kernels.attention.protocol import AttentionCall, Options
 from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.chosen import words
 from prefixtree.packing.mask import TreeMask, check_mask, check_window
 
 
@@ -30,6 +31,7 @@ def tree_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: torch.Tensor | None = ...,
+    chosen: torch.Tensor | None = ...,
     deterministic: bool | None = ...,
     backend: str | None = ...,
     return_lse: Literal[False] = ...,
@@ -45,6 +47,7 @@ def tree_attention(
     window: int | None = ...,
     softcap: float | None = ...,
     sinks: torch.Tensor | None = ...,
+    chosen: torch.Tensor | None = ...,
     deterministic: bool | None = ...,
     backend: str | None = ...,
     return_lse: Literal[True],
@@ -59,6 +62,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
     return_lse: bool = False,
@@ -79,6 +83,10 @@ def tree_attention(
         softcap: c in c tanh(scale q k^T / c), applied before the mask. Default: no soft cap.
         sinks: [H] floating point, one logit per query head that joins the softmax without a value
             (gpt-oss). Default: no sinks.
+        chosen: int32 [Tq, W], W = ceil(tokens of the longest path / 32): of the keys that a query
+            sees, it attends to those whose bit is set, bit d % 32 of word d // 32 for the key at
+            position d of its path. At least one per query, or its row of out is NaN; other bits
+            count for nothing. "sdpa" and "reference" alone take it. Default: all keys.
         deterministic: whether gradients are bitwise repeatable. Default: the option of the mask
             (False until `with_options` changes it).
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4
@@ -97,14 +105,16 @@ def tree_attention(
         UnsupportedError: a backend that does not exist or cannot serve this call, with the reason.
     """
     options = checked_call(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic)
+    if chosen is not None:
+        _check_chosen(chosen, q, mask)
     if options.backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
             note_call(mask.host, "attention")
-        call = AttentionCall(q, k, v, sinks, mask.host, *options[:3])
+        call = AttentionCall(q, k, v, sinks, mask.host, *options[:3], chosen=chosen)
         out, lse = REFERENCE.kernels.forward(call)
     else:
-        out, lse = operator.attend(q, k, v, sinks, mask.handle, options, return_lse)
+        out, lse = operator.attend(q, k, v, sinks, mask.handle, options, return_lse, chosen)
     return (out, lse) if return_lse else out
 
 
@@ -259,6 +269,16 @@ def _check(
         mask.deterministic if deterministic is None else deterministic,
         mask.backend if backend is None else backend,
     )
+
+
+def _check_chosen(chosen: torch.Tensor, q: torch.Tensor, mask: TreeMask) -> None:
+    _check_tensor("chosen", chosen)
+    expected = (q.shape[0], words(mask.host.deepest))
+    if chosen.shape != expected or chosen.dtype != torch.int32 or chosen.device != q.device:
+        raise ValueError(
+            f"chosen must be int32 {list(expected)} on {q.device}, a bit per position of a query's "
+            f"path, got {list(chosen.shape)} of {chosen.dtype} on {chosen.device}"
+        )
 
 
 def _check_tensor(name: str, x: object) -> None:

@@ -80,7 +80,7 @@ def choose(name: str, call: AttentionCall) -> Choice:
     # everything the choice depends on; cached, because every call asks
     shapes = q.shape, k.shape[1], v.shape[2]
     options = call.scale, call.deterministic, call.window, call.wide
-    of_call = (q.device, q.dtype, shapes, *options)
+    of_call = (q.device, q.dtype, shapes, *options, call.chosen is None)
     chosen = _chosen.get(call.mask)
     if chosen is None:
         chosen = _chosen[call.mask] = {}

@@ -35,10 +35,10 @@ def _forward(
     handle: torch.Tensor,
     *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *options, lse_used = scalars
+    *options, lse_used, chosen = _with_chosen(scalars, 7)
     mask, given = host_of(handle), Options(*options)
     note_call(mask, "attention")
-    call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used)
+    call = AttentionCall.of(q, k, v, sinks, mask, given, lse_used, chosen)
     with as_given(q):
         backend = choose(given.backend, call).backend
         with _first("forward", backend.name, call):
@@ -56,15 +56,21 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     handle: torch.Tensor,
-    *options: Any,
+    *scalars: Any,
 ) -> list[torch.Tensor]:
+    *options, chosen = _with_chosen(scalars, 6)
     given = Options(*options)
-    call = AttentionCall.of(q, k, v, sinks, host_of(handle), given)
+    call = AttentionCall.of(q, k, v, sinks, host_of(handle), given, chosen=chosen)
     with as_given(q):
         backend = choose(given.backend, call).backend
         with _first("backward", backend.name, call):
             *grads, dsinks = backend.kernels.backward(call, dout, dlse, out, lse)
     return grads if dsinks is None else [*grads, dsinks]
+
+
+def _with_chosen(scalars: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """The numbers and `chosen`, which torch leaves out where it is None."""
+    return scalars if len(scalars) > count else (*scalars, None)
 
 
 def _first(direction: str, backend: str, call: AttentionCall) -> AbstractContextManager[Any]:
@@ -86,7 +92,9 @@ def _fake_forward(q, k, v, *_):
 
 
 def _fake_backward(dout, dlse, q, k, v, sinks, *rest):
-    wide = torch.promote_types(k.dtype, torch.float32) if rest[-1] else k.dtype
+    # behind out, lse and the handle
+    *_, is_wide, _ = _with_chosen(rest, 9)
+    wide = torch.promote_types(k.dtype, torch.float32) if is_wide else k.dtype
     dk, dv = (x.new_empty(x.shape, dtype=wide) for x in (k, v))
     dsinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
     return [q.new_empty(q.shape), dk, dv, *dsinks]
@@ -100,7 +108,7 @@ TREE_ATTENTION = register(
     _library,
     "tree_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor handle, "
-    f"{_OPTIONS}, bool lse_used) -> (Tensor, Tensor)",
+    f"{_OPTIONS}, bool lse_used, Tensor? chosen=None) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -109,7 +117,7 @@ TREE_ATTENTION_BACKWARD = register(
     _library,
     "tree_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, "
-    f"Tensor lse, Tensor handle, {_OPTIONS}) -> Tensor[]",
+    f"Tensor lse, Tensor handle, {_OPTIONS}, Tensor? chosen=None) -> Tensor[]",
     _backward,
     _fake_backward,
 )
@@ -122,18 +130,19 @@ def _differentiable(
     v: torch.Tensor,
     sinks: torch.Tensor | None,
     handle: torch.Tensor,
-    *options: Any,
+    *scalars: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator's kernel for autograd."""
+    *options, chosen = _with_chosen(scalars, 7)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
     ):
-        return _TreeAttention.apply(q, k, v, sinks, handle, options)
+        return _TreeAttention.apply(q, k, v, sinks, handle, options, chosen)
     with torch._C._AutoDispatchBelowAutograd():
-        return TREE_ATTENTION(q, k, v, sinks, handle, *options)
+        return TREE_ATTENTION(q, k, v, sinks, handle, *options, chosen)
 
 
 _library.impl("tree_attention", _differentiable, "Autograd")
@@ -149,10 +158,11 @@ class _TreeAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         handle: torch.Tensor,
         options: tuple[Any, ...],
+        chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = TREE_ATTENTION(q, k, v, sinks, handle, *options)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, handle)
+            out, lse = TREE_ATTENTION(q, k, v, sinks, handle, *options, chosen)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, handle, chosen)
         *ctx.options, lse_used = options
         if not lse_used:
             ctx.mark_non_differentiable(lse)
@@ -162,13 +172,14 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, handle = ctx.saved_tensors
+        q, k, v, sinks, out, lse, handle, chosen = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         # with create_graph, what follows must not be taken for a constant
         gradients = _Once.apply if torch.is_grad_enabled() else TREE_ATTENTION_BACKWARD
-        dq, dk, dv, *dsinks = gradients(dout, dlse, q, k, v, sinks, out, lse, handle, *ctx.options)
-        return dq, dk, dv, dsinks[0] if dsinks else None, None, None
+        inputs = q, k, v, sinks, out, lse, handle, *ctx.options, chosen
+        dq, dk, dv, *dsinks = gradients(dout, dlse, *inputs)
+        return dq, dk, dv, dsinks[0] if dsinks else None, None, None, None
 
 
 class _Once(torch.autograd.Function):
@@ -191,6 +202,7 @@ def attend(
     handle: torch.Tensor,
     options: Options,
     lse_used: bool,
+    chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator, for arguments that fit together -> out [Tq, H, Dv], lse [H, Tq].
 
@@ -199,4 +211,4 @@ def attend(
     # unless something transforms the call, what the dispatcher would come to first: less work
     transformed = torch.compiler.is_compiling() or _is_transformed()
     run = TREE_ATTENTION if transformed else _differentiable
-    return run(q, k, v, sinks, handle, *options, lse_used)
+    return run(q, k, v, sinks, handle, *options, lse_used, chosen)

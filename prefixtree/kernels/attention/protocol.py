@@ -47,6 +47,8 @@ class AttentionCall(NamedTuple):
             the caller adds to them; known in the forward too.
         lse_used: whether the caller gets lse; known in the forward alone. Otherwise lse is only
             saved for the backward.
+        chosen: int32 [Tq, W], the keys of its path that a query attends to, a bit per position
+            (`kernels.chosen`); None for all of them.
     """
 
     q: torch.Tensor
@@ -60,6 +62,7 @@ class AttentionCall(NamedTuple):
     deterministic: bool = False
     wide: bool = False
     lse_used: bool = False
+    chosen: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -71,11 +74,17 @@ class AttentionCall(NamedTuple):
         mask: HostMask,
         options: Options,
         lse_used: bool = False,
+        chosen: torch.Tensor | None = None,
     ) -> AttentionCall:
         """A call as backends get it; its window is 0 if no path outgrows it."""
         scale, window, softcap, deterministic, _, wide = options
         window = reach(mask, window)
-        return cls(q, k, v, sinks, mask, scale, window, softcap, deterministic, wide, lse_used)
+        numbers = scale, window, softcap, deterministic, wide, lse_used
+        return cls(q, k, v, sinks, mask, *numbers, chosen)
+
+
+# why a backend of GPUs refuses `chosen`
+CHOSEN = "it does not take chosen keys (those of an indexer) yet"
 
 
 def gradient_dtype(call: AttentionCall) -> torch.dtype:

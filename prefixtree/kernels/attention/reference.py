@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
+from prefixtree.kernels.chosen import from_bits
 from prefixtree.packing.mask import dense_mask
 
 
@@ -20,6 +21,9 @@ def refusal(call: AttentionCall) -> None:
 def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out [Tq, H, Dv] in q's dtype, lse [H, Tq] over the keys; both with autograd's history."""
     visible = dense_mask(call.mask, call.q.device, call.window)
+    if call.chosen is not None:
+        position = call.mask.on(call.q.device)["position_ids"].long()
+        visible &= from_bits(call.chosen, 0, call.mask.deepest)[:, position]
     return dense_attention(
         call.q, call.k, call.v, visible, scale=call.scale, softcap=call.softcap, sinks=call.sinks
     )

@@ -4,7 +4,8 @@ No T x T object. A block of queries (`HostMask.paths`) sees a few whole runs of 
 causally. On the CPU each run is one call of torch's flash kernel, merged by lse in the forward and,
 in the backward, run with the merged lse, which makes each run's share of the gradient exact
 (FlashAttention-2, arXiv 2307.08691, section 3.1). Where that kernel cannot serve (another device, a
-window, softcap, a gradient of lse, Dv != D) the same blocks go through matrix products in chunks of
+window, softcap, chosen keys, a gradient of lse,
+Dv != D) the same blocks go through matrix products in chunks of
 bounded size. Half precision is computed in float32. Everything is summed in a fixed order.
 
 Legend: T packed tokens, Tq query rows, H query heads, Hk kv heads, G = H / Hk, D head dim.
@@ -19,7 +20,7 @@ from functools import cache
 import torch
 
 from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
-from prefixtree.packing.host_mask import HostMask
+from prefixtree.kernels.chosen import from_bits
 
 # scores held at once by the chunked products
 _CHUNK = 1 << 24
@@ -53,7 +54,7 @@ def _wide_forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     out = queries.new_empty(queries.shape[0], heads, values.shape[2])
     lse = queries.new_empty(heads, queries.shape[0])
     if _flash_serves(call):
-        for row, length, runs in _blocks(call.mask):
+        for row, length, runs in call.mask.blocks():
             rows = slice(row, row + length)
             out[rows], lse[:, rows] = _flash_forward(queries[rows], keys, values, runs, call.scale)
     else:
@@ -88,7 +89,7 @@ def backward(
     # contiguous whatever the inputs' strides, as compiled code was told
     dq, dk, dv = (x.new_zeros(x.shape) for x in (queries, keys, values))
     if flash:
-        for row, length, runs in _blocks(call.mask):
+        for row, length, runs in call.mask.blocks():
             rows = slice(row, row + length)
             for start, end, causal in runs:
                 a, b, c = _flash_backward(
@@ -125,24 +126,12 @@ def backward(
     return dq.to(given.q.dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
-def _blocks(mask: HostMask) -> Iterator[tuple[int, int, list[tuple[int, int, bool]]]]:
-    """(row, length, key runs (start, end, causal)) of each block; its tokens are the causal run."""
-    blocks, prefix_ptr, prefix_runs = mask.paths
-    above = prefix_runs.tolist()
-    for (start, row, length), a, b in zip(
-        blocks.tolist(), prefix_ptr[:-1].tolist(), prefix_ptr[1:].tolist(), strict=True
-    ):
-        # a block that begins inside a path has that path's beginning among the runs above it
-        runs = [(first, end, False) for first, end in above[a:b]]
-        yield row, length, [*runs, (start, start + length, True)]
-
-
 # ---- torch's flash kernel for the CPU --------------------------------------------------------
 
 
 def _flash_serves(call: AttentionCall) -> bool:
     # it scales masked scores too: -inf times 0 or less
-    plain = call.window == 0 and call.softcap == 0.0 and call.scale > 0
+    plain = call.window == 0 and call.softcap == 0.0 and call.scale > 0 and call.chosen is None
     same_dim = call.q.shape[2] == call.v.shape[2]
     return plain and same_dim and call.q.device.type == "cpu" and _flash_works()
 
@@ -287,6 +276,9 @@ class _Chunk:
         hidden = column > row
         if call.window:
             hidden |= row - column >= call.window
+        if call.chosen is not None:
+            last = self.key_position + s.shape[2]
+            hidden |= ~from_bits(call.chosen[self.rows], self.key_position, last)
         return s.masked_fill(hidden, -torch.inf), dcap
 
     def values_product(self, p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -333,7 +325,7 @@ class _Chunk:
 def _chunks(call: AttentionCall) -> Iterator[_Chunk]:
     """The blocks in pieces of at most `_CHUNK` scores, keys out of the window's reach left out."""
     heads = call.q.shape[1]
-    for row, length, with_own in _blocks(call.mask):
+    for row, length, with_own in call.mask.blocks():
         path = [(start, end) for start, end, _ in with_own]
         position = sum(end - start for start, end in path[:-1])
         at = 0

@@ -19,7 +19,7 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, Tiles, lists_of
 from prefixtree.kernels.attention.flash.chains import chains_of
 from prefixtree.kernels.attention.flash.disk_cache import keep_on_disk
-from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.row_runs import RowRuns
 
@@ -87,6 +87,8 @@ def refused_features(call: AttentionCall) -> str | None:
     """The part of `refusal` that is about the call and not about the machine."""
     q, v = call.q, call.v
     d, d_v = q.shape[2], v.shape[2]
+    if call.chosen is not None:
+        return CHOSEN
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
     if (d, d_v) not in SERVED:

@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
+from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall, gradient_dtype
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
@@ -37,6 +37,8 @@ _PREPARED = 32
 def refusal(call: AttentionCall) -> str | None:
     """Why this backend cannot serve a call; None where it can."""
     q, v = call.q, call.v
+    if call.chosen is not None:
+        return CHOSEN
     if not (q.is_cuda or INTERPRETED):
         return f"it runs on GPUs, and q is on {q.device}"
     dtypes = (torch.float16, torch.bfloat16)

@@ -1,0 +1,62 @@
+"""Which keys of its path a query attends to, where a model chooses them: a bit per position.
+
+A query sees one key per position of its path, so the position names the key. Bit d % 32 of word
+d // 32 stands for position d. T x (deepest / 32) words take the place of a T x T object.
+
+Legend: n queries, K positions, W words per query.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def words(positions: int) -> int:
+    """The number of int32 words that hold a bit per position, W."""
+    return -(-positions // 32)
+
+
+def best_keys(scores: torch.Tensor, count: int, first: int) -> torch.Tensor:
+    """The best keys of neighbouring queries of one path, ties broken by position, lowest first.
+
+    Every selection that keeps to this order finds the same keys, whatever its algorithm: equal
+    scores are common, as a ReLU makes many of them exactly 0.
+
+    Args:
+        scores: [n, K], any float dtype; column d is of the key at position d. -0.0 equals 0.0.
+        count: keys per query. A query that sees fewer gets all that it sees.
+        first: the position of the first query; the others follow one by one.
+
+    Returns:
+        bool [n, K], true for at most `count` keys, none of them behind its query.
+    """
+    n, width = scores.shape
+    row = torch.arange(first, first + n, device=scores.device)[:, None]
+    seen = torch.arange(width, device=scores.device) <= row
+    scores = scores.masked_fill(~seen, -torch.inf)
+    # which of equal scores this takes does not matter: the least of the values is the same
+    least = scores.topk(min(count, width), -1).values[:, -1:]
+    better = scores > least
+    tied = (scores == least) & seen
+    left = count - better.sum(-1, keepdim=True)
+    return better | (tied & (tied.cumsum(-1) <= left))
+
+
+def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:
+    """bool [n, K] -> int32 [n, num_words], 0 behind the K positions."""
+    n, width = chosen.shape
+    octets = chosen.new_zeros(n, num_words * 32, dtype=torch.uint8)
+    octets[:, :width] = chosen
+    octets = octets.view(n, num_words * 4, 8)
+    octets <<= torch.arange(8, dtype=torch.uint8, device=chosen.device)
+    # every machine that torch runs on has the low byte of a word first
+    return octets.sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def from_bits(bits: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """int32 [n, W] -> bool [n, end - start], of the positions from `start` to before `end`."""
+    first = start // 8
+    octets = bits.contiguous().view(torch.uint8)[:, first : -(-end // 8)]
+    shift = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    of_position = ((octets[..., None] >> shift) & 1).flatten(1).bool()
+    return of_position[:, start - 8 * first : end - 8 * first]

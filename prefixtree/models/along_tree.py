@@ -1,0 +1,80 @@
+"""Modules of a model whose forward follows the tree: the class that they get, and its checks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+
+# (class of a module) -> what its class along the tree has in addition, a forward above all
+Members = Callable[[Any], dict[str, Any]]
+
+
+class AlongTree:
+    """Base of the classes that prepared modules get.
+
+    A class and not a forward of the instance, so that whatever copies or pickles a module takes it
+    along, and nothing is bound to the module that it was copied from.
+    """
+
+    _original: Any
+    _members: Members
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self._original, type(self)._members), self.__dict__
+
+
+def _rebuild(original: Any, members: Members) -> Any:
+    kind = along_tree(original, members)
+    return kind.__new__(kind)
+
+
+@functools.cache
+def along_tree(original: Any, members: Members) -> type[nn.Module]:
+    """The class of a module along the tree; one per class, and so one code object, by which
+    torch.compile keeps what it compiled.
+
+    Args:
+        original: the class that the module has.
+        members: a function of a module, so that pickles find it.
+    """
+    about = {
+        "_original": original,
+        "_members": staticmethod(members),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (AlongTree, original), about | members(original))
+
+
+def check_own_code(name: str, module: nn.Module, kind: str) -> None:
+    """Refuses a module whose forward is not the one of transformers.
+
+    Args:
+        name: of the module in the model. kind: what it is called in messages.
+    """
+    class_name = type(module).__name__
+    origin = str(inspect.unwrap(type(module).forward).__globals__.get("__name__", "transformers."))
+    if not origin.startswith("transformers.") and not isinstance(module, AlongTree):
+        raise UnsupportedError(
+            f"{name}: {class_name}.forward is not the one of transformers but comes from {origin}: "
+            "undo the patch, or it would not be known along the tree"
+        )
+    hooked = next((n for n, m in module.named_modules() if hasattr(m, "_hf_hook")), None)
+    if hooked is not None:
+        place = ".".join(part for part in (name, hooked) if part)
+        raise UnsupportedError(
+            f"{place} has a hook of accelerate (offloading, or a device_map over several devices), "
+            f"which is not verified on {kind}: load the model on one device, without device_map"
+        )
+    if "forward" in vars(module):
+        raise UnsupportedError(
+            f"{name} ({class_name}) has a forward of its own ({vars(module)['forward']!r}), which "
+            "knows no tree: undo the patch"
+        )

@@ -1,0 +1,281 @@
+"""Indexers, which choose the keys that a query attends to, on packed forests.
+
+An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its indexer for the best
+k keys of each query. Along the tree, these are the best of the query's path. `prepare` gives
+attentions and indexers a class whose forward runs the family's code: the indexer's once for a few
+neighbouring queries of one path, which it shows the keys of that path alone. What it chose goes to
+`tree_attention` as a bit per position of the path (`kernels.chosen`), in the place of the family's
+indices. Nothing holds T x T numbers.
+
+An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
+checkpoint's second forward, over the same chunks, and chooses the same keys.
+
+Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
+from prefixtree.models.families import INDEXED
+from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.packing.mask import TreeMask, check_mask
+from prefixtree.parallel.attention import DividedMask
+
+# scores of all index heads held at once: 128 MiB in float32
+_CHUNK = 1 << 25
+# how MiniMax M3 hands blocks of keys to its attention function, which is not served
+BLOCKS = "block_indices"
+SAMPLED = "the sampler keeps no keys of indexers yet: sample with model.generate, or with an engine"
+# the mark of attention layers whose keys are chosen
+_INDEXED = "_prefixtree_indexed"
+# what the verified forwards take, and names that they use
+_INDEXER_TAKES = (
+    "hidden_states",
+    "q_resid",
+    "position_embeddings",
+    "attention_mask",
+    "position_ids",
+)
+_CACHES = ("past_key_values", "cache")
+_INDEXER_USES = frozenset({"update_indexer", "topk", "indices"})
+
+
+class UnpreparedMask:
+    """What layers of a model with indexers get as attention mask of a batch without padding.
+
+    transformers makes it before layers run, and does not know the tree. A prepared layer puts the
+    forest's mask in its place, or an ordinary causal one; others cannot read it.
+    """
+
+    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
+        self._length, self._config, self._device = length, config, device
+
+    def __getitem__(self, index: Any) -> Any:
+        raise unprepared(self._config)
+
+    def causal(self) -> torch.Tensor:
+        """bool [1, 1, n, n] of an ordinary batch."""
+        shape = 1, 1, self._length, self._length
+        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
+
+
+class ForestMask:
+    """A forest's mask where a layer hands its indexer the attention mask, and then the function."""
+
+    def __init__(self, mask: TreeMask) -> None:
+        self.mask = mask
+
+    def __getitem__(self, index: Any) -> ForestMask:
+        return self
+
+
+def unprepared(config: Any) -> UnsupportedError:
+    """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
+    return UnsupportedError(
+        f"{config.model_type} chooses keys with an indexer, in packed order until the model is "
+        "prepared: call prefixtree.prepare(model) once before model(...), or use "
+        "sequence_logprobs, which does it by itself"
+    )
+
+
+def has_indexers(config: Any) -> bool:
+    """Whether a configuration has layers with indexers."""
+    return INDEXED in (getattr(config, "layer_types", None) or ())
+
+
+def prepare_indexers(transformer: Any, config: Any) -> None:
+    """Gives attentions and indexers their forward along the tree.
+
+    Raises:
+        UnsupportedError: one that is not as the family's proof had it.
+    """
+    layers = [
+        (name, module)
+        for name, module in transformer.named_modules()
+        if getattr(module, "is_causal", False) and hasattr(module, "indexer")
+    ]
+    kinds = list(config.layer_types)
+    if len(layers) != len(kinds):
+        raise UnsupportedError(
+            f"{config.model_type} has {len(kinds)} attention layers, of which {len(layers)} have "
+            "transformers' own code: replaced ones would choose keys in packed order"
+        )
+    for (name, module), kind in zip(layers, kinds, strict=True):
+        setattr(module, _INDEXED, kind == INDEXED)
+        check_own_code(name, module, "indexers")
+        if module.indexer is not None:
+            _check_indexer(f"{name}.indexer", module.indexer)
+            _give_class(module.indexer, _of_indexer)
+        _give_class(module, _of_attention)
+
+
+def _give_class(module: nn.Module, members: Members) -> None:
+    if not isinstance(module, AlongTree):
+        kind: Any = type(module)
+        module.__class__ = along_tree(kind, members)
+
+
+def _check_indexer(name: str, indexer: Any) -> None:
+    check_own_code(name, indexer, "indexers")
+    if isinstance(indexer, AlongTree):
+        return
+    forward = inspect.unwrap(type(indexer).forward)
+    takes = tuple(inspect.signature(forward).parameters)[1:]
+    uses = set(forward.__code__.co_names)
+    *first, last = takes or ("nothing",)
+    as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
+    if getattr(indexer, "index_topk", 1) < 1:
+        raise UnsupportedError(f"{name} chooses no key: set index_topk to 1 or more")
+    if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
+        return
+    raise UnsupportedError(
+        f"{name} ({type(indexer).__name__}) is not the indexer that was verified: it takes "
+        f"{', '.join(takes)}; use a version of transformers that docs/families.md lists"
+    )
+
+
+# ---- forwards along the tree ---------------------------------------------------------------------
+
+
+def _of_attention(original: Any) -> dict[str, Any]:
+    """An attention that hands its indexer the forest's mask; it is left out of compiled layers,
+    as an indexer loops over the forest's paths."""
+
+    @uncompiled
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
+        if isinstance(mask, DividedMask):
+            raise UnsupportedError(
+                "an indexer's keys are not lent between steps or ranks yet: score without group=, "
+                "max_tokens= and kept_trunks"
+            )
+        if kwargs.get("forest_cache") is not None:
+            raise UnsupportedError(SAMPLED)
+        # most families hand them on to the attention function, these do not
+        kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
+        if isinstance(given, UnpreparedMask):
+            kwargs["attention_mask"] = None
+            if getattr(self, _INDEXED):
+                kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
+        return original.forward(self, *args, **kwargs)
+
+    return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _forest_mask(mask: TreeMask) -> ForestMask:
+    check_mask(mask, "tree_mask")
+    if mask.query_tokens is not None:
+        raise UnsupportedError(
+            "a mask of some queries (TreeMask.for_queries) says nothing of the keys that an "
+            "indexer chooses from: such layers take the whole forest, packed.mask"
+        )
+    return ForestMask(mask)
+
+
+def _of_indexer(original: Any) -> dict[str, Any]:
+    """An indexer that chooses among the keys of each query's path."""
+
+    @uncompiled
+    @torch.no_grad()
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        q_resid: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any,
+        *cached: Any,
+        **more: Any,
+    ) -> torch.Tensor:
+        """hidden_states [1, T, C] -> int32 [1, T, W]; the family's indices of ordinary batches."""
+        tokens = (hidden_states, q_resid, *position_embeddings)
+        if not isinstance(attention_mask, ForestMask):
+            indices: torch.Tensor = original.forward(
+                self, *tokens[:2], tokens[2:], attention_mask, *cached, **more
+            )
+            return indices
+        host = attention_mask.mask.host
+        batch, rows = hidden_states.shape[:2]
+        if batch != 1:
+            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
+        if rows != host.num_tokens:
+            raise ValueError(
+                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
+                f"mask has {host.num_tokens})"
+            )
+        path = _Path(host.num_tokens, words(host.deepest))
+        for start, length, runs in host.blocks():
+            above, at = runs[:-1], 0
+            depth = sum(end - begin for begin, end, _ in above)
+            most = max(1, _CHUNK // (self.n_heads * (depth + length)))
+            while at < length:
+                # keys are kept in packed order, in which a token comes behind its ancestors
+                last = min(at + most, length)
+                path.move(start + at, start + last, [*above, (start, start + last, True)])
+                hidden, resid, *rope = (x[:, start + at : start + last] for x in tokens)
+                original.forward(self, hidden, resid, tuple(rope), path, None, path)
+                at = last
+        return path.bits[None]
+
+    return {"forward": functools.wraps(original.forward)(forward)}
+
+
+class _Path:
+    """Stands in for mask, cache and scores in an indexer's forward of queries of one path.
+
+    The indexer hands it the chunk's keys and gets those of the path, adds it to its scores as a
+    mask, and asks it for the best of them.
+
+    Attributes:
+        bits: int32 [T, W], what was chosen so far.
+    """
+
+    # it is added to the scores, as masks of numbers are
+    dtype = torch.float32
+    bits: torch.Tensor
+    shape: torch.Size
+    _scores: torch.Tensor
+
+    def __init__(self, num_tokens: int, num_words: int) -> None:
+        self._num_tokens, self._num_words = num_tokens, num_words
+        self._keys: torch.Tensor | None = None
+
+    def move(self, first: int, last: int, runs: list[tuple[int, int, bool]]) -> None:
+        """To the queries of packed tokens from `first` to before `last`; runs: of their path."""
+        self._rows, self._runs = slice(first, last), runs
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """[1, n, D], those of the chunk -> [1, K, D], those of the path, root first."""
+        if self._keys is None:
+            self._keys = keys.new_empty(self._num_tokens, keys.shape[2])
+            self.bits = keys.new_empty(self._num_tokens, self._num_words, dtype=torch.int32)
+        self._keys[self._rows] = keys[0]
+        parts = [self._keys[begin:end] for begin, end, _ in self._runs]
+        return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Path:
+        """scores [1, n, K] + path; torch asks no other method under its function modes."""
+        scores, path = args
+        if func not in (torch.Tensor.add, torch.Tensor.__add__) or not isinstance(path, cls):
+            raise TypeError(f"an indexer adds its mask to its scores, and calls {func}")
+        found: _Path = path
+        found._scores, found.shape = scores[0], scores.shape
+        return found
+
+    def topk(self, count: int, dim: int) -> Any:
+        n, width = self._scores.shape
+        chosen = best_keys(self._scores, count, width - n)
+        self.bits[self._rows] = to_bits(chosen, self._num_words)
+        del self._scores
+        return SimpleNamespace(indices=self.bits[self._rows])

@@ -1,0 +1,333 @@
+"""Families whose indexer chooses keys: exact in float64 and with ties, red where the selection or a
+gradient is lost, lean, refused where not verified."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import prefixtree as pt
+from prefixtree.kernels.attention import sdpa
+from prefixtree.models import attention, indexers
+from prefixtree.models.along_tree import AlongTree
+from prefixtree.sampling import TreeSampler
+from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.family_configs import INDEXED
+from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
+from tests.support.models import (
+    adapted,
+    assert_same,
+    build,
+    cases,
+    enable_checkpointing,
+    errors,
+    gradients,
+    pack_sequences,
+    ragged_objective,
+    ragged_packed,
+    run_packed,
+    run_replicated,
+    same_bits,
+    text_parameters,
+)
+from tests.support.ties import LowestFirst
+
+FEW = ["deepseek_v32", "glm_moe_dsa"]
+
+
+def _alone(model: Any, sequences: Any, weights: Any) -> tuple[list[torch.Tensor], Any]:
+    rows = []
+    for tokens, w in zip(sequences, weights, strict=True):
+        ids = torch.from_numpy(tokens)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        rows.append(logprobs_of(logits, ids[1:]))
+        (rows[-1] * w).sum().backward()
+    return rows, gradients(model)
+
+
+def _packed(model: Any, sequences: Any, weights: Any) -> tuple[list[torch.Tensor], Any]:
+    packed = pack_sequences(sequences)
+    logits = packed.unpack(pt.prepare(model)(**packed.model_inputs()).logits[0])
+    rows = [
+        logprobs_of(x[:-1], torch.from_numpy(tokens)[1:])
+        for x, tokens in zip(logits, sequences, strict=True)
+    ]
+    sum((row * w).sum() for row, w in zip(rows, weights, strict=True)).backward()
+    return rows, gradients(model)
+
+
+def _worst(found: Any, expected: Any) -> tuple[float, float]:
+    (rows, grads), (want, want_grads) = found, expected
+    assert grads.keys() == want_grads.keys()
+    total = sum(float(g.norm()) ** 2 for g in want_grads.values()) ** 0.5
+    logp = max(float((a - b).detach().abs().max()) for a, b in zip(rows, want, strict=True))
+    return logp, max(
+        float((grads[n] - g).norm() / max(g.norm(), 1e-3 * total)) for n, g in want_grads.items()
+    )
+
+
+@pytest.mark.parametrize("heads", [24, 2], ids=["few ties", "ties"])
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_float64_is_exact(family: str, heads: int) -> None:
+    """With 2 heads, scores of keys are often exactly 0: both sides take the lowest positions."""
+    rng = np.random.default_rng(0)
+    sequences = ragged_objective().sequences
+    weights = [torch.from_numpy(rng.standard_normal(len(s) - 1)) for s in sequences]
+    with Float64(), LowestFirst():
+        expected = _alone(in_float64(family, "eager", index_n_heads=heads), sequences, weights)
+        found = _packed(in_float64(family, index_n_heads=heads), sequences, weights)
+    logp, gradient = _worst(found, expected)
+    print(f"{family}, {heads} heads: float64 log p {logp:.1e}, gradient {gradient:.1e}")
+    assert logp < 1e-11 and gradient < 1e-10
+
+
+def test_without_the_rule_of_ties_it_turns_red() -> None:
+    sequences = ragged_objective().sequences
+    weights = [torch.ones(len(s) - 1, dtype=torch.float64) for s in sequences]
+    with Float64():
+        expected = _alone(in_float64("axk2", "eager", index_n_heads=2), sequences, weights)
+        found = _packed(in_float64("axk2", index_n_heads=2), sequences, weights)
+    assert _worst(found, expected)[0] > 1e-2, "scores that tie: torch takes others than the lowest"
+
+
+# ---- the comparison must turn red ----------------------------------------------------------------
+
+
+def _errors(family: str) -> Any:
+    run = run_packed(build(family), ragged_packed(), ragged_objective())
+    return errors(run, run_replicated(build(family, "eager"), ragged_objective()))
+
+
+def _every_earlier_token(path: Any, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+    """The keys of the tokens just before in packed order, whatever path they are of."""
+    start, path_keys = path._rows.start, _of_path(path, keys, layer_idx)
+    above = path_keys.shape[1] - keys.shape[1]
+    return torch.cat([path._keys[max(0, start - above) : start], keys[0]])[None]
+
+
+_of_path = indexers._Path.update_indexer
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_keys_by_packed_order_turn_it_red(family: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(indexers._Path, "update_indexer", _every_earlier_token)
+    assert _errors(family).logprob > 1e-2
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_no_selection_turns_it_red(family: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(indexers, "best_keys", lambda scores, *_: torch.ones_like(scores).bool())
+    assert _errors(family).logprob > 1e-2
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: Any) -> None:
+    """Log-probabilities do not tell: they stay exact."""
+    inner = attention.tree_attention
+
+    def detached(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
+        assert options["chosen"].dtype == torch.int32
+        k = torch.cat([k[:9].detach(), k[9:]])
+        return inner(q, k, v, mask, **options)
+
+    assert _errors(family).largest < 1e-5
+    monkeypatch.setattr(attention, "tree_attention", detached)
+    found = _errors(family)
+    assert found.logprob < 1e-5 and found.gradient > 1e-2
+
+
+# ---- how it runs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
+    reference = run_packed(build(family), ragged_packed(), ragged_objective())
+    monkeypatch.setattr(indexers, "_CHUNK", 1)
+    monkeypatch.setattr(sdpa, "_CHUNK", 100)
+    assert_same(run_packed(build(family), ragged_packed(), ragged_objective()), reference)
+
+
+class _Largest(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if torch.is_tensor(x)]
+        self.numbers = max([self.numbers, *sizes])
+        return out
+
+
+def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None:
+    """A bit per pair is the most there is, T x T / 8 bytes; q is larger than that here."""
+    monkeypatch.setattr(indexers, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(sdpa, "_CHUNK", 1 << 14)
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 97, 1200)
+    sequences = [np.concatenate([trunk, rng.integers(3, 97, 150)]) for _ in range(2)]
+    packed = pack_sequences(sequences)
+    model = build(
+        "glm_moe_dsa",
+        num_hidden_layers=2,
+        indexer_types=["full", "shared"],
+        mlp_layer_types=["dense", "dense"],
+        index_topk=64,
+        max_position_embeddings=2048,
+    )
+    with _Largest() as largest:
+        scores = sequence_logprobs(model, packed, chunk_size=64)
+        sum(x.sum() for x in scores.logprobs).backward()
+    assert largest.numbers < packed.num_tokens**2
+
+
+@pytest.mark.parametrize("mode", ["all", "all_but_attention", "nothing", "auto"])
+def test_every_mode_of_recomputation_gives_the_same_bits(mode: str) -> None:
+    reference = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective())
+    run = run_packed(build("glm_moe_dsa"), ragged_packed(), ragged_objective(), recompute=mode)
+    assert same_bits(run, reference)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_chooses_the_same_keys_again(use_reentrant: bool, monkeypatch: Any) -> None:
+    chosen: dict[bytes, int] = {}
+    to_bits = indexers.to_bits
+
+    def noted(*args: Any) -> torch.Tensor:
+        bits = to_bits(*args)
+        name = args[0].numpy().tobytes() + bits.numpy().tobytes()
+        chosen[name] = chosen.get(name, 0) + 1
+        return bits
+
+    monkeypatch.setattr(indexers, "to_bits", noted)
+    model = build("deepseek_v32")
+    enable_checkpointing(model, use_reentrant)
+    run_packed(model, ragged_packed(), ragged_objective())
+    assert chosen and not any(times % 2 for times in chosen.values())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", cases(FEW))
+def test_lora(family: str) -> None:
+    """Its parameters on the indexer itself get no gradient, as alone."""
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "wq_b")
+    run = run_packed(adapted(build(family), *targets), ragged_packed(), ragged_objective())
+    reference = run_replicated(adapted(build(family, "eager"), *targets), ragged_objective())
+    assert_same(run, reference)
+    assert run.gradients and not any("indexer" in name for name in run.gradients)
+
+
+def test_index_parameters_have_no_gradient() -> None:
+    """So DDP needs them frozen, or find_unused_parameters."""
+    model = build("deepseek_v32")
+    run = run_packed(model, ragged_packed(), ragged_objective())
+    index = {name for name, _ in model.named_parameters() if ".indexer." in name}
+    assert index and not index & run.gradients.keys()
+    assert run.gradients.keys() == text_parameters(model).keys()
+
+
+def test_ddp_with_frozen_index_parameters(tmp_path: Any) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        reference = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
+        model = build("deepseek_v32")
+        as_it_is = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        run_packed(as_it_is, ragged_packed(), ragged_objective())
+        with pytest.raises(RuntimeError, match="find_unused_parameters"):
+            run_packed(as_it_is, ragged_packed(), ragged_objective())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".indexer." not in name)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for _ in range(2):
+            run = run_packed(wrapped, ragged_packed(), ragged_objective())
+        names = {name.removeprefix("module."): g for name, g in run.gradients.items()}
+        assert all(torch.equal(g, names[name]) for name, g in reference.gradients.items())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_ordinary_batches_run_and_generate_as_under_eager(family: str) -> None:
+    """Without gradients: a row without padding, padded rows, and a cache."""
+    model, other = pt.prepare(build(family)).eval(), build(family, "eager").eval()
+    ids = torch.from_numpy(ragged_objective().sequences[0])[None]
+    padded = ids.expand(2, -1).clone()
+    seen = torch.ones_like(padded)
+    seen[1, :5] = 0
+    with torch.no_grad():
+        for inputs in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": seen}):
+            got, expected = model(**inputs).logits, other(**inputs).logits
+            torch.testing.assert_close(got[:, 5:], expected[:, 5:], atol=1e-5, rtol=1e-5)
+        options = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
+
+
+def test_copies_and_pickles_are_prepared() -> None:
+    model = pt.prepare(build("glm_moe_dsa"))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pt.prepare(model)):
+        kinds = [type(m) for m in other.modules()]
+        assert kinds == [type(m) for m in model.modules()]
+        assert sum(issubclass(kind, AlongTree) for kind in kinds) == 3 + 2
+        other(**ragged_packed().model_inputs())
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_an_unprepared_model_is_refused(family: str) -> None:
+    with pytest.raises(pt.UnsupportedError, match=r"call prefixtree.prepare\(model\) once"):
+        build(family)(**ragged_packed().model_inputs())
+    with torch.no_grad(), pytest.raises(pt.UnsupportedError, match="chooses keys with an indexer"):
+        build(family).eval()(torch.arange(3, 9)[None])
+
+
+def test_what_is_not_verified_is_refused() -> None:
+    model = build("deepseek_v32")
+    with pytest.raises(pt.UnsupportedError, match="not lent between steps or ranks yet"):
+        sequence_logprobs(model, ragged_packed(), max_tokens=20)
+    with pytest.raises(pt.UnsupportedError, match="sampler keeps no keys of indexers"):
+        TreeSampler(model.eval(), max_keys=64)
+    packed = copy.copy(ragged_packed())
+    packed.mask = packed.mask.with_options(backend="triton")
+    with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
+        sequence_logprobs(model, packed)
+    inputs = ragged_packed().model_inputs()
+    with pytest.raises(pt.UnsupportedError, match="take the whole forest"):
+        model(**{**inputs, "tree_mask": inputs["tree_mask"].for_queries([(0, 9)])})
+
+
+def test_chosen_keys_of_others_are_refused() -> None:
+    """Keys that a layer was told to choose, beside a tree that did not choose them."""
+    model = build("qwen3")
+    for name in ("indices", "block_indices"):
+        with pytest.raises(pt.UnsupportedError, match="chooses keys with an indexer"):
+            model(**ragged_packed().model_inputs(), **{name: torch.zeros(1, 3, 2)})
+
+
+def test_layers_that_are_not_as_verified_are_refused() -> None:
+    model = build("deepseek_v32")
+    layer = model.model.layers[1].self_attn
+    layer.indexer.forward = layer.indexer.forward
+    with pytest.raises(pt.UnsupportedError, match="forward of its own"):
+        pt.prepare(model)
+
+    class Other(type(layer.indexer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+            return hidden_states
+
+    del layer.indexer.forward
+    layer.indexer.__class__ = Other
+    with pytest.raises(pt.UnsupportedError, match="not the one of transformers"):
+        pt.prepare(model)
+    model = build("deepseek_v32")
+    del model.model.layers[2].self_attn.indexer
+    with pytest.raises(pt.UnsupportedError, match="3 attention layers, of which 2"):
+        pt.prepare(model)
