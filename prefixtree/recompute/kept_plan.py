@@ -162,5 +162,5 @@ def _message(
 ) -> str:
     needed = [peak[-1, -1] + others[-1] for peak, others in zip(peaks, beside, strict=True)]
     worst = int(np.argmax(needed))
-    words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB),"
+    words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB)"
     return too_large(memory, works[worst], available, needed[worst], words)

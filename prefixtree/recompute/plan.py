@@ -350,7 +350,7 @@ def too_large(
     """The message where a plan that recomputes every layer needs more than there is.
 
     Args:
-        beside: what is held beside the micro-batch. Default: nothing.
+        beside: what of it is held beside the micro-batch, in words. Default: nothing.
     """
     tokens = work.num_tokens
     fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
@@ -364,7 +364,7 @@ def too_large(
             "or shard the model over more devices (FSDP2)"
         )
     return (
-        f"a micro-batch of {tokens:,} distinct tokens{beside} needs about {needed / _GIB:.1f} GiB "
-        f"for activations with every layer recomputed, and {max(0.0, available) / _GIB:.1f} GiB "
-        f"are available: {remedy}"
+        f"a micro-batch of {tokens:,} distinct tokens needs about {needed / _GIB:.1f} GiB "
+        f"for activations with every layer recomputed{beside}, and "
+        f"{max(0.0, available) / _GIB:.1f} GiB are available: {remedy}"
     )

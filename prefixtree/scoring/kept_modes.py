@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import nn
 
+from prefixtree.kernels.lm_head.measures import measure_bytes
+from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.planning.parts import Part
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Trunks
@@ -52,6 +54,7 @@ def modes_of(
     num_scored: Sequence[int],
     recompute: Recompute,
     recompute_trunks: RecomputeTrunks,
+    options: ScoreOptions,
     trains: bool,
 ) -> PartModes:
     """The modes of all parts; those of "auto" for the memory that is available now.
@@ -61,6 +64,7 @@ def modes_of(
         trunks: of the rank; None where it has no sequence. steps: their parts.
         num_scored: edges that each part scores.
         recompute, recompute_trunks: as in `kept_trunks`.
+        options: what is computed of each edge.
         trains: whether there are backwards.
 
     Raises:
@@ -72,6 +76,9 @@ def modes_of(
         if trunks is None or steps is None or not trains:
             return PartModes([None] * len(num_scored), None, again)
         causal_lm, available = left_for_activations(model, steps.packed.device)
+        if options.measure is not None:
+            vocabulary = causal_lm.config.get_text_config().vocab_size
+            available -= measure_bytes(max(num_scored, default=0), vocabulary)
         head: Any = causal_lm.get_output_embeddings()
         trains_head = any(p.requires_grad for p in head.parameters())
         parts = zip(steps, num_scored, trunks.lent_states(), strict=True)

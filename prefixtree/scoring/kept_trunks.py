@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
+from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
 from prefixtree.models.families import forward_inputs
@@ -65,7 +67,8 @@ def kept_trunks(
     recompute: Recompute = None,
     return_statistics: Sequence[str] = (),
     recompute_trunks: RecomputeTrunks = None,
-) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]]]:
+    measure: Measure | None = None,
+) -> Iterator[KeptScores]:
     """Scores the micro-batches of a rank; every distinct token is computed once.
 
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True)
@@ -95,9 +98,12 @@ def kept_trunks(
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
             before their backward, so that between both only keys and values wait. Default: "again"
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
+        measure: as in `sequence_logprobs`, without `measured_edges`. The numbers of edges are those
+            of `scored.packed`.
 
     Yields:
-        An iterator over the micro-batches with their scores.
+        An iterator over the micro-batches with their scores. Its `packed` is the packed forest of
+        all sequences of the rank, in the order in which they were planned.
 
     Raises:
         TypeError, ValueError, ForestError: as `sequence_logprobs`; batches of a plan without
@@ -109,8 +115,8 @@ def kept_trunks(
     """
     check_modes(recompute, recompute_trunks)
     per_sequence_options = temperature, loss_mask
-    options = ScoreOptions(return_entropy, return_statistics, chunk_size)
-    run = _Run(model, batches, per_sequence_options, options, (recompute, recompute_trunks))
+    options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
+    run = KeptScores(model, batches, per_sequence_options, options, (recompute, recompute_trunks))
     try:
         yield run
         run.finish()
@@ -143,8 +149,12 @@ def check_kept(model: nn.Module) -> None:
             )
 
 
-class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
-    """The micro-batches of one block, one after another."""
+class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
+    """The micro-batches of one block, one after another.
+
+    Attributes:
+        packed: the packed forest of all sequences of the rank, ascending as they were planned.
+    """
 
     def __init__(
         self,
@@ -215,7 +225,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             )
         check_routes(model, causal_lm, packed)
         self._forward = ModelForward(model, causal_lm, packed, None, options)
-        self._packed = packed
+        self.packed = packed
         self._inputs = forward_inputs(packed, causal_lm.config)
         self._wrapped = Wrapped(model, self._device)
         if trunks is None:
@@ -239,7 +249,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             self._row_of_edge[which] = np.arange(len(which))
         self._copies = np.concatenate([[0], np.cumsum(found.lengths)])
         counts = [len(which) for which, _ in self._scored]
-        self._modes = modes_of(model, trunks, self._steps, counts, *modes, trains=self._trains)
+        self._modes = modes_of(model, trunks, self._steps, counts, *modes, options, self._trains)
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
             # what each forward would refuse
             recomputed_forward(model, causal_lm, packed, 0, mode)
@@ -362,7 +372,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
             scores.register_hook(turn.note)
             if own is not None:
                 self._run_dummies(BACKWARD)
-        return scores_of(scores, index, lengths, self._options)
+        return replace(scores_of(scores, index, lengths, self._options), measured_edges=None)
 
     def _joined(
         self, own: int | None, of_own: torch.Tensor | None
@@ -396,11 +406,9 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         at = edges[is_scored]
         rows[is_scored] = first[self._part_of_edge[at]] + self._row_of_edge[at]
         if not found:
-            found = [
-                torch.zeros(
-                    0, self._options.columns, device=self._device, requires_grad=self._trains
-                )
-            ]
+            # of any trunk, to which its tokens belong
+            of_trunk, _ = next(iter(self._graphs.values()))
+            found = [of_trunk.detach()[:0].requires_grad_(self._trains)]
         lengths = [self._found.lengths[i] for i in sequences]
         return torch.cat(found), GatherIndex(rows, count, self._device), lengths
 
@@ -421,7 +429,7 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
         assert self._steps is not None
         tokens = self._steps[part]
         inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
-        edges = edges_on_device(self._packed, self._found, *self._scored[part])
+        edges = edges_on_device(self.packed, self._found, *self._scored[part])
         mode = self._modes.of_part[part]
         return self._run_model(tokens.mask, inputs, edges, mode, is_last=False)
 
@@ -445,8 +453,8 @@ class _Run(Iterator[tuple[MicroBatch, SequenceScores]]):
 
     def _dummy(self, is_last: bool) -> torch.Tensor:
         """A forward over one token, none of which is scored: [0, columns]."""
-        packed, nothing = dummy_of(self._packed), np.empty(0, np.int64)
-        edges = edges_on_device(self._packed, self._found, nothing, nothing)
+        packed, nothing = dummy_of(self.packed), np.empty(0, np.int64)
+        edges = edges_on_device(self.packed, self._found, nothing, nothing)
         inputs = forward_inputs(packed, self._causal_lm.config)
         return self._run_model(packed.mask, inputs, edges, self._modes.of_dummy, is_last)
 

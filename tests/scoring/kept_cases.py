@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from prefixtree import MicroBatchPlan, kept_trunks, plan_micro_batches, sequence_logprobs
-from tests.support.models import Objective, Run, assert_same, gradients, ragged_objective
+from tests.support.models import (
+    Objective,
+    Run,
+    assert_same,
+    gradients,
+    ragged_objective,
+    with_measured,
+)
 from tests.support.step_ranks import LIGHT, loss_of
 
 MAX_TOKENS = 24
@@ -53,7 +60,8 @@ def run(
     with kept_trunks(
         model, plan[0], *per_sequence, return_entropy=True, chunk_size=7, **options
     ) as scored:
-        for batch, scores in scored:
+        for batch, given in scored:
+            scores = with_measured(given)
             pairs = zip(scores.logprobs, scores.entropy, strict=True)
             found |= dict(zip(batch.sequence_indices.tolist(), pairs, strict=True))
             loss(taken(objective, batch), scores).backward()

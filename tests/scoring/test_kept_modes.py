@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, UnsupportedError, borrow_cost, kept_trunks
+from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
@@ -18,7 +19,14 @@ from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import kept_modes
 from tests.scoring.kept_cases import compare, plan_of, run
 from tests.support.lost_gradients import lose_keys, lose_states
-from tests.support.models import adapted, build, errors, ragged_objective, same_bits
+from tests.support.models import (
+    adapted,
+    build,
+    errors,
+    logprob_and_entropy,
+    ragged_objective,
+    same_bits,
+)
 
 
 class Memory:
@@ -27,7 +35,10 @@ class Memory:
     Attributes:
         left: bytes for activations.
         plans: what was planned, call after call.
+        works: the parts that were planned last.
     """
+
+    works: Any
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 1 << 60
@@ -39,7 +50,7 @@ class Memory:
             return real(*model)[0], self.left
 
         def planned(*given: Any, **options: Any) -> KeptPlan:
-            self._given = given[:-1]
+            self._given, self.works = given[:-1], given[1]
             self.plans.append(self._plan(*given, **options))
             return self.plans[-1]
 
@@ -105,6 +116,19 @@ def test_again_and_without_gradients(memory: Memory) -> None:
         for _ in s:
             pass
     assert memory.plans == [plan]
+
+
+def test_what_a_measure_takes_is_left_free(memory: Memory) -> None:
+    model = build("qwen3")
+    run(model, recompute="auto")
+    less = memory.share(0.5)
+    memory.left = less
+    run(model, recompute="auto")
+    most = max(work.scored for work in memory.works)
+    memory.left = less + measure_bytes(most, model.config.vocab_size)
+    run(model, recompute="auto", measure=logprob_and_entropy)
+    _, without, beside = memory.plans
+    assert beside == without
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 1])

@@ -11,8 +11,9 @@ import torch
 
 import prefixtree as pt
 from prefixtree.packing.gather import _Gather
-from prefixtree.scoring import logprobs
+from prefixtree.scoring import kept_trunks, logprobs
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.scoring import kept_cases
 from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
 from tests.support.models import (
     AdaptedHead,
@@ -185,3 +186,58 @@ def test_refused():
         sequence_logprobs(build("qwen3"), ragged_packed(), measure=measure)
     with pytest.raises(TypeError, match="measure must be a function of logits"):
         sequence_logprobs(build("qwen3"), ragged_packed(), measure="kl")  # type: ignore[arg-type]
+
+
+# ---- kept trunks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("qwen3", {"recompute": "auto"}),
+        ("gemma2", {"recompute_trunks": "again"}),
+        ("qwen3_5", {}),
+    ],
+)
+def test_in_kept_trunks(family, options, monkeypatch):
+    """Micro-batches use the measure of their trunks' edges too; red where it has no gradient."""
+    model = build(family)
+    plain = kept_cases.run(model, **options)
+    tolerance = 1e-4 if family == "qwen3_5" else 1e-5
+    got = kept_cases.compare(model, tolerance=tolerance, measure=logprob_and_entropy, **options)
+    assert_same(got, plain, tolerance)
+    backward = kept_trunks._backward
+
+    def lost(scores: torch.Tensor, gradient: Any) -> None:
+        # behind log p and the entropy
+        gradient = gradient if gradient is None else gradient.index_fill(1, torch.arange(2, 4), 0)
+        backward(scores, gradient)
+
+    monkeypatch.setattr(kept_trunks, "_backward", lost)
+    wrong = kept_cases.run(model, measure=logprob_and_entropy, **options)
+    found = errors(wrong, plain)
+    assert found.logprob < 1e-5 and found.gradient > 0.01
+
+
+def test_the_numbers_of_edges_in_kept_trunks():
+    """They are those of the forest of the rank's sequences, also where nothing is scored."""
+    model, objective = build("qwen3"), ragged_objective()
+    batches = kept_cases.plan_of(objective)[0]
+    given = objective.temperatures, objective.loss_masks
+    with torch.no_grad():
+        with pt.kept_trunks(model, batches, *given, measure=numbers_and_logprob) as scored:
+            packed = scored.packed
+            found = []
+            for batch, scores in scored:
+                found += zip(batch.sequence_indices.tolist(), scores.measured, strict=True)
+                assert scores.measured_edges is None
+        whole = sequence_logprobs(model, packed, *given, measure=numbers_and_logprob)
+    assert len(found) == len(whole.measured) and packed.num_tokens == ragged_packed().num_tokens
+    for i, measured in found:
+        assert torch.equal(measured[:, :2], whole.measured[i][:, :2])
+        assert torch.allclose(measured, whole.measured[i], atol=1e-5)
+    nothing = [np.zeros(len(x), bool) for x in objective.sequences]
+    with pt.kept_trunks(model, batches, loss_mask=nothing, measure=logprob_and_entropy) as scored:
+        for _, scores in scored:
+            assert all(m.shape[1] == 2 for m in scores.measured)
+            (torch.cat(scores.measured).sum() + torch.cat(scores.logprobs).sum()).backward()

@@ -21,7 +21,14 @@ from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.scoring import kept_modes
 from tests.support.full import asked_for
-from tests.support.models import build, counted, make_objective, ragged_sequences
+from tests.support.models import (
+    build,
+    counted,
+    logprob_and_entropy,
+    make_objective,
+    ragged_sequences,
+    with_measured,
+)
 from tests.support.step_ranks import LIGHT, Case, _distance, _gradients, _wrap, loss_of
 
 MAX_TOKENS = 24
@@ -37,7 +44,7 @@ CASES = {
     "fsdp2, checkpointing": Case("fsdp2", "gpt_oss", checkpointing=True),
     "fsdp2, lora, again": Case("fsdp2", lora=True),
     "fsdp2, accumulation": Case("fsdp2", micro_batches=2),
-    "fsdp2, auto": Case("fsdp2"),
+    "fsdp2, measured, auto": Case("fsdp2", measured=True),
     "fsdp2, bfloat16": Case("fsdp2", half=True),
     "ddp, recurrent, again": Case("ddp", "lfm2"),
     "fsdp2, recurrent": Case("fsdp2", "nemotron_h", checkpointing=True),
@@ -80,6 +87,7 @@ def _kept(model: nn.Module, rank: int, **options: Any) -> torch.Tensor:
     given = its.temperatures, its.loss_masks
     with kept_trunks(model, _plan(rank)[0], *given, return_entropy=True, **options) as scored:
         for batch, scores in scored:
+            scores = with_measured(scores)
             if torch.is_grad_enabled():
                 loss_of(_taken(rank, batch), scores).backward()
             found += [x.detach() for x in scores.logprobs]
@@ -98,14 +106,14 @@ def _run(name: str, rank: int, folder: Path) -> dict[str, Any]:
         for batch in range(2):
             _alone(model, batch)
         found["in one forward"] = _distance(_gradients(model), expected)
-    options = {"recompute_trunks": "again"} if name.endswith("again") else {}
+    options: dict[str, Any] = {"recompute_trunks": "again"} if name.endswith("again") else {}
     if name.endswith("auto"):
         # the trunks of one rank run forward again
         def planned(*given: Any, **keywords: Any) -> Any:
             return plan_kept(*given, **{**keywords, "runs_again": rank == 0})
 
         kept_modes.plan_kept = planned  # type: ignore[assignment]
-        options = {"recompute": "auto"}
+        options = {"recompute": "auto", "measure": logprob_and_entropy}
     # DDP builds its buckets anew after the first update
     for _ in range(2):
         model.zero_grad(set_to_none=True)
