@@ -565,4 +565,4 @@ CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all
 BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
 # older transformers do not hand their keywords to the loss: labels= goes unseen there
-LABELS_UNSEEN_BELOW = {"qwen3_vl": "5.17"}
+LABELS_UNSEEN_BELOW = {"glm46v": "5.17", "glm4v": "5.17", "qwen3_vl": "5.17"}
