@@ -21,12 +21,16 @@ Modality = Literal["image", "video"]
 #: model types whose processors give a grid per picture, and whether they write the frames of a
 #: video apart, with their times as text between them
 GRIDS = {
+    "glm46v": True,
+    "glm4v": True,
     "qwen2_5_vl": False,
     "qwen3_5": True,
     "qwen3_5_moe": True,
     "qwen3_vl": True,
     "qwen3_vl_moe": True,
 }
+# of these, those that write the frames of a video with the placeholder of images
+_ONE_PLACEHOLDER = ("glm46v", "glm4v")
 #: model types whose processors give a position per patch, and pad all pictures to as many patches
 _POSITIONS = ("gemma4",)
 
@@ -113,7 +117,8 @@ class PictureRule:
         text: Any = getattr(config, "text_config", None)
         check_served(self.model_type, text)
         self.placeholders: dict[Modality, int] = {"image": int(config.image_token_id)}
-        if (video := getattr(config, "video_token_id", None)) is not None:
+        video = getattr(config, "video_token_id", None)
+        if video is not None and self.model_type not in _ONE_PLACEHOLDER:
             self.placeholders["video"] = int(video)
         self.first_id = max(int(text.vocab_size), *(t + 1 for t in self.placeholders.values()))
         self.grid_name = "image_grid_thw"
@@ -151,7 +156,7 @@ class PictureRule:
         if pixels is None or grids is None:
             there, missing = (names[1], names[0]) if pixels is None else (names[0], names[1])
             raise ValueError(f"{there} came without {missing}: give both, or neither")
-        if self.model_type in _POSITIONS and modality == "video":
+        if modality == "video" and self.model_type in (*_POSITIONS, *_ONE_PLACEHOLDER):
             raise UnsupportedError(
                 f"videos are not verified in model type {self.model_type!r}: give images alone"
             )

@@ -169,6 +169,17 @@ def test_gemma_has_positions_in_the_place_of_grids():
         pt.Pictures.from_batch(*args, pixel_values_videos=pixels, video_grid_thw=padded)
 
 
+@pytest.mark.parametrize("model_type", ["glm4v", "glm46v"])
+def test_glm_writes_videos_with_the_placeholder_of_images(model_type):
+    of = config(model_type)
+    found = pt.Pictures.from_batch([[1, *shown(8)]], A, GRIDS[:1], of)
+    assert found.placeholders == {"image": of.image_token_id}
+    with pytest.raises(pt.UnsupportedError, match="videos are not verified in model type 'glm4"):
+        pt.Pictures.from_batch(
+            [[1, *shown(8)]], None, None, of, pixel_values_videos=A, video_grid_thw=GRIDS[:1]
+        )
+
+
 @pytest.mark.parametrize(
     ("message", "pixels", "grids", "rows"),
     [
@@ -222,7 +233,7 @@ def test_bad_videos_and_keys_are_refused():
 def test_families_that_are_not_served():
     for model_type, why in (
         ("gemma3", "tokens of a picture see the later tokens"),
-        ("llava", "not verified in model type 'llava', only in gemma4, qwen2_5_vl"),
+        ("llava", "not verified in model type 'llava', only in gemma4, glm46v, glm4v, qwen2_5_vl"),
         ("qwen3_vl_text", "give the configuration of the whole model"),
     ):
         with pytest.raises(pt.UnsupportedError, match=why):

@@ -133,8 +133,11 @@ _FAMILIES: dict[str, Family] = {
     "gemma4_unified_text": Family(softcap="final_logit_softcapping"),
     "glm": Family(),
     "glm4": Family(),
+    "glm46v": Family(position_rows=4),
     "glm4_moe": Family(),
     "glm4_moe_lite": Family(),
+    "glm4v": Family(position_rows=4),
+    "glm4v_text": Family(position_rows=4),
     "glm_moe_dsa": _indexed(hides_positions=True),
     "gpt2": Family(),
     "gpt_neox": Family(),
@@ -243,6 +246,7 @@ LIGER_LAYERS = (
 TOWERS = frozenset(
     {
         "gemma4_vision",
+        "glm4v_vision",
         "qwen2_5_vl_vision",
         "qwen3_5_moe_vision",
         "qwen3_5_vision",

@@ -42,6 +42,10 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "persimmon",
     ),
     "it builds a causal mask in packed order": ("biogpt",),
+    "its layers are shown positions of 3-D RoPE in the place of those in the text": (
+        "glm4v_moe",
+        "glm4v_moe_text",
+    ),
     "its attention is its own, not one of transformers' attention functions": (
         "codegen",
         "falcon",

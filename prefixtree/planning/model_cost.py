@@ -216,8 +216,9 @@ def tower_weights(config: Any) -> int:
         *_, owner, last = name.split(".")
         is_linear = weight.ndim > 1 and "norm" not in owner and "position" not in last
         if is_linear and id(weight) not in skipped:
-            # mergers see the patches of a placeholder as one row
-            found += weight.numel() * (1 if "merger" in name else side**2)
+            # these see the patches of a placeholder as one row
+            sees_all = "merger" in name or "downsample" in name
+            found += weight.numel() * (1 if sees_all else side**2)
     return found
 
 

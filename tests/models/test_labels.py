@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from packaging import version
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.models.families import forward_inputs
 from tests.support.family_configs import FAMILIES, LABELS_UNSEEN_BELOW, VARIANTS
 from tests.support.models import TRANSFORMERS, build, cases, enable_checkpointing, ragged_packed
 
@@ -20,10 +22,8 @@ _MESSAGE = (
 
 
 def _inputs(model_type: str = "qwen3") -> dict[str, Any]:
-    inputs = ragged_packed().model_inputs()
-    if model_type.startswith(("qwen2_5_vl", "qwen3_vl", "qwen3_5")):
-        inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
-    return inputs
+    config = SimpleNamespace(model_type=model_type.partition("/")[0])
+    return forward_inputs(ragged_packed(), config)
 
 
 @pytest.mark.parametrize("model_type", cases([*FAMILIES, *VARIANTS]))

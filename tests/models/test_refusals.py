@@ -94,6 +94,8 @@ _CACHE_UNSEEN = [
     "gemma4",
     "gemma4_text",
     "gemma4_unified_text",
+    "glm46v",
+    "glm4v",
     "laguna",
     "lfm2",
     "lfm2_moe",
@@ -124,7 +126,7 @@ def test_use_cache(model_type, packed):
 def test_use_cache_where_it_cannot_be_seen(model_type, packed):
     """An empty cache is filled and changes nothing; to go on with it is refused."""
     model = pt.prepare(build(model_type))
-    inputs = packed.model_inputs()
+    inputs = families.forward_inputs(packed, model.config)
     with torch.no_grad():
         expected = model(**inputs).logits
         output = model(**{**inputs, "use_cache": True})

@@ -30,6 +30,7 @@ from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpoin
 from tests.support.picture_cases import (
     CONFIGS,
     IMAGE,
+    NO_VIDEOS,
     VOCABULARY,
     Batch,
     Float64,
@@ -53,7 +54,7 @@ FAMILIES = [
     pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason=_TOO_OLD))
     for name in CONFIGS
 ]
-WITH_VIDEOS = [case for case in FAMILIES if "gemma4" not in case.values]
+WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
 TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
 
 
@@ -73,7 +74,7 @@ def _pictures(model_type: str) -> pt.Pictures:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_float64_is_exact(model_type, kind, record_property):
     """Log-probabilities, and all gradients of text and tower, none of them zero."""
-    if kind == "videos" and model_type == "gemma4":
+    if kind == "videos" and model_type in NO_VIDEOS:
         pytest.skip("videos are refused")
     made = made_of(model_type, kind)
     with Float64():
@@ -101,7 +102,7 @@ def made_of(model_type: str, kind: str) -> Batch:
 )
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_equals_each_sequence_alone(model_type, mode):
-    if mode == "videos" and model_type == "gemma4":
+    if mode == "videos" and model_type in NO_VIDEOS:
         pytest.skip("videos are refused")
     if mode == "reentrant" and model_type == "gemma4":
         pytest.skip("refused: layers use keys of earlier ones")

@@ -122,7 +122,7 @@ def test_pairs_of_runs(window: int | None) -> None:
     assert visible_keys(np.arange(3), window).sum() == expected[0]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4", "glm4v"])
 def test_the_cost_of_a_picture_is_what_its_tower_computes(model_type: str) -> None:
     """But for attention; a placeholder stands for 2 x 2 patches."""
     model = picture_cases.build(model_type, "sdpa")

@@ -74,7 +74,7 @@ def test_a_run_takes_what_was_traced(model_type, trains):
     assert memory.run(len(shown)) == pytest.approx(most, rel=0.1)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma4", "glm4v"])
 def test_auto_is_exact(model_type):
     run = run_packed(build(model_type), batch(model_type), recompute="auto")
     assert errors(run, reference(model_type)).largest < tolerance(model_type)

@@ -294,6 +294,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": _rope(partial_rotary_factor=0.5),
     },
+    "glm46v": {
+        "text_config": {
+            **TINY,
+            "model_type": "glm4v_text",
+            "hidden_size": 64,
+            "rope_parameters": _rope(mrope_section=[1, 2, 1], partial_rotary_factor=0.5),
+        },
+        "vision_config": {
+            **_VISION,
+            "model_type": "glm4v_vision",
+            "out_hidden_size": 64,
+            "image_size": 16,
+        },
+    },
     "glm4_moe_lite": {**_MLA, **_ROUTED, **_FIRST_DENSE, "attention_bias": True},
     "glm_moe_dsa": {**_INDEXED, **_SHARED_INDICES, "n_shared_experts": 1},
     "gpt2": {
@@ -314,6 +328,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
         },
+    },
+    "glm4v": {
+        "text_config": {
+            **TINY,
+            "hidden_size": 64,
+            "rope_parameters": _rope(mrope_section=[1, 2, 1], partial_rotary_factor=0.5),
+        },
+        "vision_config": {**_VISION, "out_hidden_size": 64, "image_size": 16},
     },
     "granite": {**_MULTIPLIERS, **_BIASES},
     "granitemoe": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "attention_bias": True},
@@ -545,6 +567,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # model types of parts, which need no separate proof: their wholes are proven
 PARTS = {
+    "glm4v_text": "glm4v",
     "qwen2_5_vl_text": "qwen2_5_vl",
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_5_text": "qwen3_5",
@@ -591,4 +614,4 @@ CANNOT_CHECKPOINT = {"jetmoe"}
 # older transformers cannot run these at all
 BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
 # older transformers do not hand their keywords to the loss: labels= goes unseen there
-LABELS_UNSEEN_BELOW = {"qwen3_vl": "5.17"}
+LABELS_UNSEEN_BELOW = {"glm46v": "5.17", "glm4v": "5.17", "qwen3_vl": "5.17"}

@@ -86,6 +86,8 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "glm": ("GLM-4 9B", "partial RoPE, biases"),
     "glm4": ("GLM-4-0414", "partial RoPE, biases, sandwich norm"),
+    "glm4v": ("GLM-4.1V", "3-D RoPE, partial RoPE, biases, [pictures](pictures.md)"),
+    "glm46v": ("GLM-4.6V (dense)", "as glm4v"),
     "glm4_moe": ("GLM-4.5, 4.6", "partial RoPE, experts (grouped, shared), normed queries"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "MLA (D != Dv), experts (grouped, shared)"),
     "glm_moe_dsa": (

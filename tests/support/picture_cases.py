@@ -87,6 +87,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_VISION, "num_position_embeddings": 16},
     },
+    "glm4v": {
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": (2, 3, 3)}},
+        "vision_config": {**_VISION, "image_size": 16},
+    },
+    "glm46v": {
+        "text_config": {
+            "model_type": "glm4v_text",
+            **_TEXT,
+            "rope_parameters": {
+                **_ROPE,
+                "mrope_section": (1, 2, 1),
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": {"model_type": "glm4v_vision", **_VISION, "image_size": 16},
+    },
     "gemma4": {
         "text_config": {
             **_TEXT,
@@ -116,6 +132,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# refused there
+NO_VIDEOS = ("gemma4", "glm46v", "glm4v")
+
+
 def build(
     model_type: str, implementation: Any = "prefixtree", dtype: torch.dtype = torch.float32
 ) -> Any:
@@ -124,7 +144,7 @@ def build(
         model_type,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
-        **({"vision_start_token_id": START} if model_type != "gemma4" else {}),
+        **({"vision_start_token_id": START} if model_type not in NO_VIDEOS else {}),
         **as_lists(CONFIGS[model_type]),
     )
     model = AutoModelForImageTextToText.from_config(config, attn_implementation=implementation)

@@ -95,6 +95,7 @@ CASES: dict[int, dict[str, Case]] = {
         "qwen3_5, videos, heads": Case("qwen3_5", "videos", "heads"),
         "qwen3_5_moe": Case("qwen3_5_moe", "videos"),
         "gemma4, scattered": Case("gemma4", scattered=True),
+        "glm4v, scattered": Case("glm4v", scattered=True),
         "one picture": Case("qwen3_vl", "one", scattered=True),
         "FSDP2, runs": Case("qwen3_vl", wrapper="fsdp2", recompute="all", double=False),
         "FSDP2, one picture": Case(
@@ -117,7 +118,8 @@ QUICK: dict[int, tuple[str, ...]] = {
         name
         for name in CASES[2]
         if name not in ("qwen3_5_moe", "qwen3_vl_moe, scattered", "qwen2_5_vl, scattered")
-        and name not in ("FSDP2, states", "qwen3_5, videos, heads", "gemma4, scattered")
+        and name
+        not in ("FSDP2, states", "qwen3_5, videos, heads", "gemma4, scattered", "glm4v, scattered")
     ),
     3: ("qwen3_vl", "qwen2_5_vl, one picture"),
 }

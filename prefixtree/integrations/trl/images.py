@@ -88,10 +88,10 @@ def check_images(trainer: Any) -> None:
     """
     config = transformer_of(trainer.model).config
     check_served(config.model_type, config.get_text_config())
-    if config.model_type == "gemma4":
+    if not config.model_type.startswith("qwen"):
         raise UnsupportedError(
-            "images of Gemma 4 are not verified with TRL, only those of Qwen's families; for a "
-            "text-only run pass its tokenizer as processing_class"
+            f"images of {config.model_type} are not verified with TRL, only those of Qwen's "
+            "families; for a text-only run pass its tokenizer as processing_class"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise UnsupportedError(

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.support.models import as_lists, randomise
-from tests.support.picture_cases import CONFIGS, END, IMAGE, START, VIDEO, pixels
+from tests.support.picture_cases import CONFIGS, END, IMAGE, NO_VIDEOS, START, VIDEO, pixels
 from tests.support.picture_cases import run as placeholders
 
-VISION = tuple(name for name in CONFIGS if name != "gemma4")
+VISION = tuple(name for name in CONFIGS if name not in NO_VIDEOS)
 _GRIDS = {"a": (1, 8, 4), "a2": (1, 8, 4), "b": (1, 4, 6)}
 
 
