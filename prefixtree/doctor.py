@@ -112,6 +112,20 @@ WANTED = (
         "the verl adapter",
     ),
     Wanted(
+        "megatron-core",
+        "prefixtree.integrations.megatron",
+        ">=0.18",
+        "pip install megatron-core==0.19.2",
+        "the adapter for Megatron-Core",
+    ),
+    Wanted(
+        "transformer-engine",
+        "transformer_engine.pytorch",
+        "",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        "Megatron's TransformerEngine layer specs; get_gpt_layer_local_spec needs none",
+    ),
+    Wanted(
         "matplotlib",
         "matplotlib.figure",
         ">=3.9",

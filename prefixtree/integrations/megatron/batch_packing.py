@@ -170,8 +170,7 @@ def _check_whole(language_model: Any) -> None:
     if (size := language_model.config.context_parallel_size) > 1:
         raise UnsupportedError(
             f"pack_batches is not served with context_parallel_size={size}: ranks get parts of "
-            "sequences; use tree_logprobs, which takes the whole forest on every rank, or set it "
-            "to 1"
+            "sequences; use tree_logprobs, or set it to 1"
         )
 
 

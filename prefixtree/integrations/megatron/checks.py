@@ -126,10 +126,8 @@ def routed_tokens(language_model: Any, local: LocalForest) -> RoutedTokens | Non
     if local.routes is not None:
         if _counts(language_model):
             raise UnsupportedError(
-                "recorded routes are not served with losses of routers or updates of experts' "
-                "biases, which count the last token of a sequence, whose experts nobody recorded: "
-                "set moe_router_load_balancing_type to 'none', moe_z_loss_coeff to None and "
-                "moe_router_bias_update_rate to 0"
+                "recorded routes are not served with router losses or bias updates, which count "
+                "last tokens, whose experts nobody recorded; switch them off"
             )
         ordinals, _ = ordinals_of(language_model)
         return RoutedTokens(local.copies.long(), local.routes, ordinals)
@@ -247,7 +245,7 @@ def check_calls(language_model: Any, calls: tuple[int, int], tokens: RoutedToken
     routers = len(routers_of(language_model))
     if tokens is not None and tokens.calls != routers:
         raise UnsupportedError(
-            f"{tokens.calls} routers read the numbers or routes of tokens in a forward of "
+            f"{tokens.calls} routers read their tokens in a forward of "
             f"{type(language_model).__name__}, which has {routers} routers: a layer does not hand "
             "on padding_mask"
         )

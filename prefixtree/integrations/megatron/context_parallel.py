@@ -138,8 +138,7 @@ class LocalForest:
         if not isinstance(output, torch.Tensor) or output.shape[:2] != (1, rows):
             got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
             raise UnsupportedError(
-                f"the model returned {got}, expected a row per token of this context-parallel "
-                f"rank, [1, {rows}, ...]"
+                f"the model returned {got}, expected [1, {rows}, ...], a row per token of this rank"
             )
         every = np.arange(self.packed.num_tokens)
         row = torch.from_numpy(arrival(self._split.owner, len(self._split))[0][:num_tokens])
@@ -236,9 +235,8 @@ def check_group(language_model: Any) -> None:
     ranks = language_model.pg_collection.cp.size()
     if size != ranks:
         raise UnsupportedError(
-            f"the configuration has context_parallel_size={size}, and the model's group has "
-            f"{ranks} ranks, which is how a forest would be divided: give both the same size "
-            "(parallel_state.initialize_model_parallel(context_parallel_size=...))"
+            f"context_parallel_size={size} of the configuration, and the model's group has {ranks} "
+            "ranks; give both the same size"
         )
 
 

@@ -85,8 +85,8 @@ class ForestCoreAttention:
         if not isinstance(packed_seq_params, ForestParams):
             if self._forests_alone:
                 raise UnsupportedError(
-                    "Megatron's DotProductAttention has no context parallelism, expected a packed "
-                    "forest (tree_logprobs); for other batches use TransformerEngine's layer spec"
+                    "Megatron's DotProductAttention has no context parallelism but on forests; use "
+                    "TransformerEngine's layer spec"
                 )
             return super().forward(  # type: ignore[misc]
                 *(query, key, value, attention_mask, *args),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.context_parallel import LocalForest
 
 # Megatron compares the format with "thd" alone, and everything else takes its unpacked code, which
@@ -48,7 +47,7 @@ class ForestParams(PackedSeqParams):
         Layers share the result. None and tuples of tables are mapped too.
 
         Raises:
-            UnsupportedError: a table that ends before the longest sequence.
+            RuntimeError: a table that ends before the longest sequence.
         """
         if table is None:
             return None
@@ -57,7 +56,7 @@ class ForestParams(PackedSeqParams):
         assert self.local is not None
         if id(table) not in self._rows:
             if len(table) < int(self.max_seqlen_q):
-                raise UnsupportedError(
+                raise RuntimeError(
                     f"a rotary table has {len(table)} rows, and the longest sequence "
                     f"{self.max_seqlen_q} tokens: something cut it for context parallelism"
                 )

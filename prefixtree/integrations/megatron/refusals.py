@@ -207,6 +207,11 @@ REFUSALS = (
     Refusal("fp8", _get("fp8"), "FP8 was not compared; set it to None"),
     Refusal("fp4", _get("fp4"), "FP4 was not compared; set it to None"),
     Refusal(
+        "quant_recipe",
+        _get("quant_recipe"),
+        "recipes that quantise some layers were not compared; set it to None",
+    ),
+    Refusal(
         "qk_clip",
         _get("qk_clip"),
         "tree attention does not record the largest score that clipping needs; set it to False",

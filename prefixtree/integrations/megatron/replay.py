@@ -35,13 +35,13 @@ def check_routes(language_model: Any, packed: PackedForest) -> None:
     for name, router in routers.items():
         if not isinstance(router, ForestRouter):
             raise UnsupportedError(
-                f"{name}.router is a {type(router).__name__}, which would not follow the forest's "
-                "recorded routes: build the model from tree_spec(its layer spec)"
+                f"{name}.router is a {type(router).__name__}, which would not follow recorded "
+                "routes: build the model from tree_spec(its layer spec)"
             )
     if getattr(config, "moe_router_fusion", False):
         raise UnsupportedError(
-            "recorded routes are not served with moe_router_fusion=True: fused routers choose by "
-            "themselves; set it to False"
+            "moe_router_fusion=True with recorded routes: fused routers choose by themselves; set "
+            "it to False"
         )
     layers, chosen = routes.shape[1:]
     _, count = ordinals_of(language_model)
@@ -72,9 +72,8 @@ def check_no_replay(language_model: Any) -> None:
         action = getattr(getattr(router, "router_replay", None), "router_replay_action", None)
         if action is not None:
             raise UnsupportedError(
-                f"{name}.router is set to {action} (RouterReplay), whose routes have a row per "
-                "token of the replicated batch, a forest one per distinct token: leave it out, and "
-                "give recorded routes to PrefixForest.from_sequences(..., routes=)"
+                f"{name}.router has {action} set, whose rows are tokens of the replicated batch; "
+                "give routes to PrefixForest.from_sequences instead"
             )
 
 
@@ -94,8 +93,7 @@ def ordinals_of(language_model: Any) -> tuple[dict[int, int], int]:
         frequency = [int(at % frequency == 0) for at in range(config.num_layers)]
     if not isinstance(language_model, GPTModel) or not all(frequency[n - 1] for n in numbers):
         raise UnsupportedError(
-            "recorded routes are served on pipeline stages of a GPTModel whose moe_layer_freq says "
-            f"which layers have experts, got a {type(language_model).__name__} with "
-            f"moe_layer_freq={config.moe_layer_freq}: use one stage"
+            "recorded routes on pipeline stages need a GPTModel whose moe_layer_freq "
+            f"({config.moe_layer_freq}) says which layers have experts; use one stage"
         )
     return {number: sum(frequency[: number - 1]) for number in numbers}, sum(frequency)

@@ -110,8 +110,8 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
         (
             size > 1 or engine_config.dynamic_context_parallel,
             f"context_parallel_size={size} (dynamic_context_parallel="
-            f"{engine_config.dynamic_context_parallel}): packed forests are not split over ranks "
-            "yet; set them to 1 and False",
+            f"{engine_config.dynamic_context_parallel}): not verified in verl; set them to 1 and "
+            "False",
         ),
         (
             engine_config.use_fused_kernels or model_config.use_fused_kernels,
@@ -124,8 +124,8 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
         ),
         (
             replay != "disabled",
-            f"router_replay.mode={replay}: recorded routes have a row per token of the batch, a "
-            "forest has one per distinct token; set it to disabled",
+            f"router_replay.mode={replay}: its rows are tokens of the batch, a forest has one per "
+            "distinct token; set it to disabled",
         ),
         (
             model_config.mtp.enable,

@@ -38,7 +38,10 @@ def test_a_mistake_is_seen(ranks: list[dict[str, Any]], name: str) -> None:
             "a rank refuses",
             ["RuntimeError: rank 1 of the group refused", "ValueError: token id 1000"],
         ),
-        ("another size", ["context_parallel_size=4, and the model's group has 2 ranks"] * 2),
+        (
+            "another size",
+            ["context_parallel_size=4 of the configuration, and the model's group has 2 ranks"] * 2,
+        ),
     ],
 )
 def test_what_ranks_refuse(ranks: list[dict[str, Any]], call: str, messages: list[str]) -> None:

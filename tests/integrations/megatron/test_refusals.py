@@ -110,6 +110,7 @@ SETTINGS: dict[str, Any] = {
     "tp_comm_overlap": True,
     "fp8": "hybrid",
     "fp4": "e2m1",
+    "quant_recipe": {"matchers": []},
     "qk_clip": True,
     "log_max_attention_logit": True,
     "fine_grained_activation_offloading": True,
@@ -214,7 +215,7 @@ def test_states_of_parts(two_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_group_than_the_configurations(model: Any) -> None:
     """A forest would be divided otherwise than losses and gradients are."""
     model.config.context_parallel_size = 2
-    message = "context_parallel_size=2, and the model's group has 1 ranks"
+    message = "context_parallel_size=2 of the configuration, and the model's group has 1 ranks"
     refused_everywhere(model, message, shared=False)
 
 
@@ -227,7 +228,7 @@ def test_megatrons_own_attention_of_parts() -> None:
 
 def test_a_rotary_table_that_was_cut(model: Any) -> None:
     params = ForestParams.of(LocalForest(packed_of(SEQUENCES)))
-    with pytest.raises(UnsupportedError, match="has 4 rows, and the longest sequence 5 tokens"):
+    with pytest.raises(RuntimeError, match="has 4 rows, and the longest sequence 5 tokens"):
         params.at_depths(torch.zeros(4, 1, 1, 8))
 
 
