@@ -367,7 +367,7 @@ def padded_to_ranks(packed: PackedForest, least: int) -> PackedForest:
 
 
 def edges_of(found: ScoredEdges | None) -> Edges | None:
-    """What is scored, as `split_tokens` takes it."""
+    """The edges that are scored, as `split_tokens` takes them."""
     if found is None:
         return None
     return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
