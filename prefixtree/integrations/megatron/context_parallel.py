@@ -226,7 +226,8 @@ def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]
 
 
 def check_group(language_model: Any) -> None:
-    """Refuses a model whose context-parallel group is not the one of its configuration.
+    """Refuses a model whose context-parallel group is not the one of its configuration, or that has
+    pipeline stages beside it.
 
     Raises:
         UnsupportedError: with both sizes.
@@ -237,6 +238,12 @@ def check_group(language_model: Any) -> None:
         raise UnsupportedError(
             f"context_parallel_size={size} of the configuration, and the model's group has {ranks} "
             "ranks; give both the same size"
+        )
+    stages = language_model.config.pipeline_model_parallel_size
+    if size > 1 and stages > 1:
+        raise UnsupportedError(
+            f"context_parallel_size={size} with pipeline_model_parallel_size={stages} is not verified "
+            "on forests; set one of both to 1"
         )
 
 
