@@ -242,8 +242,8 @@ def check_group(language_model: Any) -> None:
     stages = language_model.config.pipeline_model_parallel_size
     if size > 1 and stages > 1:
         raise UnsupportedError(
-            f"context_parallel_size={size} with pipeline_model_parallel_size={stages} is not verified "
-            "on forests; set one of both to 1"
+            f"context_parallel_size={size} with pipeline_model_parallel_size={stages} is not "
+            "verified on forests; set one of both to 1"
         )
 
 
