@@ -1,4 +1,4 @@
-"""What kept trunks, and the micro-batches that borrow from them, recompute: chosen together.
+"""`plan_kept`: kept trunks and the micro-batches that borrow from them recompute by one plan.
 
 A trunk's graph is held beside every micro-batch that runs before the trunk's backward, so each of
 these has less memory for its own. All trunks follow one plan; or they hold no graph, and their
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """What trunks and micro-batches recompute.
+    """The plans of trunks and micro-batches.
 
     Attributes:
         of_part: per part, in the order of forwards. A peak counts what is held beside the part.
@@ -136,7 +136,7 @@ def _alive(spans: Sequence[Span], part: int) -> list[list[int]]:
 
 
 def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """What the cheapest plan costs in each room, [len(room)]; infinite where none fits.
+    """The cost of the cheapest plan in each room, [len(room)]; infinite where none fits.
 
     Args:
         peaks, costs: of all plans [a, b]. room: in bytes.

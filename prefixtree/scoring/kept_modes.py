@@ -22,7 +22,7 @@ RecomputeTrunks = Recompute | Literal["again"]
 
 
 class PartModes(NamedTuple):
-    """What forwards of `kept_trunks` recompute.
+    """The modes of the forwards of `kept_trunks`.
 
     Attributes:
         of_part: per part.

@@ -68,7 +68,7 @@ def kept_trunks(
     return_statistics: Sequence[str] = (),
     recompute_trunks: RecomputeTrunks = None,
     measure: Measure | None = None,
-) -> Iterator[KeptScores]:
+) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]]]:
     """Scores the micro-batches of a rank; every distinct token is computed once.
 
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True)
@@ -150,7 +150,7 @@ def check_kept(model: nn.Module) -> None:
 
 
 class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
-    """The micro-batches of one block, one after another.
+    """The micro-batches of one block of `kept_trunks`, one after another, with their scores.
 
     Attributes:
         packed: the packed forest of all sequences of the rank, ascending as they were planned.

@@ -35,6 +35,14 @@ _CASES = {
         (Span(1, 1, False), 12, 25, 0),
     ],
     "nested": _NESTED,
+    # the first has its backward while the second is held
+    "overlapping": [
+        (Span(0, 1, True), 12, 0, 12),
+        (Span(0, 0, False), 5, 10, 0),
+        (Span(1, 2, True), 40, 5, 40),
+        (Span(1, 1, False), 2, 20, 0),
+        (Span(2, 2, False), 3, 30, 0),
+    ],
     "none": [(Span(0, 0, False), 9, 0, 0), (Span(1, 1, False), 30, 0, 0)],
     "a trunk of one micro-batch": [(Span(0, 0, True), 30, 0, 30), (Span(0, 0, False), 2, 30, 0)],
 }
@@ -196,6 +204,16 @@ def test_trunks_give_way_to_micro_batches():
     assert all(set(p.modes) == {"nothing"} for p in less.of_part[1:])
     again = plan_kept(memory, works, spans, 1 << 40, runs_again=True)
     assert again.runs_again and all(set(p.modes) == {"nothing"} for p in again.of_part)
+
+
+def test_a_trunk_whose_backward_runs_beside_another():
+    memory = memory_of([[(5, 1)] * 3] * 2, 1, 1 << 20)
+    works, spans = works_of("overlapping")
+    plan = plan_kept(memory, works, spans, 1 << 50)
+    peaks = ByDefinition(memory, works, spans).peaks([p.modes for p in plan.of_part], False)
+    assert [p.peak_bytes for p in plan.of_part] == pytest.approx(peaks, abs=1)
+    alone = plan_kept(memory, works[:2], spans[:2], 1 << 50)
+    assert plan.of_part[0].peak_bytes > alone.of_part[0].peak_bytes
 
 
 def test_rows_on_the_host():
