@@ -123,8 +123,9 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        alone = self.ulysses_parallel_group is None and self.model_output == "log_probs"
-        check_step(data, loss_function, forward_only, self.sees, serves_topk=alone)
+        alone = self.ulysses_parallel_group is None and not self.sees
+        serves_topk = alone and self.model_output == "log_probs"
+        check_step(data, loss_function, forward_only, self.sees, serves_topk)
         group = self.get_data_parallel_group()
         pictures = self._pictures_of(data, group) if self.sees else None
         tu.assign_non_tensor(

@@ -175,5 +175,5 @@ def test_distinct_rows() -> None:
 def test_engines_without_whole_logits_refuse() -> None:
     data = batch_of(rollouts(0, groups=1, size=2), distillation_use_topk=True)
     check_batch(data, serves_topk=True)
-    with pytest.raises(UnsupportedError, match="take an estimator"):
+    with pytest.raises(UnsupportedError, match="or an estimator"):
         check_batch(data)
