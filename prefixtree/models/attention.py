@@ -150,10 +150,11 @@ def prefixtree_attention(
     check_mask(mask, "tree_mask")
     if isinstance(attention_mask, ForestMask) and chosen is not None:
         attention_mask, options["chosen"] = None, chosen[0]
-    elif not isinstance(attention_mask, torch.Tensor):
+    elif not isinstance(attention_mask, torch.Tensor) and any(
+        x is not None for x in (attention_mask, chosen, kwargs.get(BLOCKS))
+    ):
         # a choice that the tree did not make, or a layer whose indexer made none
-        if chosen is not None or attention_mask is not None or kwargs.get(BLOCKS) is not None:
-            raise unprepared(module.config)
+        raise unprepared(module.config)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
