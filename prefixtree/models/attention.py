@@ -151,7 +151,7 @@ def prefixtree_attention(
     if isinstance(attention_mask, ForestMask) and chosen is not None:
         attention_mask, options["chosen"] = None, chosen[0]
     elif not isinstance(attention_mask, torch.Tensor) and any(
-        x is not None for x in (chosen, attention_mask, kwargs.get(BLOCKS))
+        x is not None for x in (attention_mask, chosen, kwargs.get(BLOCKS))
     ):
         # a choice that the tree did not make, or a layer whose indexer made none
         raise unprepared(module.config)

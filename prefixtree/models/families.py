@@ -360,9 +360,8 @@ def check_config(config: Any, training: bool) -> None:
         _check_version(config)
     if family.has_indexers and INDEXED not in (getattr(config, "layer_types", None) or ()):
         raise UnsupportedError(
-            f"{config.model_type} names no layer {INDEXED!r}, as transformers does from "
-            f"{OLDEST_WITH_INDEXERS} on ({_TRANSFORMERS} is installed): its indexers are not those "
-            f'that were verified; pip install "transformers>={OLDEST_WITH_INDEXERS}"'
+            f"{config.model_type} has indexers, verified from transformers {OLDEST_WITH_INDEXERS} "
+            f'on; {_TRANSFORMERS} is installed: pip install "transformers>={OLDEST_WITH_INDEXERS}"'
         )
     if family.ignores_window and getattr(config, "sliding_window", None) is not None:
         raise UnsupportedError(

@@ -36,7 +36,6 @@ from prefixtree.parallel.attention import DividedMask
 _CHUNK = 1 << 25
 # how MiniMax M3 hands blocks of keys to its attention function, which is not served
 BLOCKS = "block_indices"
-SAMPLED = "the sampler keeps no keys of indexers yet: sample with model.generate, or with an engine"
 # the mark of attention layers whose keys are chosen
 _INDEXED = "_prefixtree_indexed"
 # what the verified forwards take, and names that they use
@@ -47,15 +46,16 @@ _INDEXER_TAKES = (
     "attention_mask",
     "position_ids",
 )
+_SIZES = ("index_topk", "q_lora_rank")
 _CACHES = ("past_key_values", "cache")
 _INDEXER_USES = frozenset({"update_indexer", "topk", "indices"})
 
 
 class UnpreparedMask:
-    """What layers of a model with indexers get as attention mask of a batch without padding.
+    """Stands for the attention mask of a batch without padding in a model with indexers.
 
-    transformers makes it before layers run, and does not know the tree. A prepared layer puts the
-    forest's mask in its place, or an ordinary causal one; others cannot read it.
+    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
+    the forest's mask in its place, or an ordinary causal one; others cannot read it.
     """
 
     def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
@@ -83,9 +83,16 @@ class ForestMask:
 def unprepared(config: Any) -> UnsupportedError:
     """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
     return UnsupportedError(
-        f"{config.model_type} chooses keys with an indexer, in packed order until the model is "
-        "prepared: call prefixtree.prepare(model) once before model(...), or use "
-        "sequence_logprobs, which does it by itself"
+        f"{config.model_type} chooses keys with an indexer: call prefixtree.prepare(model) once "
+        "before model(...), or use sequence_logprobs"
+    )
+
+
+def not_kept() -> UnsupportedError:
+    """The refusal of what hands the keys of a call to another call, or to another rank."""
+    return UnsupportedError(
+        "steps, ranks and samplers do not hand on an indexer's keys yet: score without group=, "
+        "max_tokens= and kept_trunks, and sample with an engine"
     )
 
 
@@ -108,8 +115,8 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
     kinds = list(config.layer_types)
     if len(layers) != len(kinds):
         raise UnsupportedError(
-            f"{config.model_type} has {len(kinds)} attention layers, of which {len(layers)} have "
-            "transformers' own code: replaced ones would choose keys in packed order"
+            f"{len(layers)} of {len(kinds)} attentions in {config.model_type} can have an indexer, "
+            "the others were replaced"
         )
     for (name, module), kind in zip(layers, kinds, strict=True):
         setattr(module, _INDEXED, kind == INDEXED)
@@ -135,13 +142,13 @@ def _check_indexer(name: str, indexer: Any) -> None:
     uses = set(forward.__code__.co_names)
     *first, last = takes or ("nothing",)
     as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
-    if getattr(indexer, "index_topk", 1) < 1:
-        raise UnsupportedError(f"{name} chooses no key: set index_topk to 1 or more")
+    if min(getattr(indexer, key, 1) for key in _SIZES) < 1:
+        raise UnsupportedError(f"{name} chooses nothing: {', '.join(_SIZES)} must be at least 1")
     if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
         return
     raise UnsupportedError(
-        f"{name} ({type(indexer).__name__}) is not the indexer that was verified: it takes "
-        f"{', '.join(takes)}; use a version of transformers that docs/families.md lists"
+        f"{name} ({type(indexer).__name__}) takes {', '.join(takes)}, as no verified indexer "
+        "does: install transformers 5.23 or 5.24"
     )
 
 
@@ -155,13 +162,8 @@ def _of_attention(original: Any) -> dict[str, Any]:
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
-        if isinstance(mask, DividedMask):
-            raise UnsupportedError(
-                "an indexer's keys are not lent between steps or ranks yet: score without group=, "
-                "max_tokens= and kept_trunks"
-            )
-        if kwargs.get("forest_cache") is not None:
-            raise UnsupportedError(SAMPLED)
+        if isinstance(mask, DividedMask) or kwargs.get("forest_cache") is not None:
+            raise not_kept()
         # most families hand them on to the attention function, these do not
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
         if isinstance(given, UnpreparedMask):
@@ -177,8 +179,7 @@ def _forest_mask(mask: TreeMask) -> ForestMask:
     check_mask(mask, "tree_mask")
     if mask.query_tokens is not None:
         raise UnsupportedError(
-            "a mask of some queries (TreeMask.for_queries) says nothing of the keys that an "
-            "indexer chooses from: such layers take the whole forest, packed.mask"
+            "an indexer takes the whole forest, not a mask of some queries: packed.mask"
         )
     return ForestMask(mask)
 

@@ -27,7 +27,7 @@ from prefixtree.models.checks import (
 )
 from prefixtree.models.families import family_of, forward_inputs, placeholder_in
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.indexers import SAMPLED
+from prefixtree.models.indexers import not_kept
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache
@@ -55,7 +55,7 @@ class CachedForward:
         self._causal_lm = find_causal_lm(model)
         config = self._causal_lm.config
         if family_of(config.get_text_config()).has_indexers:
-            raise UnsupportedError(SAMPLED)
+            raise not_kept()
         self._position_rows = family_of(config).position_rows
         self.has_states = bool(family_of(config.get_text_config()).rules)
         self._keywords: dict[str, Any] = {"use_cache": False, "forest_cache": self.cache}

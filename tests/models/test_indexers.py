@@ -291,16 +291,16 @@ def test_an_unprepared_model_is_refused(family: str) -> None:
 
 def test_what_is_not_verified_is_refused() -> None:
     model = build("deepseek_v32")
-    with pytest.raises(pt.UnsupportedError, match="not lent between steps or ranks yet"):
+    with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         sequence_logprobs(model, ragged_packed(), max_tokens=20)
-    with pytest.raises(pt.UnsupportedError, match="sampler keeps no keys of indexers"):
+    with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         TreeSampler(model.eval(), max_keys=64)
     packed = copy.copy(ragged_packed())
     packed.mask = packed.mask.with_options(backend="triton")
     with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
         sequence_logprobs(model, packed)
     inputs = ragged_packed().model_inputs()
-    with pytest.raises(pt.UnsupportedError, match="take the whole forest"):
+    with pytest.raises(pt.UnsupportedError, match="takes the whole forest"):
         model(**{**inputs, "tree_mask": inputs["tree_mask"].for_queries([(0, 9)])})
 
 
@@ -329,5 +329,5 @@ def test_layers_that_are_not_as_verified_are_refused() -> None:
         pt.prepare(model)
     model = build("deepseek_v32")
     del model.model.layers[2].self_attn.indexer
-    with pytest.raises(pt.UnsupportedError, match="3 attention layers, of which 2"):
+    with pytest.raises(pt.UnsupportedError, match="2 of 3 attentions"):
         pt.prepare(model)

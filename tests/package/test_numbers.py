@@ -339,6 +339,7 @@ RESULTS += (
 )
 # arguments of public things that no caller's number reaches, and why
 ELSEWHERE = {
+    "tree_attention(chosen)": "bits in a tensor",
     "PrefixForest": "arrays that its invariants check",
     "Pictures.with_placeholders": "tokens of a forest",
     "MeasuredEdges": "made by the lm_head, for a measure",

@@ -21,7 +21,7 @@ import traceback
 import typing
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import prefixtree as pt
 from tests.support.config_values import other_ropes, other_values
-from tests.support.family_configs import FAMILIES, INDEXED, VARIANTS
+from tests.support.family_configs import FAMILIES, VARIANTS
 from tests.support.models import (
     TRANSFORMERS,
     Objective,
@@ -46,7 +46,6 @@ from tests.support.models import (
     run_replicated,
     tiny_config,
 )
-from tests.support.ties import LowestFirst
 
 TABLE = Path(__file__).with_suffix(".json")
 FOLLOWED, REFUSED, NO_EFFECT, CANNOT, RED = (
@@ -287,15 +286,13 @@ def _try(name: str, field: Field, value: Any, gradients: bool, dtype: torch.dtyp
     wanted = objective()
     try:
         model = made_of(name, changed(name, field, value), "eager").to(dtype)
-        with _ties(name):
-            eager = _eager_logprobs(model, wanted)
+        eager = _eager_logprobs(model, wanted)
         if not eager.isfinite().all():
             return Trial(CANNOT, "log p is not finite")
         effect = _effect(eager, _base(name))
         # those of an embedding leave out the padding's
         gradients = gradients and (effect > _EFFECT or field.name.endswith("token_id"))
-        with _ties(name):
-            reference = run_replicated(model, wanted) if gradients else None
+        reference = run_replicated(model, wanted) if gradients else None
         if reference and not all(g.isfinite().all() for g in reference.gradients.values()):
             return Trial(CANNOT, "a gradient is not finite")
     except Exception as error:
@@ -316,11 +313,6 @@ def _try(name: str, field: Field, value: Any, gradients: bool, dtype: torch.dtyp
     if not (missed <= max(most, 5 * _rounding(name)) and off <= _TOLERANCE):
         return Trial(RED, said)
     return Trial(FOLLOWED if effect > _EFFECT else NO_EFFECT, said)
-
-
-def _ties(name: str) -> AbstractContextManager[Any]:
-    """Around eager runs: of equal scores an indexer takes any, ours those of the lowest keys."""
-    return LowestFirst() if name in INDEXED else nullcontext()
 
 
 def _effect(a: torch.Tensor, b: torch.Tensor) -> float:
