@@ -174,7 +174,7 @@ def _logprobs_in_float64(model: Any, packed: Any, pictures: Any, case: Case) -> 
         logits = causal_lm(**local.inputs | local.shown.inputs).logits[0]
     edges = local.edges
     of_edges = gather(logits[edges.predictors], edges.to_predictors).log_softmax(-1)
-    scores = local.gathered(of_edges.gather(-1, edges.target[:, None].long()))
+    (scores,) = local.gathered((of_edges.gather(-1, edges.target[:, None].long()),))
     return [p[:, 0] for p in gather(scores, local.to_sequences).split(local.lengths)]
 
 
