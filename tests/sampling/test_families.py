@@ -65,7 +65,7 @@ def test_equals_generate_and_eager(model_type):
 
 
 def test_every_supported_type_is_here():
-    known = {*_SAMPLED, *PARTS}
+    known = {*_SAMPLED, *PARTS, *INDEXED}
     assert set(supported_model_types()) <= known
     for name in HYBRIDS:
         assert family_of(type("Config", (), {"model_type": name})()).rules
