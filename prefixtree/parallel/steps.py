@@ -443,7 +443,7 @@ class _InSteps(torch.autograd.Function):
 def run_in_steps(
     run: StepRun, device: torch.device, has_backward: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What all steps give, as one node of the graph.
+    """The rows that all steps give, as one node of the graph.
 
     Args:
         run: not used before.

@@ -224,8 +224,8 @@ def token_part_of_rank(
 
 
 class _Together(torch.autograd.Function):
-    """What ranks gathered, so that the backwards of all of it run where that of some does: ranks
-    wait for one another in each."""
+    """Joins gathered rows: the backwards of all run where that of one does, as ranks wait for one
+    another in each."""
 
     @staticmethod
     def forward(ctx: Any, *gathered: torch.Tensor) -> Rows:

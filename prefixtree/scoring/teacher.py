@@ -55,12 +55,11 @@ class Teacher:
     ) -> None:
         check_packed(packed, "Teacher", subset=True)
         causal_lm = find_causal_lm(model)
+        predictor = packed.edges(loss_mask).predictor.cpu().numpy()
+        rows, row_of_edge = np.unique(predictor, return_inverse=True)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)
             prepare_states(causal_lm)
-            rows, row_of_edge = np.unique(
-                packed.edges(loss_mask).predictor.cpu().numpy(), return_inverse=True
-            )
             self._row_of_edge = move(torch.from_numpy(row_of_edge.astype(np.int64)), packed.device)
             inputs = forward_inputs(packed, causal_lm.config)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)
