@@ -5,7 +5,6 @@ Legend: U scored edges, one per temperature, n ranks of the group.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -28,12 +27,19 @@ from prefixtree.parallel.heads import HeadsMask, heads_problem
 from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
 from prefixtree.parallel.state_heads import StatesByHeads, state_heads_problem
 from prefixtree.pictures import Pictures
-from prefixtree.planning.borrow_cost import BorrowCost, borrow_cost_of
-from prefixtree.planning.cost_model import CostModel, cost_model_of
-from prefixtree.planning.model_cost import model_cost, state_heads
+from prefixtree.planning.model_cost import state_heads
 from prefixtree.planning.parts import Part
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
+from prefixtree.scoring.group_agreement import (
+    FACTS,
+    costs_of,
+    parts_of_forest,
+    parts_of_model,
+    parts_of_pictures,
+    parts_of_scores,
+    parts_of_state,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,23 +124,6 @@ def of_tokens(inputs: dict[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]
 
 
 # ---- a part, in a group of ranks -----------------------------------------------------------------
-
-#: What ranks must have alike -> how the message begins where they have not.
-FACTS = {
-    "forest": (
-        "the ranks of a group must pass the same forest, its sequences in the same order (ranks "
-        "with other data belong to other groups)"
-    ),
-    "loss_mask": "the ranks of a group must score the same tokens",
-    "temperature": "the ranks of a group must score the same tokens at the same temperatures",
-    "pictures": (
-        "the ranks of a group must pass the same pictures, of equal image_keys and video_keys"
-    ),
-    "model": "the ranks of a group must have the same model",
-    "options": "the ranks of a group must make the same call, of models in the same state",
-    # it follows from all of these
-    "division": "the ranks of a group must divide the tokens alike, in the same versions of all",
-}
 
 
 def part_of_rank(
@@ -331,9 +320,9 @@ def _part_of_rank(
         return (inner, found, split, placed), {
             "forest": parts_of_forest(packed),
             **parts_of_scores(found),
-            "pictures": _parts_of_pictures(placed),
-            "model": _parts_of_model(inner),
-            "options": {"group_mode": mode, **options, **_parts_of_state(inner, packed)},
+            "pictures": parts_of_pictures(placed),
+            "model": parts_of_model(inner),
+            "options": {"group_mode": mode, **options, **parts_of_state(inner, packed)},
             "division": dict(zip(("starts of runs", "their owners"), split.runs, strict=False)),
         }
 
@@ -349,7 +338,7 @@ def _split(
     mode: GroupMode,
 ) -> Split:
     """The forest divided among ranks."""
-    cost_model, borrow_cost = _costs(model)
+    cost_model, borrow_cost = costs_of(model)
     if mode == "heads":
         # attention is even anyway, and nobody borrows
         cost_model = replace(cost_model, attention=0.0, windowed=0.0, window=None)
@@ -371,87 +360,6 @@ def edges_of(found: ScoredEdges | None) -> Edges | None:
     if found is None:
         return None
     return Edges(torch.from_numpy(found.predictor), torch.from_numpy(found.token))
-
-
-# by model: reading a configuration takes longer than dividing a forest
-_known_costs: weakref.WeakKeyDictionary[nn.Module, tuple[CostModel, BorrowCost]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _costs(model: Any) -> tuple[CostModel, BorrowCost]:
-    if model not in _known_costs:
-        cost = model_cost(model.config)
-        _known_costs[model] = cost_model_of(cost), borrow_cost_of(cost)
-    return _known_costs[model]
-
-
-# ---- what all ranks of a group must have alike ---------------------------------------------------
-
-
-def parts_of_forest(packed: PackedForest) -> Parts:
-    """Of a forest, the parts that ranks of a group must have alike."""
-    forest = packed.forest
-    return {
-        "its number of packed tokens": packed.num_tokens,
-        "its token ids": forest.tokens,
-        "its nodes' parents": forest.node_parent,
-        "its nodes' lengths": forest.node_start,
-        "the order of its sequences": forest.sequence_node,
-        "its recorded routes": forest.routes,
-    }
-
-
-def parts_of_scores(found: ScoredEdges | None) -> dict[str, Parts]:
-    """Of the scored edges, the parts that ranks of a group must have alike, by fact."""
-    if found is None:
-        return {"loss_mask": {}, "temperature": {}}
-    edges = np.stack([found.token, found.temperature])
-    return {
-        "loss_mask": {"loss_mask": np.unique(found.token)},
-        "temperature": {"temperature": edges},
-    }
-
-
-def _parts_of_pictures(placed: PlacedPictures | None) -> Parts:
-    if placed is None:
-        return {}
-    parts: dict[str, Any] = {"whether they are passed": True}
-    for n in np.unique(placed.placements.number).tolist():
-        picture = placed.pictures.distinct[n]
-        parts[f"the grid of picture {n}"] = picture.grid.tolist(), picture.modality
-        # a hash says nothing to readers
-        key: Any = picture.key
-        key = np.frombuffer(key, np.uint8) if isinstance(key, bytes) else key
-        parts[f"the pixels of picture {n}"] = key
-    return parts
-
-
-def _parts_of_model(model: Any) -> Parts:
-    costs = {name: value for cost in _costs(model) for name, value in vars(cost).items()}
-    return {f"{name} by its configuration": value for name, value in costs.items()} | {
-        f"dtype of {name}": p.dtype for name, p in model.named_parameters()
-    }
-
-
-def _parts_of_state(model: Any, packed: PackedForest) -> Parts:
-    """The state that decides which collectives a forward and a backward have, and their dtype."""
-    kind, mask = packed.device.type, packed.mask
-    config = model.config.get_text_config()
-    parts = {
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        "model.training": model.training,
-        "config.output_router_logits": getattr(config, "output_router_logits", None),
-        "backend of the packed forest": mask.backend,
-        "deterministic of the packed forest": mask.deterministic,
-    }
-    for name, module in model.named_modules():
-        key = f"gradient_checkpointing of {name or 'the model'}"
-        parts[key] = getattr(module, "gradient_checkpointing", None)
-    for name, parameter in model.named_parameters():
-        parts[f"requires_grad of {name}"] = parameter.requires_grad
-    return parts
 
 
 # ---- refusals ------------------------------------------------------------------------------------

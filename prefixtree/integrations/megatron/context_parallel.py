@@ -30,14 +30,8 @@ from prefixtree.parallel.agreement import agree
 from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
-from prefixtree.scoring.in_groups import (
-    FACTS,
-    check_backend_of_parts,
-    edges_of,
-    padded_to_ranks,
-    parts_of_forest,
-    parts_of_scores,
-)
+from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
+from prefixtree.scoring.in_groups import check_backend_of_parts, edges_of, padded_to_ranks
 
 
 class LocalForest:
