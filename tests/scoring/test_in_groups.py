@@ -16,6 +16,7 @@ from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.full import mostly
 from tests.support.group_bad_calls import BAD
 from tests.support.group_ranks import (
+    BALANCED,
     CASES,
     FORESTS,
     HALF,
@@ -204,6 +205,20 @@ def test_gradients_are_those_of_the_mean_of_the_ranks_losses(results):
     for result in results:
         found = Run(**result["losses of their own"]["run"])
         assert_same(found, Run(alone.logprobs, alone.entropy, doubled))
+
+
+def test_a_load_balancing_loss_that_one_rank_adds(results):
+    """No rank waits for the other's backward of router logits."""
+    model, objective = BALANCED.model(), objective_of(BALANCED)
+    packed = packed_of(BALANCED, objective)
+    scores = sequence_logprobs(model, packed, objective.temperatures, output_router_logits=True)
+    loss = torch.cat(scores.logprobs).sum() + BALANCED.balance * scores.aux_loss
+    loss.backward()
+    for result in results:
+        assert isinstance(result["balanced by one"], dict), result["balanced by one"]
+        for name, expected in gradients(model).items():
+            difference = (result["balanced by one"][name] - expected).norm()
+            assert difference <= 2e-5 * expected.norm(), name
 
 
 def test_bfloat16_parameters(results):

@@ -158,6 +158,7 @@ QUICK = [
     and not name.startswith(("states, compiled", "states, reentrant", "states, FSDP1"))
     and name not in ("states, one token", "states, trees apart", "states, scattered, a plan")
 ]
+BALANCED = Case("qwen3_moe", balance=300.0)
 HALF = Case("gemma2", "fsdp2", "not reentrant", half=True)
 # on four: one group, and two groups with forests of their own
 WIDE_CASES: dict[str, Case] = {
@@ -386,6 +387,25 @@ def _losses_of_their_own(rank: int, group: Any) -> dict[str, Any]:
     return _run(Case(), group, rank, loss_scale=1.0 + 2 * rank)
 
 
+def _balanced_by_one(rank: int, group: Any) -> dict[str, torch.Tensor]:
+    """Gradients, averaged, where rank 0 alone adds the load-balancing loss: twice the coefficient
+    of `BALANCED`."""
+    model = BALANCED.model()
+    objective = objective_of(BALANCED)
+    packed = pack_sequences(objective.sequences)
+    scores = pt.sequence_logprobs(
+        model, packed, objective.temperatures, group=group, output_router_logits=True
+    )
+    loss = torch.cat(scores.logprobs).sum()
+    if rank == 0:
+        loss = loss + 2 * BALANCED.balance * scores.aux_loss
+    loss.backward()
+    for gradient in (found := gradients(model)).values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return found
+
+
 def _values_per_token(wrapper: str, sequences: Sequence[np.ndarray]) -> dict[str, Any]:
     """Values of every token of a reward model, and the gradients, averaged by its wrapper."""
     model, packed = reward_model("gemma2"), pack_sequences(sequences)
@@ -491,4 +511,5 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     results["bits"] = _tried(_bits, rank, group)
     results["half"] = _tried(_run, HALF, group, rank)
     results["losses of their own"] = _tried(_losses_of_their_own, rank, group)
+    results["balanced by one"] = _tried(_balanced_by_one, rank, group)
     return results
