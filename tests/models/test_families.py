@@ -252,7 +252,8 @@ def test_every_causal_model_type_is_proven_or_refused_with_a_reason():
     assert not UNSERVED.keys() & set(adapter.supported_model_types())
     if version.parse(NEWEST).release == TRANSFORMERS.release[:2]:
         assert len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == TOTAL
-        assert UNSERVED.keys() <= types
+        # a vision model and its text part have reasons too
+        assert UNSERVED.keys() <= types | set(CONFIG_MAPPING)
         assert {"gpt-sw3"} == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - types
 
 
