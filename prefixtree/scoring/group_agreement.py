@@ -1,4 +1,4 @@
-"""What the ranks of a group must have alike before they compute a forest together."""
+"""The facts that ranks of a group must have alike before they compute a forest together."""
 
 from __future__ import annotations
 

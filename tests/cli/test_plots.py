@@ -98,7 +98,7 @@ def test_verify_prints_patches(command, config):
         ),
         ({"text_config": {"vocab_size": 99}}, "the vocabulary of .* ends at 98"),
         ({"vision_config": {"spatial_merge_size": 4}}, "60 placeholders of one image with 15"),
-        ({"model_type": "glm4v", "vocab_size": 500}, "pictures are not verified in model type"),
+        ({"model_type": "glm4v_moe", "vocab_size": 500}, "pictures are not verified in model type"),
     ],
 )
 def test_models_that_the_rollouts_do_not_fit(command, config, tmp_path, changes, message):
