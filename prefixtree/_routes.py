@@ -75,6 +75,36 @@ def check_packed_routes(routes: Any, num_tokens: int) -> np.ndarray:
     return given
 
 
+def check_counts(routes: np.ndarray, layers: int, chosen: int, experts: int, setting: str) -> None:
+    """Refuses routes [T, L, k] of another model.
+
+    Args:
+        layers: of experts, that the model has. chosen: the experts per token. experts: per layer.
+        setting: the name of `chosen` in the model's configuration.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if routes.shape[1] != layers:
+        raise ValueError(OTHER_LAYERS.format(routes.shape[1], layers))
+    if routes.shape[2] != chosen:
+        raise ValueError(
+            f"routes have {routes.shape[2]} experts per token, the model chooses {chosen} "
+            f"({setting}): they were recorded with another model"
+        )
+    if (largest := int(routes.max())) >= experts:
+        raise ValueError(
+            f"routes name expert {largest}, the model has {experts}, numbered from 0: they were "
+            "recorded with another model"
+        )
+
+
+OTHER_LAYERS = (
+    "routes have {} layers of experts, the model {}: give one entry per layer that has a router, "
+    "first to last"
+)
+
+
 def _names_twice(routes: np.ndarray) -> np.ndarray:
     found: np.ndarray = (routes[..., 1:] == routes[..., :-1]).any((1, 2))
     return found

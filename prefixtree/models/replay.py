@@ -24,6 +24,7 @@ import torch
 from packaging import version
 from torch import nn
 
+from prefixtree._routes import OTHER_LAYERS, check_counts
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import attention_modules
 from prefixtree.models.families import REPLAYS, ROUTES
@@ -85,7 +86,7 @@ class _Keep:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         routes = kwargs.get(ROUTES)
         if routes is not None and routes.shape[1] != self.count:
-            raise ValueError(_OTHER_LAYERS.format(routes.shape[1], self.count))
+            raise ValueError(OTHER_LAYERS.format(routes.shape[1], self.count))
         _replay.routes = None if routes is None else routes[:, self.layer]
 
 
@@ -107,12 +108,6 @@ class _Choose:
                 f"{list(chosen.shape)} [tokens, experts per token]"
             )
         return logits, self.weights(router, logits, experts).to(scores.dtype), experts
-
-
-_OTHER_LAYERS = (
-    "routes have {} layers of experts, the model {}: give one entry per layer that has a router, "
-    "first to last"
-)
 
 
 class _Routers(NamedTuple):
@@ -138,9 +133,6 @@ def check_routes(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None
     if routes is None:
         return
     found = _routers_of(causal_lm)
-    layers, chosen = routes.shape[1:]
-    if layers != len(found.routers):
-        raise ValueError(_OTHER_LAYERS.format(layers, len(found.routers)))
     for layer, each in zip(found.layers, found.routers, strict=True):
         _check_runs_plainly(layer, each)
     if any(vars(m).get("_compiled_call_impl") or hasattr(m, "_orig_mod") for m in model.modules()):
@@ -149,16 +141,9 @@ def check_routes(model: nn.Module, causal_lm: Any, packed: PackedForest) -> None
             "compile_layers out"
         )
     router: Any = found.routers[0]
-    if chosen != router.top_k:
-        raise ValueError(
-            f"routes have {chosen} experts per token, the model chooses {router.top_k} "
-            "(num_experts_per_tok): they were recorded with another model"
-        )
-    if (largest := int(routes.max())) >= router.num_experts:
-        raise ValueError(
-            f"routes name expert {largest}, the model has {router.num_experts}, numbered from 0: "
-            "they were recorded with another model"
-        )
+    check_counts(
+        routes, len(found.routers), router.top_k, router.num_experts, "num_experts_per_tok"
+    )
 
 
 @contextmanager

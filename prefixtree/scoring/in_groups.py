@@ -154,8 +154,9 @@ def part_of_rank(
         UnsupportedError: what is not verified in groups.
     """
     (causal_lm, found), part = _part_of_rank(model, packed, group, check, options, mode, pictures)
-    which, rows = part.tokens.scored(found.predictor)
-    row_of_unit, gathered = part.gathering(found.predictor)
+    # with the token ids that the model knows
+    edges, to_sequences, row_of_unit = edges_of_part(part.split, part.index, found)
+    gathered = gathering(part.split, part.index, group, found.predictor)
 
     def gathered_together(rows: Rows) -> Rows:
         scores, *of_tokens = rows
@@ -166,15 +167,12 @@ def part_of_rank(
             gathered(scores), *wide.split([layer.shape[1] for layer in of_tokens], 1)
         )
 
-    # -1, of what is not scored, stays
-    of_copies = np.append(row_of_unit, -1)[found.of_copies].astype(np.int32)
     return causal_lm, LocalPart(
         inputs=part.inputs(causal_lm.config),
         mask=part.attended,
-        # with the token ids that the model knows
-        edges=edges_on_device(part.split.packed, found, which, rows),
+        edges=edges,
         gathered=gathered_together,
-        to_sequences=GatherIndex(of_copies, found.count, packed.device),
+        to_sequences=to_sequences,
         lengths=found.lengths,
         order=torch.from_numpy(row_of_unit).to(packed.device),
         shown=part.shown(),
@@ -232,6 +230,7 @@ class _RankPart:
         split: all parts.
         tokens: this rank's.
         attended: the mask over which layers attend.
+        index: this rank's place in the group.
     """
 
     def __init__(
@@ -240,16 +239,16 @@ class _RankPart:
         import torch.distributed as dist
 
         self._placed = placed
-        self.split, self._group, self._index = split, group, dist.get_rank(group)
-        self.tokens = split[self._index]
-        exchange = TokensForHeads(split, self._index, group)
+        self.split, self._group, self.index = split, group, dist.get_rank(group)
+        self.tokens = split[self.index]
+        exchange = TokensForHeads(split, self.index, group)
         self.attended = split.packed.mask if mode == "heads" else self.tokens.mask
         states = StatesByHeads(split, exchange, self.attended)
         self._mask: DividedMask
         if mode == "heads":
             self._mask = HeadsMask(split, exchange, lambda layer: states)
         else:
-            self._mask = rank_mask(split, self._index, group, lambda layer: states)
+            self._mask = rank_mask(split, self.index, group, lambda layer: states)
 
     def inputs(self, config: Any) -> dict[str, Any]:
         """The keywords of the model's forward over the own tokens."""
@@ -262,30 +261,51 @@ class _RankPart:
         """The pictures that this rank encodes, and those of its own tokens."""
         if self._placed is None:
             return None
-        return self._placed.of_rank(self.split, self._index, self._group)
-
-    def gathering(
-        self, tokens: np.ndarray
-    ) -> tuple[np.ndarray, Callable[[torch.Tensor], torch.Tensor]]:
-        """How values that the owners of some packed tokens compute are gathered.
-
-        Args:
-            tokens: int64 [U], a token per value. Each rank has its values in this order.
-
-        Returns:
-            int64 [U], the row of each value once it is gathered; and the function that gathers.
-        """
-        row, counts = arrival(self.split.owner[tokens], len(self.split))
-        return row, lambda values: gather_rows(values, counts, self._index, self._group)
+        return self._placed.of_rank(self.split, self.index, self._group)
 
     def of_all_tokens(self, packed: PackedForest) -> Callable[[torch.Tensor], torch.Tensor]:
         """From the values [t, C] of the own tokens to those of all tokens of the forest, [T, C]."""
         # of the forest that may be padded, so that every rank has a token
-        num_tokens = self.split.packed.num_tokens
-        row_of_token, gathered = self.gathering(np.arange(num_tokens))
+        every = np.arange(self.split.packed.num_tokens)
+        gathered = gathering(self.split, self.index, self._group, every)
+        row_of_token, _ = arrival(self.split.owner, len(self.split))
         row_of_token = row_of_token[: packed.num_tokens].astype(np.int32)
-        order = GatherIndex(row_of_token, num_tokens, packed.device)
+        order = GatherIndex(row_of_token, len(every), packed.device)
         return lambda values: gather(gathered(values), order)
+
+
+def edges_of_part(
+    split: Split, index: int, found: ScoredEdges
+) -> tuple[DeviceEdges, GatherIndex, np.ndarray]:
+    """The edges that a rank of a group scores, and how all scores are read once gathered.
+
+    Returns:
+        Its edges; from the gathered scores to the sequences; and int64 [U], the row of each edge's
+        scores among those that are gathered.
+    """
+    packed = split.packed
+    which, rows = split[index].scored(found.predictor)
+    row, _ = arrival(split.owner[found.predictor], len(split))
+    # -1, of what is not scored, stays
+    of_copies = np.append(row, -1)[found.of_copies].astype(np.int32)
+    edges = edges_on_device(packed, found, which, rows)
+    return edges, GatherIndex(of_copies, found.count, packed.device), row
+
+
+def gathering(
+    split: Split, index: int, group: ProcessGroup, tokens: np.ndarray
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that gathers the values of some packed tokens, which their owners compute.
+
+    Args:
+        split: the forest. index: this rank's place in the group.
+        tokens: int64 [U], a token per value. Each rank has its values in this order.
+
+    Returns:
+        From this rank's values [u, C] to those of all, [U, C], rank by rank: see `arrival`.
+    """
+    _, counts = arrival(split.owner[tokens], len(split))
+    return lambda values: gather_rows(values, counts, index, group)
 
 
 def _part_of_rank(

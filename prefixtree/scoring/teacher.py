@@ -22,6 +22,7 @@ from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.transfers import move
+from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.lm_head import check_rows_alone, logit_rule
 from prefixtree.scoring.parallel_lm_head import is_linear
 
@@ -55,7 +56,8 @@ class Teacher:
     ) -> None:
         check_packed(packed, "Teacher", subset=True)
         causal_lm = find_causal_lm(model)
-        predictor = packed.edges(loss_mask).predictor.cpu().numpy()
+        # on the host: packed.edges would come back from the device
+        predictor = find_edges(packed, 1.0, loss_mask).predictor
         rows, row_of_edge = np.unique(predictor, return_inverse=True)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)

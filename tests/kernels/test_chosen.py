@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -54,7 +56,14 @@ def _bits(mask: TreeMask, seed: int) -> torch.Tensor:
     return to_bits(chosen, words(deepest))
 
 
-def _pair_by_pair(mask, q, k, v, bits, window):  # type: ignore[no-untyped-def]
+def _pair_by_pair(
+    mask: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bits: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
     """The definition: a softmax per query and head over the chosen ones of the keys it sees."""
     seen, position, rows = mask.dense(window), mask.position_ids.tolist(), []
     for t in range(mask.num_tokens):

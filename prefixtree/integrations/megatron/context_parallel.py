@@ -27,11 +27,17 @@ from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
-from prefixtree.parallel.ranks import arrival, gather_rows, rank_mask
+from prefixtree.parallel.ranks import arrival, rank_mask
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
-from prefixtree.scoring.in_groups import check_backend_of_parts, edges_of, padded_to_ranks
+from prefixtree.scoring.in_groups import (
+    check_backend_of_parts,
+    edges_of,
+    edges_of_part,
+    gathering,
+    padded_to_ranks,
+)
 
 
 class LocalForest:
@@ -105,12 +111,7 @@ class LocalForest:
         if self._split is None:
             edges = edges_on_device(packed, found, None, found.predictor)
             return edges, GatherIndex(found.of_copies, found.count, packed.device)
-        which, rows = self._part.scored(found.predictor)
-        row = arrival(self._split.owner[found.predictor], len(self._split))[0]
-        # -1, of what is not scored, stays
-        of_copies = np.append(row, -1)[found.of_copies].astype(np.int32)
-        edges = edges_on_device(packed, found, which, rows)
-        return edges, GatherIndex(of_copies, found.count, packed.device)
+        return edges_of_part(self._split, self._index, found)[:2]
 
     def gathered_scores(self, scores: torch.Tensor, found: ScoredEdges) -> torch.Tensor:
         """Scores of this rank's edges -> those of all ranks [U, C], rank by rank."""
@@ -142,9 +143,8 @@ class LocalForest:
     def _gathered(self, values: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
         """[*, C] -> those of all ranks, where the owner of tokens[i] has value i."""
         assert self._split is not None
+        whole = gathering(self._split, self._index, self._group, tokens)(values)
         ranks = len(self._split)
-        counts = arrival(self._split.owner[tokens], ranks)[1]
-        whole = gather_rows(values, counts, self._index, self._group)
         if whole.requires_grad:
             whole.register_hook(lambda gradient: gradient / ranks)
         return whole

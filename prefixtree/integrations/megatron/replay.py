@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
+from prefixtree._routes import check_counts
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron.routers import ForestRouter, routers_of
 from prefixtree.packing.layout import PackedForest
@@ -43,23 +44,8 @@ def check_routes(language_model: Any, packed: PackedForest) -> None:
             "moe_router_fusion=True with recorded routes: fused routers choose by themselves; set "
             "it to False"
         )
-    layers, chosen = routes.shape[1:]
     _, count = ordinals_of(language_model)
-    if layers != count:
-        raise ValueError(
-            f"routes have {layers} layers of experts, the model {count}: give one entry per layer "
-            "that has a router, first to last"
-        )
-    if chosen != config.moe_router_topk:
-        raise ValueError(
-            f"routes have {chosen} experts per token, the model chooses {config.moe_router_topk} "
-            "(moe_router_topk): they were recorded with another model"
-        )
-    if (largest := int(routes.max())) >= config.num_moe_experts:
-        raise ValueError(
-            f"routes name expert {largest}, the model has {config.num_moe_experts}, numbered from "
-            "0: they were recorded with another model"
-        )
+    check_counts(routes, count, config.moe_router_topk, config.num_moe_experts, "moe_router_topk")
 
 
 def check_no_replay(language_model: Any) -> None:
