@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from benchmarks.lib.layers import checkpointed
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, times_cell, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
+from benchmarks.lib.timing import note_profile
 from prefixtree import PackedForest, Pictures, PrefixForest, pack, sequence_logprobs
 from prefixtree.models.vision import alone_inputs, tower_of
 
@@ -367,7 +369,10 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
         known |= {"found": found, "side": side}
     del found
     # gradients stand, as after the first micro-batch of any step
-    return row | measure(lambda: learn(side, model, batch), options)
+    row |= measure(lambda: learn(side, model, batch), options)
+    if options.profile is not None:
+        note_profile(lambda: learn(side, model, batch), options.profile, side)
+    return row
 
 
 # ---- output -------------------------------------------------------------------------------------
@@ -407,6 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser(__doc__)
     what.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     what.add_argument("--turns", type=int, help="of a rollout; by default 8")
+    what.add_argument("--profile", type=Path, help="top kernels of each side, a text file")
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)

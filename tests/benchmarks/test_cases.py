@@ -95,14 +95,15 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
     assert parallel.main([*TINY, *some, "--backend", "sdpa", "--out", str(out)]) == 0
-    whole, cut, steps, kept, trunks = result(out)["rows"]
+    whole, cut, steps, kept, trunks, auto = result(out)["rows"]
     assert [row["side"] for row in (whole, cut, steps)] == ["whole", "cut", "steps"]
     assert whole["computed"] == steps["computed"] == whole["tokens"] == 49 + 128 * 16
     assert trunks["computed"] == whole["tokens"] and " trunks of 49 tokens" in trunks["trunks"]
+    assert auto["computed"] == whole["tokens"]
     assert 0 < steps["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
     # cut trees repeat the prompt, and steps borrow it
     assert cut["computed"] > whole["tokens"]
-    for row in (cut, steps, kept, trunks):
+    for row in (cut, steps, kept, trunks, auto):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         assert row["of_whole"] == pytest.approx(whole["seconds"] / row["seconds"])
     with pytest.raises(SystemExit):
