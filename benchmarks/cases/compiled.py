@@ -43,11 +43,11 @@ from prefixtree.kernels.recurrence import decode_kernels
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
     "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
-    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS",
+    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN",
 }  # fmt: skip
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
-FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
+FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE", "CHOSEN")]
 # WIDE: dK and dV in float32
 FEATURES += ["SUBSET", "DETERMINISTIC", "WIDE"]
 DIMS = ("64x64", "128x128", "192x128", "256x256")
@@ -366,6 +366,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bf16")
     add("--candidates", action="store_true", help="also shapes that were considered")
     add("--features", action="store_true", help="every feature on, and no limit on spills")
+    add("--chosen", action="store_true", help="queries choose their keys")
     add("--out", type=Path, help="JSON")
     return parser.parse_args(arguments)
 
@@ -381,14 +382,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in options.dims:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
-        choice = choose((capability // 10, capability % 10), *wide, h // hk, True)
+        is_chosen = options.chosen or features
+        at = capability // 10, capability % 10
+        choice = choose(at, *wide, h // hk, True, chosen=is_chosen)
         for name, kernel in KERNELS.items():
             chosen = list(dict.fromkeys(getattr(choice, name)))
             tried = CANDIDATES[name] if options.candidates else []
             extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
                      for r, k, w, s, g in tried]  # fmt: skip
             for config, part in launched(dict.fromkeys([*chosen, *extra])):
-                flags = part | (dict.fromkeys(FEATURES, True) if features else {})
+                flags = dict.fromkeys(FEATURES, features) | {"HAS_CHOSEN": is_chosen} | part
                 values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)

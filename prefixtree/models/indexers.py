@@ -198,7 +198,8 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         *cached: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, T, W]; the family's indices of ordinary batches."""
+        """hidden_states [1, T, C] -> int32 [1, T, W], [1, T, 0] where all queries choose all keys;
+        the family's indices of ordinary batches."""
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
@@ -214,6 +215,8 @@ def _of_indexer(original: Any) -> dict[str, Any]:
                 f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
                 f"mask has {host.num_tokens})"
             )
+        if host.deepest <= self.index_topk:
+            return torch.empty(1, rows, 0, dtype=torch.int32, device=hidden_states.device)
         path = _Path(host.num_tokens, words(host.deepest))
         for start, length, runs in host.blocks():
             above, at = runs[:-1], 0

@@ -155,6 +155,28 @@ def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     assert_same(run_packed(build(family), ragged_packed(), ragged_objective()), reference)
 
 
+@pytest.mark.parametrize("family", cases(FEW))
+def test_triton_gives_the_same(family: str) -> None:
+    packed = copy.copy(ragged_packed())
+    packed.mask = packed.mask.with_options(backend="triton")
+    run = run_packed(build(family), packed, ragged_objective())
+    assert_same(run, run_packed(build(family), ragged_packed(), ragged_objective()))
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_paths_of_at_most_topk_tokens_ask_no_indexer(family: str, monkeypatch: Any) -> None:
+    longest = ragged_packed().mask.host.deepest
+    for topk in (longest, longest - 1):
+        reference = run_replicated(build(family, "eager", index_topk=topk), ragged_objective())
+        asked: list[int] = []
+        best_keys = indexers.best_keys
+        with monkeypatch.context() as patch:
+            patch.setattr(indexers, "best_keys", lambda *a: asked.append(0) or best_keys(*a))  # noqa: B023
+            run = run_packed(build(family, index_topk=topk), ragged_packed(), ragged_objective())
+        assert_same(run, reference)
+        assert bool(asked) == (topk < longest)
+
+
 class _Largest(TorchDispatchMode):
     numbers = 0
 
@@ -295,10 +317,6 @@ def test_what_is_not_verified_is_refused() -> None:
         sequence_logprobs(model, ragged_packed(), max_tokens=20)
     with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         TreeSampler(model.eval(), max_keys=64)
-    packed = copy.copy(ragged_packed())
-    packed.mask = packed.mask.with_options(backend="triton")
-    with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
-        sequence_logprobs(model, packed)
     inputs = ragged_packed().model_inputs()
     with pytest.raises(pt.UnsupportedError, match="takes the whole forest"):
         model(**{**inputs, "tree_mask": inputs["tree_mask"].for_queries([(0, 9)])})
