@@ -26,6 +26,7 @@ from benchmarks.cases import (
     peers,
     pictures,
     planning,
+    sparse,
 )
 from benchmarks.lib import (
     kinds,
@@ -35,7 +36,7 @@ from benchmarks.lib import (
 )
 from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
-from prefixtree import compile_layers, plan_micro_batches
+from prefixtree import compile_layers, plan_micro_batches, tree_attention
 from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
@@ -395,6 +396,22 @@ def test_head(tmp_path: Path) -> None:
     rows = result(out)["rows"]
     assert [row["side"] for row in rows] == ["triton", "torch", "eager"]
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sparse(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where the choice is ignored."""
+    if not is_right:
+        ignoring = lambda *a, chosen, **options: tree_attention(*a, **options)  # noqa: E731
+        monkeypatch.setattr(sparse, "tree_attention", ignoring)
+    out = tmp_path / "sparse.json"
+    some = ["--dtype", "float16", "--heads", "1", "--topk", "700", "--backend", "sdpa"]
+    assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
+    dense, chosen = result(out)["rows"]
+    assert [row["side"] for row in (dense, chosen)] == [sparse.ALL, sparse.CHOSEN]
+    assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
+    assert bool(chosen["red"]) == (not is_right) == ("forward_ms" not in chosen)
+    assert sparse.main(["--read", str(out)]) == (not is_right)
 
 
 @pytest.mark.full
