@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
+from prefixtree.kernels import index_scores
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     prepare_kernel,
@@ -223,6 +224,7 @@ def _helpers(capability: int, dtype: str) -> None:
         for kernel in (merge_kernel, write_kernel):
             known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
             _decode(kernel, known, config, capability, dtype)
+        _index_scores(32 if on else 64, capability, dtype)
         for delta, dims in ((True, (128, 128)), (False, (256, 64))):
             _recurrent(on, delta, dims, capability, dtype)
 
@@ -249,6 +251,22 @@ def _recurrent(
         code = read(built, warps, capability)
         if code.stack > 16 or code.programs < 4:
             raise SystemExit(f"{kernel.__name__} {dims} {flags}: {code}")
+
+
+def _index_scores(heads: int, capability: int, dtype: str) -> None:
+    """The kernel of kernels/index_scores.py, as that launches it; it must not spill."""
+    values = {"HEADS": heads, "HEADS_PADDED": heads, "D": 128, "D_PADDED": 128}
+    values |= {"TOKENS": index_scores.tile_tokens(heads), "KEYS": index_scores.KEYS}
+    types = {"Q": f"*{dtype}", "K": f"*{dtype}", "WEIGHTS": "*fp32", "SCORES": "*fp32"}
+    types |= {"first": "i32", "width": "i32", "scale": "fp32"} | dict.fromkeys(values, "constexpr")
+    kernel, warps = index_scores.scores_kernel, index_scores.WARPS
+    signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
+    aligned = [name for name, kind in signature.items() if kind[0] == "*"]
+    stages = index_scores.stages((capability // 10, capability % 10))
+    launched = {"num_warps": warps, "num_stages": stages}
+    code = read(_built(kernel, signature, values, aligned, capability, launched), warps, capability)
+    if code.stack > 16 or code.programs < 1:
+        raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:

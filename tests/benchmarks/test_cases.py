@@ -37,6 +37,7 @@ from benchmarks.lib import (
 from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches, tree_attention
+from prefixtree.kernels import index_scores
 from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
@@ -412,6 +413,21 @@ def test_sparse(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
     assert bool(chosen["red"]) == (not is_right) == ("forward_ms" not in chosen)
     assert sparse.main(["--read", str(out)]) == (not is_right)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where scores are those of other heads; in triton's interpreter."""
+    if not is_right:
+        inner = index_scores.index_scores
+        turned = lambda q, *rest: inner(q.flip(1), *rest)  # noqa: E731
+        monkeypatch.setattr(index_scores, "index_scores", turned)
+    monkeypatch.setattr(sparse, "run_side", lambda *_: {"forward_ms": 1.0, "backward_ms": 2.0})
+    out = tmp_path / "sparse.json"
+    some = ["--dtype", "float16", "--topk", "700", "--backend", "triton"]
+    assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
+    for row in result(out)["rows"][2:]:
+        assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ def test_selection_is_a_stable_sort(seed: int) -> None:
     width = first + n
     scores = torch.randint(-2, 3, (n, width), generator=g).float()
     scores[torch.rand(n, width, generator=g) < 0.3] = -0.0
-    got = best_keys(scores, count, first)
+    got = best_keys(scores, count, torch.arange(first, width))
     for row in range(n):
         seen = scores[row, : first + row + 1]
         order = seen.sort(descending=True, stable=True).indices[:count]
