@@ -241,8 +241,11 @@ def _of_indexer(original: Any) -> dict[str, Any]:
 def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
     """The module whose kernel computes scores, or None: the family's own products.
 
-    Autocast rounds what the family's products give, which the kernel does not.
+    Autocast rounds what the family's products give, which the kernel does not. Tensors without
+    numbers, as memory is traced with, know torch's operations alone.
     """
+    if type(hidden) is not torch.Tensor:
+        return None
     if mask.backend not in ("auto", "triton") or torch.is_autocast_enabled(hidden.device.type):
         return None
     if not (hidden.is_cuda or mask.backend == "triton") or not installed("triton"):

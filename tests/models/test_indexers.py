@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -205,6 +206,9 @@ def test_where_the_familys_own_products_run() -> None:
         assert indexers._kernels_for(mask, hidden, 128) is None
     assert indexers._kernels_for(mask, hidden.double(), 128) is None
     assert indexers._kernels_for(mask, hidden, 192) is None
+    with FakeTensorMode():
+        # as a trace of memory has them
+        assert indexers._kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
     for backend in ("auto", "sdpa"):
         assert indexers._kernels_for(mask.with_options(backend=backend), hidden, 128) is None
 
