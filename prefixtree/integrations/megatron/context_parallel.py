@@ -187,6 +187,7 @@ def local_forest(
         padded = padded_to_ranks(packed, ranks * multiple)
         # of the configuration alone, as all stages of a pipeline divide alike
         split = split_tokens(padded, ranks, scored=edges_of(found), multiple=multiple)
+        _check_stages(config, split)
         runs = dict(zip(("starts of runs", "their owners"), split.runs, strict=True))
         return (split, found), {
             "forest": parts_of_forest(packed),
@@ -221,8 +222,7 @@ def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]
 
 
 def check_group(language_model: Any) -> None:
-    """Refuses a model whose context-parallel group is not the one of its configuration, or that has
-    pipeline stages beside it.
+    """Refuses a model whose context-parallel group is not the one of its configuration.
 
     Raises:
         UnsupportedError: with both sizes.
@@ -234,11 +234,22 @@ def check_group(language_model: Any) -> None:
             f"context_parallel_size={size} of the configuration, and the model's group has {ranks} "
             "ranks; give both the same size"
         )
-    stages = language_model.config.pipeline_model_parallel_size
-    if size > 1 and stages > 1:
+
+
+def _check_stages(config: Any, split: Split) -> None:
+    """Refuses parts that a pipeline would not send on: without their shapes it takes every rank's
+    for an equal share.
+
+    Raises:
+        UnsupportedError: with the parts' tokens.
+    """
+    tokens = split.num_own_tokens.tolist()
+    sends = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+    if sends and len(set(tokens)) > 1:
         raise UnsupportedError(
-            f"context_parallel_size={size} with pipeline_model_parallel_size={stages} is not "
-            "verified on forests; set one of both to 1"
+            f"context-parallel ranks have {tokens} tokens, and pipeline stages take them for equal "
+            "shares: set variable_seq_lengths=True, or pad the forest to a multiple of the ranks "
+            "(pack(forest, pad_to_multiple_of=...))"
         )
 
 

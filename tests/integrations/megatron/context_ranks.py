@@ -17,25 +17,20 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from packaging.version import Version
 
 from prefixtree import PrefixForest, pack
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
-from prefixtree.integrations.megatron.version import installed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.ranks import RankExchange
-from tests.integrations.megatron import router_runs
+from tests.integrations.megatron import context_stages, router_runs
 from tests.integrations.megatron.replay_runs import routes_of
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import (
+    NEWEST,
     TEMPERATURE,
     Case,
     Weights,
@@ -45,14 +40,13 @@ from tests.integrations.megatron.runs import (
     latent,
     moe,
     packed_of,
+    wrapped,
 )
 from tests.integrations.megatron.test_one_process import FULL
 from tests.support.megatron_cpu import in_float64
 
 SP = {"sequence_parallel": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
-#: The older version differs in nothing that context parallelism meets.
-NEWEST = Version(installed()) >= Version("0.19")
 ROUTERS = losses("aux_loss", "global_aux_loss", **BIAS, **Z)
 #: Two ranks with parts, and two with other data.
 DATA = {
@@ -138,11 +132,7 @@ def run(case: Case, step: Any, wrap: Callable[[Any], Any] | None = None) -> dict
     positions = router_runs.restarting(places) if in_one_row else contextlib.nullcontext()
     with in_float64(), positions:
         model = build(case, *([wrap] if wrap else []))
-        # whole gradients on each rank; the distributed optimizer's has a shard
-        settings = DistributedDataParallelConfig(
-            use_distributed_optimizer=False, grad_reduce_in_fp32=False, overlap_grad_reduce=False
-        )
-        ddp = DistributedDataParallel(model.config, settings, model)
+        ddp = wrapped(model, whole=True)
         (logged,) = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=None,
@@ -196,6 +186,10 @@ def summed_over_ranks() -> Any:
 MISTAKES: dict[str, Callable[[], Any]] = {
     "lent keys without gradient": lent_keys_without_gradient,
     "gradients of scores summed over ranks": summed_over_ranks,
+}
+ON_STAGES: dict[str, Callable[[], Any]] = {
+    "lent keys without gradient": lent_keys_without_gradient,
+    "other positions": context_stages.other_positions,
 }
 
 
@@ -272,4 +266,4 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
             results["outputs"] = errors(outputs() | routed(), wanted)
             results["refused"] = refused()
         parallel_state.destroy_model_parallel()
-    return results
+    return results | context_stages.results(errors, ON_STAGES)

@@ -219,12 +219,6 @@ def test_another_group_than_the_configurations(model: Any) -> None:
     refused_everywhere(model, message, shared=False)
 
 
-def test_parts_on_pipeline_stages(two_ranks: Any) -> None:
-    two_ranks.config.pipeline_model_parallel_size = 2
-    with pytest.raises(UnsupportedError, match="context_parallel_size=2 with pipeline_model_par"):
-        check_model(two_ranks)
-
-
 def test_megatrons_own_attention_of_parts() -> None:
     model = build(Case({"num_layers": 1, "context_parallel_size": 2}))
     x = torch.zeros(4, 1, 4, 32, dtype=torch.float64)
