@@ -3,8 +3,8 @@ parallelism a part.
 
 The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
 transformers' models: each runs the layers over its part, and core attention borrows the keys and
-values of ancestors that other ranks have, of the heads of this tensor-parallel rank. The rest of a
-layer knows nothing of it.
+values of ancestors that other ranks have, of the heads of this tensor-parallel rank. A layer with a
+state exchanges tokens for some of these heads. The rest of a layer knows nothing of it.
 
 **Gradients.** Megatron's schedules multiply a loss by the size of the group, and its DDP divides
 gradients by it: ranks are taken to have a part of the loss each. All ranks have the scores of all
@@ -27,7 +27,8 @@ from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
-from prefixtree.parallel.ranks import arrival, rank_mask
+from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask
+from prefixtree.parallel.state_heads import StatesByHeads
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
@@ -55,6 +56,8 @@ class LocalForest:
         position_ids: int64 [t], depths.
         copies: int32 [t], how often the replicated batch has each token; 0 for padding.
         routes: None, or integers [t, layers, k], the recorded experts of each token.
+        states: None, or what stands in the place of `mask` in layers with a state where other ranks
+            have tokens too.
     """
 
     def __init__(self, packed: PackedForest, split: Split | None = None, group: Any = None) -> None:
@@ -64,11 +67,14 @@ class LocalForest:
         self.routes = inputs.get("tree_routes")
         self.mask, self.copies = packed.mask, packed.multiplicity
         self._divided: Any = None
+        self.states: StatesByHeads | None = None
         if split is not None:
             self._index = torch.distributed.get_rank(group)
             self._part = split[self._index]
             self.mask = self._part.mask
             self._divided = rank_mask(split, self._index, group)
+            exchange = TokensForHeads(split, self._index, group)
+            self.states = StatesByHeads(split, exchange, self.mask)
             ids, self.position_ids, self.copies = (
                 self._part.own(x) for x in (ids, self.position_ids, self.copies)
             )

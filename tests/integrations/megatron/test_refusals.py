@@ -23,7 +23,6 @@ from prefixtree import PrefixForest, UnsupportedError, pack
 from prefixtree.errors import ForestError
 from prefixtree.integrations.megatron import (
     check_model,
-    checks,
     pack_batches,
     refusals,
     tree_logprobs,
@@ -203,13 +202,6 @@ def test_parts_of_batches(two_ranks: Any) -> None:
     check_model(two_ranks)
     with pytest.raises(UnsupportedError, match=r"pack_batches .*context_parallel_size=2.*tree_log"):
         pack_batches(two_ranks)
-
-
-def test_states_of_parts(two_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixer = SimpleNamespace(config=two_ranks.config)
-    monkeypatch.setattr(checks, "state_of", lambda layer: mixer)
-    with pytest.raises(UnsupportedError, match=r"context_parallel_size=2 and decoder.*states"):
-        check_model(two_ranks)
 
 
 def test_another_group_than_the_configurations(model: Any) -> None:
