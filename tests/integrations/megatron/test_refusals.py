@@ -211,6 +211,13 @@ def test_another_group_than_the_configurations(model: Any) -> None:
     refused_everywhere(model, message, shared=False)
 
 
+def test_megatrons_packed_batch_beside_a_forest(model: Any) -> None:
+    packed = packed_of(SEQUENCES)
+    params = thd(SEQUENCES)["packed_seq_params"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'packed_seq_params'"):
+        tree_logprobs(model, packed, packed_seq_params=params)  # type: ignore[call-arg]
+
+
 def test_megatrons_own_attention_of_parts() -> None:
     model = build(Case({"num_layers": 1, "context_parallel_size": 2}))
     x = torch.zeros(4, 1, 4, 32, dtype=torch.float64)

@@ -95,15 +95,15 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.runs import (
+    from tests.integrations.verl.cases import (
         CASES,
         HYBRID_CASES,
         HYBRID_SEQUENCE_PARALLEL_CASES,
         SEQUENCE_PARALLEL_CASES,
         TRUNK_CASES,
-        run,
     )
+    from tests.integrations.verl.cpu_platform import register_engines
+    from tests.integrations.verl.runs import run
     from tests.integrations.verl.vision_cases import VISION_CASES
 
     register_engines()

@@ -17,9 +17,9 @@ from verl.workers.config import DistillationLossConfig
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import distillation
 from prefixtree.integrations.verl.refusals import check_batch
+from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
-    CASES,
     VOCABULARY,
     actor_loss,
     batch_of,
