@@ -111,10 +111,11 @@ class ForestMamba(_Mixer):
         """hidden_states [t, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
         mixer: Any = self
         if isinstance(packed_seq_params, ForestParams) and self.cp.cp_size > 1:
-            mixer, mixer_cp = copy.copy(self), copy.copy(self.cp)
-            mixer.cp, mixer_cp.cp_size = mixer_cp, 1
-            for name in ("d_inner", "nheads", "ngroups"):
-                setattr(mixer_cp, f"{name}_local_tpcp", getattr(mixer_cp, f"{name}_local_tp"))
+            mixer, alone = copy.copy(self), copy.copy(self.cp)
+            mixer.cp, alone.cp_size = alone, 1
+            alone.d_inner_local_tpcp = alone.d_inner_local_tp
+            alone.nheads_local_tpcp = alone.nheads_local_tp
+            alone.ngroups_local_tpcp = alone.ngroups_local_tp
         kwargs["packed_seq_params"] = packed_seq_params
         return MambaMixer.forward(mixer, hidden_states, *args, **kwargs)
 

@@ -82,11 +82,11 @@ def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:
 def routes_of_batch(
     recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any, num_chunks: int
 ) -> torch.Tensor:
-    """What the forwards of this rank recorded -> jagged [B, n, L, k] of all stages, in the order of
-    the batch. All stages must call it.
+    """The routes that forwards of all stages recorded, jagged [B, n, L, k] in the order of the
+    batch. All stages must call it.
 
     Args:
-        recorded: as `to_jagged_routes` gives it, in the order of the schedule.
+        recorded: of this rank, as `to_jagged_routes` gives it, in the order of the schedule.
         batches: the micro-batches.
         config: of the model.
         num_chunks: the virtual stages of a rank.
