@@ -149,7 +149,7 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         )
         recorded = None
         if self._recorded is not None:
-            recorded = routes_of_batch(self._recorded, batches, config, len(self.module))
+            recorded = routes_of_batch(self._recorded, batches, config)
             self._recorded = None
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}

@@ -128,6 +128,12 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
             "disabled",
         ),
         (
+            replay == "R2" and (engine_config.virtual_pipeline_model_parallel_size or 1) > 1,
+            "router_replay.mode=R2 with virtual_pipeline_model_parallel_size="
+            f"{engine_config.virtual_pipeline_model_parallel_size}: what virtual stages record was "
+            "not compared; set it to null, or router_replay.mode to R3",
+        ),
+        (
             model_config.mtp.enable,
             "model.mtp.enable=True: extra prediction heads are not scored on packed forests; set "
             "it to False",

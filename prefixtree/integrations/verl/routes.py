@@ -21,7 +21,6 @@ from verl.utils.megatron.router_replay_utils import (
     is_moe_layer,
     merge_nested_router_maps,
     pp_gather,
-    reorder_and_merge_vpp_layers,
 )
 from verl.utils.seqlen_balancing import restore_dynamic_batch
 
@@ -80,23 +79,17 @@ def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def routes_of_batch(
-    recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any, num_chunks: int
+    recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any
 ) -> torch.Tensor:
     """The routes that forwards of all stages recorded, jagged [B, n, L, k] in the order of the
     batch. All stages must call it.
 
     Args:
-        recorded: of this rank, as `to_jagged_routes` gives it, in the order of the schedule.
+        recorded: of this rank, as `to_jagged_routes` gives it, micro-batch by micro-batch.
         batches: the micro-batches.
         config: of the model.
-        num_chunks: the virtual stages of a rank.
     """
-    if num_chunks > 1:
-        group = config.microbatch_group_size_per_vp_stage
-        local = reorder_and_merge_vpp_layers(recorded, len(batches), num_chunks, group)
-    else:
-        local = merge_nested_router_maps(recorded)
-    whole: torch.Tensor = pp_gather(local, config)
+    whole: torch.Tensor = pp_gather(merge_nested_router_maps(recorded), config)
     indices = [batch.sequence_indices.tolist() for batch in batches]
     restored: torch.Tensor = restore_dynamic_batch(whole, indices)
     return restored

@@ -118,7 +118,8 @@ def _refused(name: str, setting: tuple[int, str, Any], path: Path) -> str:
 
     role = "critic" if "critic" in name else "actor"
     config = runs.configs("prefixtree", role, path)
-    _set(config, setting)
+    for one in (setting, *BESIDE.get(name, ())):
+        _set(config, one)
     try:
         runs.ENGINES["prefixtree", role](*config)._build_tf_config()
     except NotImplementedError as error:
@@ -148,6 +149,7 @@ REFUSED: dict[str, tuple[int, str, Any]] = {
     "use_fused_kernels": (1, "use_fused_kernels", True),
     "use_megatron_fsdp": (1, "use_megatron_fsdp", True),
     "router_replay.mode=R2 of a critic": (1, "router_replay.mode", "R2"),
+    "R2 with virtual_pipeline_model_parallel_size": (1, "router_replay.mode", "R2"),
     "mtp": (0, "mtp.enable", True),
     "lora": (0, "lora", {"rank": 8}),
     "calculate_per_token_loss": (
@@ -156,6 +158,14 @@ REFUSED: dict[str, tuple[int, str, Any]] = {
         {"calculate_per_token_loss": True},
     ),
     "takes images": (0, "hf_config.vision_config", object()),
+}
+
+
+#: What a setting is refused together with.
+BESIDE = {
+    "R2 with virtual_pipeline_model_parallel_size": [
+        (1, "virtual_pipeline_model_parallel_size", 2),
+    ],
 }
 
 
