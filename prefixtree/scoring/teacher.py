@@ -95,17 +95,18 @@ class Teacher:
                 check_rows_alone(lm_head, lm_head.forward, self._hidden, "the teacher's lm_head")
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The log-probabilities of all tokens, float32 [r, V], of logits divided by the edges'
-        temperature; without gradients."""
+        """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;
+        without gradients. They are float32, float64 of a teacher in float64."""
         with torch.no_grad():
             with self._of_forward.autocast():
                 x = self._of_forward.head(self._hidden[self._row_of_edge[edges.edge]])
-            logits = self._rule.apply(x.float()) / edges.temperature[:, None]
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            logits = self._rule.apply(x) / edges.temperature[:, None]
             return logits.log_softmax(-1)
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves of its output embedding.
+    """The output embedding of a forward, for later.
 
     Attributes:
         hidden: [1, P, d], what it was given.

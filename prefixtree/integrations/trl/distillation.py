@@ -110,7 +110,7 @@ class _OfAnswers(KeepsOutputs):
         self._sharing = SharingReport(this, DATA_SET_ADVICE)
 
     def _loss_temperature(self) -> float:
-        """What TRL divides the logits of both models by in the loss."""
+        """The divisor of the logits of both models in TRL's loss."""
         return 1.0
 
     def compute_loss(
