@@ -255,8 +255,9 @@ def check_batch(
         ),
         (
             (flag("distillation_use_topk") or flag("distillation_only")) and not serves_topk,
-            "distillation from the teacher's top-k needs an FSDP engine, a text model and a rank's "
-            "whole logits; set ulysses_sequence_parallel_size=1, or an estimator (loss_mode=k3)",
+            "distillation from the teacher's top-k needs a rank's whole logits of a language "
+            "model, which the actors of the FSDP engines have: take one, or an estimator "
+            "(loss_mode=k3)",
         ),
         (
             flag("calculate_sum_pi_squared"),
