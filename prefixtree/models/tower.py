@@ -1,4 +1,5 @@
-"""A vision tower's forward in runs: some pictures at a time, computed again in the backward.
+"""A vision tower's forward: its patches by matrix products, and its pictures in runs, some at a
+time, computed again in the backward.
 
 A tower that takes all pictures at once keeps the activations of all of them until the backward. In
 runs it keeps pixels and features, and the activations of one run at a time are there.
@@ -14,6 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
+from prefixtree.models.changes import changing
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
@@ -73,6 +77,58 @@ def features_in(output: Any) -> dict[str, Any]:
         # Gemma 4's features come straight from the last layer
         found = {"last_hidden_state": getattr(output, "last_hidden_state", None)}
     return {name: values for name, values in found.items() if values is not None}
+
+
+def by_products(tower: nn.Module) -> Callable[..., Any]:
+    """A tower's forward, in which convolutions with one place for their kernel are matrix products.
+
+    A patch is as large as the kernel that embeds it. cuDNN takes far longer for that than a product
+    in bfloat16, and rounds float32 to TF32 where torch's products do not. Weights and hooks are the
+    convolution's own.
+
+    Args:
+        tower: of a transformers model.
+
+    Returns:
+        A forward with the same arguments. It may run again in a backward.
+    """
+    forward = tower.forward
+    found = [module for module in tower.modules() if _multiplies(module)]
+    if not found:
+        return forward
+
+    def multiplied(*args: Any, **kwargs: Any) -> Any:
+        with changing(tower) as changes:
+            for module in found:
+                changes.set(module, forward=partial(_product, module))
+            return forward(*args, **kwargs)
+
+    return multiplied
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module is a plain convolution of patches that do not overlap."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or "forward" in vars(module):
+        return False
+    kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Conv3d
+    return (
+        type(module).forward is kind.forward
+        and type(module)._conv_forward is kind._conv_forward
+        and module.kernel_size == module.stride
+        and set(module.padding) == {0}
+        and set(module.dilation) == {1}
+        and module.groups == 1
+    )
+
+
+def _product(module: Any, patches: torch.Tensor) -> torch.Tensor:
+    """A convolution of inputs as large as its kernel, [n, in, ...], to [n, out, 1, ...]."""
+    weight: torch.Tensor = module.weight
+    if patches.shape[1:] != weight.shape[1:]:
+        at_places: torch.Tensor = type(module).forward(module, patches)
+        return at_places
+    rows = nn.functional.linear(patches.flatten(1), weight.flatten(1), module.bias)
+    return rows.reshape(*rows.shape, *[1] * (patches.ndim - 2))
 
 
 def in_runs(

@@ -18,7 +18,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.encodings import blank_picture
-from prefixtree.models.tower import features_in
+from prefixtree.models.tower import by_products, features_in
 from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.trace import (
@@ -128,6 +128,7 @@ def _traced(
     # sizes are those of every device; torch chooses kernels of a CPU without asking it
     make_fake(tower, fake, torch.device("cpu"))
     tower.train()
+    tower.forward = by_products(tower)
     if not trains:
         tower.requires_grad_(False)
     with fake:

@@ -133,6 +133,21 @@ def test_faithful_sums(name):
     assert min(errors()) > 2 * eps
 
 
+def test_convolutions_are_float32_while_runs_are_compared(monkeypatch, verify):
+    """TF32 is torch's default for them, on GPUs."""
+    seen, convolutions = [], torch.backends.cudnn.conv
+
+    def stopped(*given):
+        seen.append(convolutions.fp32_precision)
+        raise ArithmeticError
+
+    monkeypatch.setattr("prefixtree.testing.verify._run_all", stopped)
+    with pytest.raises(AssertionError):
+        verify(QWEN3)
+    assert seen == ["ieee"]
+    assert convolutions.fp32_precision == "tf32"
+
+
 # ---- eager attention -----------------------------------------------------------------------------
 
 
