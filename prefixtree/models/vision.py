@@ -83,7 +83,8 @@ class PlacedPictures:
         """
         is_own = np.full(self.packed.num_tokens, own is None)
         is_own[[] if own is None else own] = True
-        return self._encoded([self._calls.of(modality, is_own) for modality in MODALITIES])
+        found = [self._calls.of(modality, is_own) for modality in MODALITIES]
+        return self._encoded(found, own is not None and self._only_the_tower_trains())
 
     def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
         """Finds the pictures that one rank of a group encodes, and those that its own tokens show.
@@ -99,10 +100,21 @@ class PlacedPictures:
         where = parts, index, group
         return self._encoded([self._calls.of_rank(modality, *where) for modality in MODALITIES])
 
-    def _encoded(self, encodings: list[Encoding | None]) -> EncodedPictures:
+    def _only_the_tower_trains(self) -> bool:
+        """Whether hidden states below the first layer that trains need gradients by pictures."""
+        tower, embedding = tower_of(self._causal_lm), self._causal_lm.get_input_embeddings()
+        trains, has_gradients = (
+            any(p.requires_grad for p in module.parameters()) for module in (tower, embedding)
+        )
+        return torch.is_grad_enabled() and trains and not has_gradients
+
+    def _encoded(
+        self, encodings: list[Encoding | None], wants_one: bool = False
+    ) -> EncodedPictures:
         found = [encoding for encoding in encodings if encoding is not None]
-        if not found and _runs_in_lockstep(self._model):
-            # ranks with pictures run the tower, and wait for those without
+        if not found and (wants_one or _runs_in_lockstep(self._model)):
+            # ranks with pictures run the tower, and wait for those without; and a part without
+            # pictures may borrow from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
         return EncodedPictures(self, self._causal_lm, found)
 

@@ -17,13 +17,15 @@ from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
-from tests.support.models import TRANSFORMERS, counted
+from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (
+    ADAPTED,
     CONFIGS,
     NO_VIDEOS,
     batch,
     build,
     clone,
+    distance,
     errors,
     pictures_of,
     reference,
@@ -87,6 +89,17 @@ def test_the_tower_in_runs(model_type, recompute, monkeypatch):
     monkeypatch.setattr(forward, "RUN", 1)
     run = run_packed(build(model_type), batch(model_type), recompute=recompute, **OPTIONS)
     assert errors(run, reference(model_type)).largest < tolerance(model_type)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("targets", ADAPTED)
+def test_adapters_over_frozen_text(targets):
+    """What a step without pictures returns to one with some goes on to the tower."""
+    model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")
+    expected = run_packed(model, made)
+    model.zero_grad(set_to_none=True)
+    found = run_packed(model, made, **OPTIONS)
+    assert distance(found.gradients, expected.gradients) < 5e-5
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
