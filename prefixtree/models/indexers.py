@@ -27,7 +27,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.families import INDEXED
+from prefixtree.models.family_table import INDEXED
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
