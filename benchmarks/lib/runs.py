@@ -49,8 +49,6 @@ def parse(arguments: argparse.ArgumentParser, given: Sequence[str] | None) -> ar
     options.is_tiny = options.scale < 0.5
     # the float32 references are float32
     torch.set_float32_matmul_precision("highest")
-    cudnn: Any = torch.backends.cudnn
-    cudnn.conv.fp32_precision = "ieee"
     return options
 
 

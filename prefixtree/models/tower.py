@@ -1,5 +1,5 @@
-"""A vision tower's forward: its patches by matrix products, and its pictures in runs, some at a
-time, computed again in the backward.
+"""A vision tower's forward: in few calls, and its pictures in runs, some at a time, computed again
+in the backward.
 
 A tower that takes all pictures at once keeps the activations of all of them until the backward. In
 runs it keeps pixels and features, and the activations of one run at a time are there.
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from prefixtree.models.changes import changing
+from prefixtree.models.families import ENCODES
+from prefixtree.models.tower_attention import with_borders
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
@@ -79,12 +81,14 @@ def features_in(output: Any) -> dict[str, Any]:
     return {name: values for name, values in found.items() if values is not None}
 
 
-def by_products(tower: nn.Module) -> Callable[..., Any]:
-    """A tower's forward, in which convolutions with one place for their kernel are matrix products.
+def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
+    """A tower's forward with fewer and faster calls of torch.
 
-    A patch is as large as the kernel that embeds it. cuDNN takes far longer for that than a product
-    in bfloat16, and rounds float32 to TF32 where torch's products do not. Weights and hooks are the
-    convolution's own.
+    Convolutions with one place for their kernel are matrix products. A patch is as large as the
+    kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
+    float32 to TF32 where torch's products do not. Under attn_implementation="prefixtree" pictures
+    of one size are one call of attention (`tower_attention`). Weights and hooks are the modules'
+    own.
 
     Args:
         tower: of a transformers model.
@@ -93,27 +97,43 @@ def by_products(tower: nn.Module) -> Callable[..., Any]:
         A forward with the same arguments. It may run again in a backward.
     """
     forward = tower.forward
-    found = [module for module in tower.modules() if _multiplies(module)]
-    if not found:
-        return forward
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    attending: dict[nn.Module, Callable[..., Any]] = {}
+    for module in tower.modules():
+        kind: Any = type(module)
+        if "forward" in vars(module):
+            continue
+        if _multiplies(module):
+            found[module] = partial(_product, module)
+        elif (at_once := with_borders(kind)) is not None:
+            attending[module] = partial(at_once, module)
 
-    def multiplied(*args: Any, **kwargs: Any) -> Any:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        replaced = found
+        # layers that are recomputed by themselves would run their own forward then
+        if kwargs.get(ENCODES) and not any(map(_recomputes, tower.modules())):
+            replaced = found | attending
         with changing(tower) as changes:
-            for module in found:
-                changes.set(module, forward=partial(_product, module))
+            for module, of_module in replaced.items():
+                changes.set(module, forward=of_module)
             return forward(*args, **kwargs)
 
-    return multiplied
+    return ours
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module is a plain convolution of patches that do not overlap."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d) or "forward" in vars(module):
+    if not isinstance(module, nn.Conv2d | nn.Conv3d):
         return False
     kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Conv3d
     return (
         type(module).forward is kind.forward
-        and type(module)._conv_forward is kind._conv_forward
+        # FSDP2's class of it too
+        and type(module).__module__.startswith("torch.")
         and module.kernel_size == module.stride
         and set(module.padding) == {0}
         and set(module.dilation) == {1}

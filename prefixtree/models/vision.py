@@ -36,7 +36,7 @@ from prefixtree.models.encodings import (
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.models.layers import groups_of, layers_of
-from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, by_products, in_runs
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, in_few_calls, in_runs
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import PathPictures, place
 from prefixtree.pictures import Pictures
@@ -175,7 +175,7 @@ class EncodedPictures:
         with changing(self._causal_lm) as changes:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
-            forward = by_products(self.tower)
+            forward = in_few_calls(self.tower)
             if runs.patches is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
                 forward = in_runs(

@@ -118,14 +118,13 @@ def float32_convolutions() -> Iterator[None]:
     A vision tower of transformers embeds patches by a convolution, which moves log-probabilities by
     more than a float32 run may be off. Packed forests embed them by a product.
     """
-    cudnn: Any = torch.backends.cudnn
-    convolutions = cudnn.conv
-    before = convolutions.fp32_precision
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
     try:
-        convolutions.fp32_precision = "ieee"
+        cudnn.allow_tf32 = False
         yield
     finally:
-        convolutions.fp32_precision = before
+        cudnn.allow_tf32 = before
 
 
 def _in_float32(x: Any) -> Any:

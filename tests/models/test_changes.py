@@ -156,7 +156,7 @@ _METHODS = {
 _ATTRIBUTES = {
     *("forward", "training", "use_cache", "gradient_checkpointing", "__class__"),
     *("require_backward_grad_sync", "recompile_limit", "_gradient_checkpointing_func"),
-    "fp32_precision",
+    "allow_tf32",
 }
 
 

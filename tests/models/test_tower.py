@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
 from prefixtree.models import tower as runs_of_tower
-from prefixtree.models.tower import TowerRuns, TowerShape, by_products
+from prefixtree.models import tower_attention
+from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower
@@ -209,14 +210,14 @@ _FLAT: dict[str, Any] = {"kernel_size": (2, 4, 4), "stride": (2, 4, 4)}
         (nn.Conv2d(4, 8, 4, 4, groups=2), (4, 4, 4), False),
     ],
 )
-def test_patches_by_products(convolution, shape, is_product):
+def test_patches_in_few_calls(convolution, shape, is_product):
     """The same values and gradients, and the module's hooks."""
     tower, seen = _Embeds(convolution, shape), []
     convolution.register_forward_hook(lambda module, given, output: seen.append(output))
     patches = torch.randn(5, torch.Size(shape).numel(), dtype=torch.float64, requires_grad=True)
     held = [patches, *tower.parameters()]
     outputs, gradients, calls = [], [], []
-    for forward in (tower, by_products(tower)):
+    for forward in (tower, in_few_calls(tower)):
         with _Convolutions() as counter:
             outputs.append(forward(patches))
         calls.append(counter.calls)
@@ -240,6 +241,54 @@ def test_only_our_calls_multiply(model_type):
     with _Convolutions() as theirs:
         run_alone(model, made)
     assert theirs.calls > 0
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "calls"),
+    [
+        # two blocks, pictures of two sizes
+        ("qwen3_vl", "images", 4),
+        ("glm4v", "images", 4),
+        # a block with windows of two sizes
+        ("qwen2_5_vl", "images", 4),
+        # frames of clips; the image and the clips are apart
+        ("qwen3_vl", "videos", 4),
+    ],
+)
+def test_pictures_of_one_size_are_one_call(model_type, kind, calls):
+    model = build(model_type)
+    with _Attention() as counter:
+        found = errors(run_packed(model, made_of(model_type, kind)), reference(model_type, kind))
+    assert counter.calls == calls and found.largest < tolerance(model_type)
+    # a user's own call is the family's
+    model.set_attn_implementation("sdpa")
+    with _Attention() as counter:
+        run_alone(model, made_of(model_type, kind))
+    assert counter.calls > 2 * calls
+
+
+def test_layers_that_are_recomputed_by_themselves():
+    """They run again in the backward, when what was changed for the call is not."""
+    model = build("qwen3_vl")
+    enable_checkpointing(model, use_reentrant=False)
+    run = run_packed(model, batch("qwen3_vl"), recompute="nothing")
+    assert errors(run, reference("qwen3_vl")).largest < tolerance("qwen3_vl")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_attention_across_borders_is_seen(model_type, monkeypatch):
+    """Two pictures of one size as one."""
+    attend = tower_attention.picture_attention
+
+    def across(*given: Any) -> Any:
+        return attend(*given[:-1], given[-1][[0, *range(2, len(given[-1]))]])
+
+    monkeypatch.setattr("prefixtree.models.attention.picture_attention", across)
+    wrong = errors(run_packed(build(model_type), batch(model_type)), reference(model_type))
+    assert wrong.logprob > 0.01 and wrong.tower > 0.01
 
 
 @pytest.mark.parametrize("left_out", ["the bias", "the weight's gradient"])

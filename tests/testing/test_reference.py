@@ -135,17 +135,16 @@ def test_faithful_sums(name):
 
 def test_convolutions_are_float32_while_runs_are_compared(monkeypatch, verify):
     """TF32 is torch's default for them, on GPUs."""
-    seen, convolutions = [], torch.backends.cudnn.conv
+    seen, cudnn = [], torch.backends.cudnn
 
     def stopped(*given):
-        seen.append(convolutions.fp32_precision)
+        seen.append(cudnn.allow_tf32)
         raise ArithmeticError
 
     monkeypatch.setattr("prefixtree.testing.verify._run_all", stopped)
     with pytest.raises(AssertionError):
         verify(QWEN3)
-    assert seen == ["ieee"]
-    assert convolutions.fp32_precision == "tf32"
+    assert seen == [False] and cudnn.allow_tf32
 
 
 # ---- eager attention -----------------------------------------------------------------------------
