@@ -151,7 +151,7 @@ def prefixtree_attention(
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
     if isinstance(attention_mask, ForestMask) and chosen is not None:
-        attention_mask, options["chosen"] = None, chosen[0]
+        attention_mask, options["chosen"] = None, chosen[0] if chosen.shape[2] else None
     elif not isinstance(attention_mask, torch.Tensor) and any(
         x is not None for x in (attention_mask, chosen, kwargs.get(BLOCKS))
     ):

@@ -3,7 +3,8 @@
 An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its indexer for the best
 k keys of each query. Along the tree, these are the best of the query's path. `prepare` gives
 attentions and indexers a class whose forward runs the family's code: the indexer's once for a few
-neighbouring queries of one path, which it shows the keys of that path alone. What it chose goes to
+neighbouring queries of one path, which it shows the keys of that path alone; or, on a GPU, for any
+neighbouring queries, whose products with keys a Triton kernel computes. What it chose goes to
 `tree_attention` as a bit per position of the path (`kernels.chosen`), in the place of the family's
 indices. Nothing holds T x T numbers.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +27,19 @@ from torch import nn
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
 from prefixtree.models.family_table import INDEXED
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 
 # scores of all index heads held at once: 128 MiB in float32
 _CHUNK = 1 << 25
+# scores of queries held at once where a kernel sums the heads: 64 MiB
+_SCORES = 1 << 24
 # how MiniMax M3 hands blocks of keys to its attention function, which is not served
 BLOCKS = "block_indices"
 # the mark of attention layers whose keys are chosen
@@ -198,7 +204,8 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         *cached: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, T, W]; the family's indices of ordinary batches."""
+        """hidden_states [1, T, C] -> int32 [1, T, W], [1, T, 0] where all queries choose all keys;
+        the family's indices of ordinary batches."""
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
@@ -214,21 +221,38 @@ def _of_indexer(original: Any) -> dict[str, Any]:
                 f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
                 f"mask has {host.num_tokens})"
             )
-        path = _Path(host.num_tokens, words(host.deepest))
-        for start, length, runs in host.blocks():
-            above, at = runs[:-1], 0
-            depth = sum(end - begin for begin, end, _ in above)
-            most = max(1, _CHUNK // (self.n_heads * (depth + length)))
-            while at < length:
-                # keys are kept in packed order, in which a token comes behind its ancestors
-                last = min(at + most, length)
-                path.move(start + at, start + last, [*above, (start, start + last, True)])
-                hidden, resid, *rope = (x[:, start + at : start + last] for x in tokens)
-                original.forward(self, hidden, resid, tuple(rope), path, None, path)
-                at = last
-        return path.bits[None]
+        if host.deepest <= self.index_topk:
+            return torch.empty(1, rows, 0, dtype=torch.int32, device=hidden_states.device)
+        kernels = _kernels_for(attention_mask.mask, hidden_states, self.head_dim)
+        if kernels is None:
+            keys: Any = _Path(host)
+            spans = keys.spans(self.n_heads)
+        else:
+            keys = Products(host, kernels)
+            spans = keys.spans(self.n_heads, self.head_dim)
+        for rows in spans:
+            hidden, resid, *rope = (x[:, rows] for x in tokens)
+            original.forward(self, hidden, resid, tuple(rope), keys, None, keys)
+        return keys.bits[None]
 
     return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
+    """The module whose kernel computes scores, or None: the family's own products.
+
+    Autocast rounds what the family's products give, which the kernel does not. Tensors without
+    numbers, as memory is traced with, know torch's operations alone.
+    """
+    if type(hidden) is not torch.Tensor:
+        return None
+    if mask.backend not in ("auto", "triton") or torch.is_autocast_enabled(hidden.device.type):
+        return None
+    if not (hidden.is_cuda or mask.backend == "triton") or not installed("triton"):
+        return None
+    from prefixtree.kernels import index_scores
+
+    return index_scores if index_scores.serves(hidden, head_dim) else None
 
 
 class _Path:
@@ -247,19 +271,30 @@ class _Path:
     shape: torch.Size
     _scores: torch.Tensor
 
-    def __init__(self, num_tokens: int, num_words: int) -> None:
-        self._num_tokens, self._num_words = num_tokens, num_words
+    def __init__(self, host: HostMask) -> None:
+        self._host, self._num_words = host, words(host.deepest)
         self._keys: torch.Tensor | None = None
 
-    def move(self, first: int, last: int, runs: list[tuple[int, int, bool]]) -> None:
-        """To the queries of packed tokens from `first` to before `last`; runs: of their path."""
-        self._rows, self._runs = slice(first, last), runs
+    def spans(self, heads: int) -> Iterator[slice]:
+        """The packed tokens of each chunk, in an order in which a token comes behind its
+        ancestors; it stands for the chunk that it gave last."""
+        for start, length, runs in self._host.blocks():
+            above, at = runs[:-1], 0
+            depth = sum(end - begin for begin, end, _ in above)
+            most = max(1, _CHUNK // (heads * (depth + length)))
+            while at < length:
+                last = min(at + most, length)
+                self._rows = slice(start + at, start + last)
+                self._runs = [*above, (start, start + last, True)]
+                yield self._rows
+                at = last
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """[1, n, D], those of the chunk -> [1, K, D], those of the path, root first."""
         if self._keys is None:
-            self._keys = keys.new_empty(self._num_tokens, keys.shape[2])
-            self.bits = keys.new_empty(self._num_tokens, self._num_words, dtype=torch.int32)
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
+            shape = self._host.num_tokens, self._num_words
+            self.bits = keys.new_empty(shape, dtype=torch.int32)
         self._keys[self._rows] = keys[0]
         parts = [self._keys[begin:end] for begin, end, _ in self._runs]
         return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None]
@@ -276,7 +311,94 @@ class _Path:
 
     def topk(self, count: int, dim: int) -> Any:
         n, width = self._scores.shape
-        chosen = best_keys(self._scores, count, width - n)
+        position = torch.arange(width - n, width, device=self._scores.device)
+        chosen = best_keys(self._scores, count, position)
         self.bits[self._rows] = to_bits(chosen, self._num_words)
         del self._scores
         return SimpleNamespace(indices=self.bits[self._rows])
+
+
+class Products:
+    """Stands in for mask, cache, keys and scores in an indexer's forward of neighbouring queries.
+
+    What the indexer would do with all keys, a product per head, a ReLU and the weighted sum of
+    heads, it is told, and a kernel computes at the end.
+
+    Attributes:
+        bits: int32 [T, W], what was chosen so far.
+        shape: of the scores.
+    """
+
+    dtype = torch.float32
+    bits: torch.Tensor
+    shape: tuple[int, int, int]
+    _q: torch.Tensor
+    _weights: torch.Tensor
+    _scale: Any
+
+    def __init__(self, host: HostMask, kernels: Any) -> None:
+        self._host, self._kernels, self._num_words = host, kernels, words(host.deepest)
+        self._keys: torch.Tensor | None = None
+
+    def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
+        """The packed tokens of each chunk; it stands for the chunk that it gave last."""
+        total, whole = self._host.num_tokens, self._kernels.tile_tokens(heads)
+        most = min(_CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
+        most = max(1, most // whole) * whole
+        for start in range(0, total, most):
+            self._rows = slice(start, min(start + most, total))
+            width = int(self._host.position[self._rows].max()) + 1
+            self.shape = 1, self._rows.stop - start, width
+            self._told: list[str] = []
+            self._scale = 1.0
+            yield self._rows
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Products:
+        """keys: [1, n, D], those of the chunk."""
+        if self._keys is None:
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
+            shape = self._host.num_tokens, self._num_words
+            self.bits = keys.new_empty(shape, dtype=torch.int32)
+        self._keys[self._rows] = keys[0]
+        return self
+
+    def _as_it_is(self, *_: Any) -> Products:
+        return self
+
+    # k.transpose(-1, -2).float().unsqueeze(1), then index_scores.squeeze(-2) + attention_mask
+    transpose = float = unsqueeze = squeeze = __add__ = _as_it_is
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Products:
+        """relu(products), and the two products: of q with keys, of weights with heads."""
+        found: Products = args[-1]
+        name = func.__name__
+        if name == "matmul":
+            if found._told:
+                found._weights = args[0]
+            else:
+                found._q = args[0]
+        found._told.append(name)
+        return found
+
+    def __mul__(self, factor: Any) -> Products:
+        self._told.append("mul")
+        self._scale *= factor
+        return self
+
+    def topk(self, count: int, dim: int) -> Any:
+        told = [name for name in self._told if name != "mul"]
+        scaled = [i for i, name in enumerate(self._told) if name == "mul"]
+        if told != ["matmul", "relu", "matmul"] or scaled not in ([], [1]):
+            raise TypeError(f"an indexer multiplies, takes relu and sums; this one: {self._told}")
+        assert self._keys is not None
+        q, weights = self._q[0].to(self._keys.dtype), self._weights[0, :, 0]
+        scores = self._kernels.index_scores(
+            q, self._keys, weights, self._host, self._rows.start, self._scale
+        )
+        position = self._host.on(scores.device)["position_ids"][self._rows]
+        bits = to_bits(best_keys(scores, count, position), self._num_words)
+        self.bits[self._rows] = bits
+        return SimpleNamespace(indices=bits)

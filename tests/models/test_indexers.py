@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
+from prefixtree.kernels import index_scores
 from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, indexers
 from prefixtree.models.along_tree import AlongTree
@@ -153,6 +155,76 @@ def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(indexers, "_CHUNK", 1)
     monkeypatch.setattr(sdpa, "_CHUNK", 100)
     assert_same(run_packed(build(family), ragged_packed(), ragged_objective()), reference)
+
+
+def _with_triton() -> Any:
+    packed = copy.copy(ragged_packed())
+    packed.mask = packed.mask.with_options(backend="triton")
+    return packed
+
+
+# numpy warns where dead lanes overflow in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_triton_scores_and_attends(family: str, monkeypatch: Any) -> None:
+    """In any chunks; each kernel's part of the work is asked for."""
+    asked: list[int] = []
+    inner = index_scores.index_scores
+
+    def noted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.append(len(q))
+        return inner(q, *rest)
+
+    monkeypatch.setattr(index_scores, "index_scores", noted)
+    monkeypatch.setattr(indexers, "_SCORES", 1)
+    # of 24 heads, 4 queries at a time
+    found = run_packed(build(family), _with_triton(), ragged_objective())
+    assert max(asked) == index_scores.tile_tokens(24) < sum(asked)
+    assert_same(found, run_packed(build(family), ragged_packed(), ragged_objective()))
+
+
+def test_scores_of_another_order_turn_it_red(monkeypatch: Any) -> None:
+    inner = index_scores.index_scores
+    turned = lambda *args: inner(*args).neg()  # noqa: E731
+    monkeypatch.setattr(index_scores, "index_scores", turned)
+    found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
+    wanted = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
+    assert errors(found, wanted).logprob > 1e-2
+
+
+def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.nn.functional, "relu", lambda x: x)
+    with pytest.raises(TypeError, match="multiplies, takes relu and sums"):
+        run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
+
+
+def test_where_the_familys_own_products_run() -> None:
+    """Autocast rounds them; float64 and wide heads are not triton's; and as they are asked for."""
+    mask, hidden = _with_triton().mask, torch.zeros(1, 2, 3)
+    assert indexers._kernels_for(mask, hidden, 128) is index_scores
+    with torch.autocast("cpu", torch.bfloat16):
+        assert indexers._kernels_for(mask, hidden, 128) is None
+    assert indexers._kernels_for(mask, hidden.double(), 128) is None
+    assert indexers._kernels_for(mask, hidden, 192) is None
+    with FakeTensorMode():
+        # as a trace of memory has them
+        assert indexers._kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
+    for backend in ("auto", "sdpa"):
+        assert indexers._kernels_for(mask.with_options(backend=backend), hidden, 128) is None
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_paths_of_at_most_topk_tokens_ask_no_indexer(family: str, monkeypatch: Any) -> None:
+    longest = ragged_packed().mask.host.deepest
+    for topk in (longest, longest - 1):
+        reference = run_replicated(build(family, "eager", index_topk=topk), ragged_objective())
+        asked: list[int] = []
+        best_keys = indexers.best_keys
+        with monkeypatch.context() as patch:
+            patch.setattr(indexers, "best_keys", lambda *a: asked.append(0) or best_keys(*a))  # noqa: B023
+            run = run_packed(build(family, index_topk=topk), ragged_packed(), ragged_objective())
+        assert_same(run, reference)
+        assert bool(asked) == (topk < longest)
 
 
 class _Largest(TorchDispatchMode):
@@ -295,10 +367,6 @@ def test_what_is_not_verified_is_refused() -> None:
         sequence_logprobs(model, ragged_packed(), max_tokens=20)
     with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         TreeSampler(model.eval(), max_keys=64)
-    packed = copy.copy(ragged_packed())
-    packed.mask = packed.mask.with_options(backend="triton")
-    with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
-        sequence_logprobs(model, packed)
     inputs = ragged_packed().model_inputs()
     with pytest.raises(pt.UnsupportedError, match="takes the whole forest"):
         model(**{**inputs, "tree_mask": inputs["tree_mask"].for_queries([(0, 9)])})
