@@ -16,6 +16,7 @@ from prefixtree.models import vision
 from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
+from prefixtree.scoring.in_steps import dummy_of
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
 from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (
@@ -122,6 +123,12 @@ def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatc
         run_packed(build(model_type), batch(model_type), **OPTIONS), reference(model_type)
     )
     assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+
+
+def test_a_dummy_is_a_token_that_the_model_knows():
+    """Also where the forest begins with a picture."""
+    packed = pt.pack(pt.PrefixForest.from_sequences([[64, 64, 9, 5], [64, 64, 7]]))
+    assert dummy_of(packed).input_ids.tolist() == [5]
 
 
 def test_pixels_that_change_before_the_backward():
