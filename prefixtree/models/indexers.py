@@ -30,7 +30,7 @@ from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.families import INDEXED
+from prefixtree.models.family_table import INDEXED
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
