@@ -19,6 +19,7 @@ from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, indexers
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
+from prefixtree.scoring.kept_trunks import check_kept
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.family_configs import INDEXED
 from tests.support.hybrid_cases import Float64, in_float64, logprobs_of
@@ -293,6 +294,8 @@ def test_what_is_not_verified_is_refused() -> None:
     model = build("deepseek_v32")
     with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         sequence_logprobs(model, ragged_packed(), max_tokens=20)
+    with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
+        check_kept(model)
     with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         TreeSampler(model.eval(), max_keys=64)
     packed = copy.copy(ragged_packed())
