@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
+from prefixtree.kernels.call_counter import counted_calls, note_call
 from prefixtree.models.families import (
     ENCODES,
     PACKING_KEYWORDS,
@@ -116,7 +117,7 @@ def prefixtree_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=False
         )
-    chosen = kwargs.pop("indices", None)
+    indices, blocks = (kwargs.pop(name, None) for name in ("indices", BLOCKS))
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(
             f"{type(module).__name__} keeps its sliding window from the attention function: set "
@@ -131,6 +132,8 @@ def prefixtree_attention(
     if tree_mask is None and forest_cache is not None:
         return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
     if tree_mask is None:
+        if isinstance(attention_mask, UnpreparedMask):
+            raise unprepared(module.config)
         kwargs["dropout"] = dropout
         assert not isinstance(attention_mask, ForestMask)
         return plain_attention(
@@ -143,16 +146,16 @@ def prefixtree_attention(
             sliding_window,
             softcap,
             s_aux,
-            chosen,
+            indices,
+            blocks,
             **kwargs,
         )
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
+    chosen = blocks if indices is None else indices
     if isinstance(attention_mask, ForestMask) and chosen is not None:
         attention_mask, options["chosen"] = None, chosen[0]
-    elif not isinstance(attention_mask, torch.Tensor) and any(
-        x is not None for x in (attention_mask, chosen, kwargs.get(BLOCKS))
-    ):
+    elif not isinstance(attention_mask, torch.Tensor) and not (attention_mask is chosen is None):
         # a choice that the tree did not make, or a layer whose indexer made none
         raise unprepared(module.config)
     if key.shape[2] != query.shape[2]:
@@ -187,9 +190,34 @@ def prefixtree_attention(
         forest_cache.keep(q, k, v, sliding_window)
     if isinstance(tree_mask, DividedMask):
         out = tree_mask.attend(module, q, k, v, **options)
+    elif blocks is not None:
+        out = _attend_by_group(q, k, v, mask, **options)
     else:
         out = tree_attention(q, k, v, mask, **options)
     return out.unsqueeze(0), None
+
+
+def _attend_by_group(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    *,
+    chosen: torch.Tensor,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]."""
+    assert sinks is None
+    count = len(chosen)
+    groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
+    # together they are the one call of their layer
+    with counted_calls(mask.host):
+        parts: list[torch.Tensor] = [
+            tree_attention(a, b, c, mask, chosen=bits, **options) for a, b, c, bits in groups
+        ]
+    note_call(mask.host, "attention")
+    return torch.cat(parts, 1)
 
 
 def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -21,11 +21,12 @@ from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
-# transformers' names of layers that only attend, whose indexer chooses keys, that attend, and that
-# carry a state
+# transformers' names of layers that only attend, whose indexer chooses keys or blocks of them, that
+# attend, and that carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
-INDEXED = "indexed_attention"
-ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid", INDEXED}
+INDEXED, INDEXED_BLOCKS = "indexed_attention", "minimax_m3_sparse"
+INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS})
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
@@ -74,7 +75,7 @@ class Family:
     @property
     def has_indexers(self) -> bool:
         """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
-        return INDEXED in self.layer_types
+        return not self.layer_types.isdisjoint(INDEXED_TYPES)
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -173,6 +174,7 @@ _FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(),
     "minicpm3": Family(),
     "minimax_m2": Family(),
+    "minimax_m3_vl_text": Family(layer_types=frozenset({"full_attention", INDEXED_BLOCKS})),
     "ministral": Family(),
     "ministral3": Family(),
     "mistral": Family(),
@@ -358,7 +360,7 @@ def check_config(config: Any, training: bool) -> None:
     family = family_of(config)
     if family.rules:
         _check_version(config)
-    if family.has_indexers and INDEXED not in (getattr(config, "layer_types", None) or ()):
+    if INDEXED in family.layer_types - set(getattr(config, "layer_types", None) or ()):
         raise UnsupportedError(
             f"{config.model_type} has indexers, verified from transformers {OLDEST_WITH_INDEXERS} "
             f'on; {_TRANSFORMERS} is installed: pip install "transformers>={OLDEST_WITH_INDEXERS}"'

@@ -1,11 +1,11 @@
 """Indexers, which choose the keys that a query attends to, on packed forests.
 
 An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its indexer for the best
-k keys of each query. Along the tree, these are the best of the query's path. `prepare` gives
-attentions and indexers a class whose forward runs the family's code: the indexer's once for a few
-neighbouring queries of one path, which it shows the keys of that path alone. What it chose goes to
-`tree_attention` as a bit per position of the path (`kernels.chosen`), in the place of the family's
-indices. Nothing holds T x T numbers.
+k keys of each query, that of MiniMax M3 for the best blocks of keys, by groups of heads. Along the
+tree, these are the best of the query's path. `prepare` gives attentions and indexers a class whose
+forward runs the family's code: the indexer's once for a few neighbouring queries of one path, which
+it shows the keys of that path alone. What it chose goes to `tree_attention` as a bit per position
+of the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
 checkpoint's second forward, over the same chunks, and chooses the same keys.
@@ -17,38 +17,46 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.families import INDEXED
+from prefixtree.models.families import INDEXED_BLOCKS, INDEXED_TYPES
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 
 # scores of all index heads held at once: 128 MiB in float32
 _CHUNK = 1 << 25
-# how MiniMax M3 hands blocks of keys to its attention function, which is not served
+# how MiniMax M3 hands blocks of keys to its attention function
 BLOCKS = "block_indices"
-# the mark of attention layers whose keys are chosen
-_INDEXED = "_prefixtree_indexed"
-# what the verified forwards take, and names that they use
-_INDEXER_TAKES = (
+# the mark of attention layers, which holds transformers' name of their type
+_LAYER_TYPE = "_prefixtree_layer_type"
+# what the verified forwards take (a cache by either name), and names that they use: of indexers of
+# keys, and of blocks of keys
+_CACHES = ("past_key_values", "cache")
+_KEYS_TAKE = (
     "hidden_states",
     "q_resid",
     "position_embeddings",
     "attention_mask",
     "position_ids",
+    "cache",
 )
-_SIZES = ("index_topk", "q_lora_rank")
-_CACHES = ("past_key_values", "cache")
-_INDEXER_USES = frozenset({"update_indexer", "topk", "indices"})
+_BLOCKS_TAKE = ("hidden_states", "position_embeddings", "cache", "position_ids")
+_USES = {
+    _KEYS_TAKE: frozenset({"update_indexer", "topk", "indices"}),
+    _BLOCKS_TAKE: frozenset({"update_index", "topk", "amax", "block_size"}),
+}
+_SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size")
 
 
 class UnpreparedMask:
@@ -71,13 +79,18 @@ class UnpreparedMask:
 
 
 class ForestMask:
-    """A forest's mask where a layer hands its indexer the attention mask, and then the function."""
+    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
+    the function the mask."""
 
     def __init__(self, mask: TreeMask) -> None:
         self.mask = mask
 
     def __getitem__(self, index: Any) -> ForestMask:
         return self
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Those of the layer, of which a cache keeps nothing."""
+        return keys, values
 
 
 def unprepared(config: Any) -> UnsupportedError:
@@ -98,7 +111,7 @@ def not_kept() -> UnsupportedError:
 
 def has_indexers(config: Any) -> bool:
     """Whether a configuration has layers with indexers."""
-    return INDEXED in (getattr(config, "layer_types", None) or ())
+    return not INDEXED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def prepare_indexers(transformer: Any, config: Any) -> None:
@@ -119,11 +132,12 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
             "the others were replaced"
         )
     for (name, module), kind in zip(layers, kinds, strict=True):
-        setattr(module, _INDEXED, kind == INDEXED)
+        setattr(module, _LAYER_TYPE, kind)
         check_own_code(name, module, "indexers")
         if module.indexer is not None:
             _check_indexer(f"{name}.indexer", module.indexer)
-            _give_class(module.indexer, _of_indexer)
+            of_blocks = kind == INDEXED_BLOCKS
+            _give_class(module.indexer, _of_block_indexer if of_blocks else _of_indexer)
         _give_class(module, _of_attention)
 
 
@@ -137,14 +151,18 @@ def _check_indexer(name: str, indexer: Any) -> None:
     check_own_code(name, indexer, "indexers")
     if isinstance(indexer, AlongTree):
         return
-    forward = inspect.unwrap(type(indexer).forward)
-    takes = tuple(inspect.signature(forward).parameters)[1:]
-    uses = set(forward.__code__.co_names)
-    *first, last = takes or ("nothing",)
-    as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
     if min(getattr(indexer, key, 1) for key in _SIZES) < 1:
         raise UnsupportedError(f"{name} chooses nothing: {', '.join(_SIZES)} must be at least 1")
-    if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
+    groups = getattr(indexer, "num_heads", 1)
+    if groups > 1 and (heads := indexer.config.num_key_value_heads) % groups:
+        raise UnsupportedError(
+            f"{name} chooses for {groups} groups of heads, which {heads} key heads do not make: "
+            "set index_n_heads to num_key_value_heads"
+        )
+    forward = inspect.unwrap(type(indexer).forward)
+    takes = tuple(inspect.signature(forward).parameters)[1:]
+    uses = _USES.get(tuple("cache" if name in _CACHES else name for name in takes))
+    if uses is not None and uses <= set(forward.__code__.co_names):
         return
     raise UnsupportedError(
         f"{name} ({type(indexer).__name__}) takes {', '.join(takes)}, as no verified indexer "
@@ -158,6 +176,8 @@ def _check_indexer(name: str, indexer: Any) -> None:
 def _of_attention(original: Any) -> dict[str, Any]:
     """An attention that hands its indexer the forest's mask; it is left out of compiled layers,
     as an indexer loops over the forest's paths."""
+    takes = inspect.signature(inspect.unwrap(original.forward)).parameters
+    cache = next((name for name in _CACHES if name in takes), "")
 
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,8 +188,13 @@ def _of_attention(original: Any) -> dict[str, Any]:
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
         if isinstance(given, UnpreparedMask):
             kwargs["attention_mask"] = None
-            if getattr(self, _INDEXED):
+            if getattr(self, _LAYER_TYPE) in INDEXED_TYPES:
                 kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
+            if getattr(self, _LAYER_TYPE) == INDEXED_BLOCKS and mask is not None:
+                if kwargs.get(cache) is not None:
+                    raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
+                # its indexer gets no mask
+                kwargs[cache] = kwargs["attention_mask"]
         return original.forward(self, *args, **kwargs)
 
     return {"forward": functools.wraps(original.forward)(forward)}
@@ -205,78 +230,166 @@ def _of_indexer(original: Any) -> dict[str, Any]:
                 self, *tokens[:2], tokens[2:], attention_mask, *cached, **more
             )
             return indices
-        host = attention_mask.mask.host
-        batch, rows = hidden_states.shape[:2]
-        if batch != 1:
-            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
-        if rows != host.num_tokens:
-            raise ValueError(
-                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
-                f"mask has {host.num_tokens})"
+        path = _Keys(attention_mask.mask, hidden_states)
+        for rows in path.chunks(self.n_heads):
+            hidden, resid, *rope = (x[:, rows] for x in tokens)
+            original.forward(self, hidden, resid, tuple(rope), path, None, path)
+        return path.bits[None]
+
+    return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _of_block_indexer(original: Any) -> dict[str, Any]:
+    """An indexer that chooses among the blocks of positions of each query's path."""
+
+    @uncompiled
+    @torch.no_grad()
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: Any,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden_states [1, T, C] -> int32 [1, H, T, W]; the family's block indices [B, H, n, k]
+        of ordinary batches."""
+        if not isinstance(cache, ForestMask):
+            indices: torch.Tensor = original.forward(
+                self, hidden_states, position_embeddings, cache, position_ids
             )
-        path = _Path(host.num_tokens, words(host.deepest))
-        for start, length, runs in host.blocks():
-            above, at = runs[:-1], 0
-            depth = sum(end - begin for begin, end, _ in above)
-            most = max(1, _CHUNK // (self.n_heads * (depth + length)))
-            while at < length:
-                # keys are kept in packed order, in which a token comes behind its ancestors
-                last = min(at + most, length)
-                path.move(start + at, start + last, [*above, (start, start + last, True)])
-                hidden, resid, *rope = (x[:, start + at : start + last] for x in tokens)
-                original.forward(self, hidden, resid, tuple(rope), path, None, path)
-                at = last
+            return indices
+        path = _Blocks(cache.mask, hidden_states, self.block_size)
+        for rows in path.chunks(self.num_heads):
+            rope = tuple(x[:, rows] for x in position_embeddings)
+            with path:
+                original.forward(self, hidden_states[:, rows], rope, path, path.positions[None])
         return path.bits[None]
 
     return {"forward": functools.wraps(original.forward)(forward)}
 
 
 class _Path:
+    """The path of the queries that an indexer's forward is run for, and what was chosen so far.
+
+    Attributes:
+        positions: int64 [n], those of the queries.
+        bits: int32 [T, W], or [H, T, W].
+    """
+
+    positions: torch.Tensor
+    bits: torch.Tensor
+
+    def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
+        batch, rows = hidden_states.shape[:2]
+        self._host = mask.host
+        if batch != 1:
+            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
+        if rows != self._host.num_tokens:
+            raise ValueError(
+                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
+                f"mask has {self._host.num_tokens})"
+            )
+        self._device = hidden_states.device
+        self._keys: torch.Tensor | None = None
+
+    def chunks(self, heads: int) -> Iterator[slice]:
+        """Packed tokens of one path side by side, few enough for the scores of `heads` heads; the
+        path is theirs meanwhile."""
+        for start, length, runs in self._host.blocks():
+            above, at = runs[:-1], 0
+            depth = sum(end - begin for begin, end, _ in above)
+            most = max(1, _CHUNK // (heads * (depth + length)))
+            while at < length:
+                # keys are kept in packed order, in which a token comes behind its ancestors
+                last = min(at + most, length)
+                self._rows = slice(start + at, start + last)
+                self._runs = [*above, (start, start + last, True)]
+                self.positions = torch.arange(depth + at, depth + last, device=self._device)
+                yield self._rows
+                at = last
+
+    def _of_path(self, keys: torch.Tensor) -> torch.Tensor:
+        """[n, D], those of the chunk -> [K, D], those of the path, root first."""
+        if self._keys is None:
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])
+        self._keys[self._rows] = keys
+        return torch.cat([self._keys[begin:end] for begin, end, _ in self._runs])
+
+    def _note(self, chosen: torch.Tensor) -> None:
+        """chosen: bool [n, K], or [H, n, K]."""
+        heads, count = chosen.shape[:-2], words(self._host.deepest)
+        if not hasattr(self, "bits"):
+            shape = *heads, self._host.num_tokens, count
+            self.bits = chosen.new_empty(shape, dtype=torch.int32)
+        bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
+        self.bits[..., self._rows, :] = bits.view(*chosen.shape[:-1], count)
+
+
+class _Keys(_Path):
     """Stands in for mask, cache and scores in an indexer's forward of queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path, adds it to its scores as a
     mask, and asks it for the best of them.
-
-    Attributes:
-        bits: int32 [T, W], what was chosen so far.
     """
 
     # it is added to the scores, as masks of numbers are
     dtype = torch.float32
-    bits: torch.Tensor
     shape: torch.Size
     _scores: torch.Tensor
 
-    def __init__(self, num_tokens: int, num_words: int) -> None:
-        self._num_tokens, self._num_words = num_tokens, num_words
-        self._keys: torch.Tensor | None = None
-
-    def move(self, first: int, last: int, runs: list[tuple[int, int, bool]]) -> None:
-        """To the queries of packed tokens from `first` to before `last`; runs: of their path."""
-        self._rows, self._runs = slice(first, last), runs
-
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """[1, n, D], those of the chunk -> [1, K, D], those of the path, root first."""
-        if self._keys is None:
-            self._keys = keys.new_empty(self._num_tokens, keys.shape[2])
-            self.bits = keys.new_empty(self._num_tokens, self._num_words, dtype=torch.int32)
-        self._keys[self._rows] = keys[0]
-        parts = [self._keys[begin:end] for begin, end, _ in self._runs]
-        return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None]
+        """[1, n, D] -> [1, K, D]."""
+        return self._of_path(keys[0])[None]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Path:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Keys:
         """scores [1, n, K] + path; torch asks no other method under its function modes."""
         scores, path = args
         if func not in (torch.Tensor.add, torch.Tensor.__add__) or not isinstance(path, cls):
             raise TypeError(f"an indexer adds its mask to its scores, and calls {func}")
-        found: _Path = path
+        found: _Keys = path
         found._scores, found.shape = scores[0], scores.shape
         return found
 
     def topk(self, count: int, dim: int) -> Any:
         n, width = self._scores.shape
-        chosen = best_keys(self._scores, count, width - n)
-        self.bits[self._rows] = to_bits(chosen, self._num_words)
+        self._note(best_keys(self._scores, count, width - n))
         del self._scores
         return SimpleNamespace(indices=self.bits[self._rows])
+
+
+class _Blocks(_Path, TorchFunctionMode):
+    """Stands in for the cache in the forward of an indexer of blocks, for queries of one path.
+
+    The indexer hands it the chunk's keys and gets those of the path. Inside, as a mode of torch, it
+    sees the scores of blocks [1, H, n, blocks] of which the best are asked for: -inf where a query
+    sees nothing of a block, inf where it has to see it.
+    """
+
+    def __init__(self, mask: TreeMask, hidden_states: torch.Tensor, size: int) -> None:
+        super().__init__(mask, hidden_states)
+        self._size = size
+
+    @property
+    def layers(self) -> _Blocks:
+        """Of all layers, as a cache has them."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> _Blocks:
+        return self
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """[1, 1, n, D] -> [1, 1, K, D]."""
+        return self._of_path(keys[0, 0])[None, None]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk:
+            scores, count = args[0][0], args[1]
+            heads, n, blocks = scores.shape
+            # every block may be the best: which ones a query sees, scores say
+            best = best_keys(scores.flatten(0, 1), count, blocks) & (scores > -torch.inf).flatten(
+                0, 1
+            )
+            of_keys = best.view(heads, n, blocks).repeat_interleave(self._size, -1)
+            self._note(of_keys[..., : int(self.positions[-1]) + 1])
+        return func(*args, **(kwargs or {}))

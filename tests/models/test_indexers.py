@@ -41,7 +41,11 @@ from tests.support.models import (
 )
 from tests.support.ties import LowestFirst
 
-FEW = ["deepseek_v32", "glm_moe_dsa"]
+BLOCKS = "minimax_m3_vl_text"
+FEW = ["deepseek_v32", "glm_moe_dsa", BLOCKS]
+KEYS = [name for name in INDEXED if name != BLOCKS]
+# ReLUs of 2 heads leave scores of exactly 0; of blocks, those that a query has to see tie
+TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
 
 
 def _alone(model: Any, sequences: Any, weights: Any) -> tuple[list[torch.Tensor], Any]:
@@ -75,27 +79,30 @@ def _worst(found: Any, expected: Any) -> tuple[float, float]:
     )
 
 
-@pytest.mark.parametrize("heads", [24, 2], ids=["few ties", "ties"])
+@pytest.mark.parametrize("ties", [False, True], ids=["few ties", "ties"])
 @pytest.mark.parametrize("family", cases(INDEXED))
-def test_float64_is_exact(family: str, heads: int) -> None:
-    """With 2 heads, scores of keys are often exactly 0: both sides take the lowest positions."""
+def test_float64_is_exact(family: str, ties: bool) -> None:
+    """Both sides take the lowest positions of those that tie."""
+    changes: dict[str, Any] = TIES[family == BLOCKS] if ties else {}
     rng = np.random.default_rng(0)
     sequences = ragged_objective().sequences
     weights = [torch.from_numpy(rng.standard_normal(len(s) - 1)) for s in sequences]
     with Float64(), LowestFirst():
-        expected = _alone(in_float64(family, "eager", index_n_heads=heads), sequences, weights)
-        found = _packed(in_float64(family, index_n_heads=heads), sequences, weights)
+        expected = _alone(in_float64(family, "eager", **changes), sequences, weights)
+        found = _packed(in_float64(family, **changes), sequences, weights)
     logp, gradient = _worst(found, expected)
-    print(f"{family}, {heads} heads: float64 log p {logp:.1e}, gradient {gradient:.1e}")
+    print(f"{family}, {changes}: float64 log p {logp:.1e}, gradient {gradient:.1e}")
     assert logp < 1e-11 and gradient < 1e-10
 
 
-def test_without_the_rule_of_ties_it_turns_red() -> None:
+@pytest.mark.parametrize("family", cases(["axk2", BLOCKS]))
+def test_without_the_rule_of_ties_it_turns_red(family: str) -> None:
     sequences = ragged_objective().sequences
     weights = [torch.ones(len(s) - 1, dtype=torch.float64) for s in sequences]
+    changes: dict[str, Any] = TIES[family == BLOCKS]
     with Float64():
-        expected = _alone(in_float64("axk2", "eager", index_n_heads=2), sequences, weights)
-        found = _packed(in_float64("axk2", index_n_heads=2), sequences, weights)
+        expected = _alone(in_float64(family, "eager", **changes), sequences, weights)
+        found = _packed(in_float64(family, **changes), sequences, weights)
     assert _worst(found, expected)[0] > 1e-2, "scores that tie: torch takes others than the lowest"
 
 
@@ -107,19 +114,18 @@ def _errors(family: str) -> Any:
     return errors(run, run_replicated(build(family, "eager"), ragged_objective()))
 
 
-def _every_earlier_token(path: Any, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+def _every_earlier_token(path: Any, keys: torch.Tensor) -> torch.Tensor:
     """The keys of the tokens just before in packed order, whatever path they are of."""
-    start, path_keys = path._rows.start, _of_path(path, keys, layer_idx)
-    above = path_keys.shape[1] - keys.shape[1]
-    return torch.cat([path._keys[max(0, start - above) : start], keys[0]])[None]
+    start, above = path._rows.start, len(_of_path(path, keys)) - len(keys)
+    return torch.cat([path._keys[max(0, start - above) : start], keys])
 
 
-_of_path = indexers._Path.update_indexer
+_of_path = indexers._Path._of_path
 
 
 @pytest.mark.parametrize("family", cases(FEW))
 def test_keys_by_packed_order_turn_it_red(family: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(indexers._Path, "update_indexer", _every_earlier_token)
+    monkeypatch.setattr(indexers._Path, "_of_path", _every_earlier_token)
     assert _errors(family).logprob > 1e-2
 
 
@@ -132,16 +138,18 @@ def test_no_selection_turns_it_red(family: str, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("family", cases(FEW))
 def test_ancestors_keys_without_gradient_turn_it_red(family: str, monkeypatch: Any) -> None:
     """Log-probabilities do not tell: they stay exact."""
-    inner = attention.tree_attention
+    inner, kinds = attention.tree_attention, set()
 
     def detached(q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
-        assert options["chosen"].dtype == torch.int32
-        k = torch.cat([k[:9].detach(), k[9:]])
+        if "chosen" in options:
+            kinds.add(options["chosen"].dtype)
+            k = torch.cat([k[:9].detach(), k[9:]])
         return inner(q, k, v, mask, **options)
 
     assert _errors(family).largest < 1e-5
     monkeypatch.setattr(attention, "tree_attention", detached)
     found = _errors(family)
+    assert kinds == {torch.int32}
     assert found.logprob < 1e-5 and found.gradient > 1e-2
 
 
@@ -256,16 +264,20 @@ def test_ddp_with_frozen_index_parameters(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("family", cases(INDEXED))
 def test_ordinary_batches_run_and_generate_as_under_eager(family: str) -> None:
-    """Without gradients: a row without padding, padded rows, and a cache."""
+    """Without gradients: a row without padding, padded rows, and a cache. Blocks of keys begin at
+    the padding, whose states are any: it stands behind."""
     model, other = pt.prepare(build(family)).eval(), build(family, "eager").eval()
     ids = torch.from_numpy(ragged_objective().sequences[0])[None]
     padded = ids.expand(2, -1).clone()
     seen = torch.ones_like(padded)
-    seen[1, :5] = 0
+    padding, text = slice(5), slice(5, None)
+    if family == BLOCKS:
+        padding, text = slice(-5, None), slice(-5)
+    seen[1, padding] = 0
     with torch.no_grad():
         for inputs in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": seen}):
             got, expected = model(**inputs).logits, other(**inputs).logits
-            torch.testing.assert_close(got[:, 5:], expected[:, 5:], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(got[:, text], expected[:, text], atol=1e-5, rtol=1e-5)
         options = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
 

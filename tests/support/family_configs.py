@@ -416,6 +416,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LOCAL_EXPERTS,
         "rope_parameters": _rope(partial_rotary_factor=0.5),
     },
+    # blocks of 3 keys, of which a query sees those chosen by its key head, and its own
+    "minimax_m3_vl_text": {
+        "head_dim": 16,
+        **_LOCAL_EXPERTS,
+        **_FIRST_DENSE,
+        "intermediate_size": 16,
+        "dense_intermediate_size": 16,
+        "shared_intermediate_size": 16,
+        "layer_types": ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse"),
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 3,
+        "index_topk_blocks": 3,
+        "routed_scaling_factor": 0.7,
+        "rope_parameters": _rope(partial_rotary_factor=0.5),
+    },
     "ministral": {"head_dim": 16, **_SLIDING},
     "ministral3": {
         "head_dim": 16,
@@ -576,7 +592,7 @@ PARTS = {
 }
 
 # whose layers have an indexer
-INDEXED = tuple(name for name, config in FAMILIES.items() if "index_topk" in config)
+INDEXED = tuple(name for name, config in FAMILIES.items() if "index_n_heads" in config)
 
 # families whose forward computes a load-balancing loss
 WITH_ROUTER_LOSS = (
@@ -592,6 +608,7 @@ WITH_ROUTER_LOSS = (
     "laguna",
     "mellum",
     "minimax_m2",
+    "minimax_m3_vl_text",
     "mixtral",
     "olmoe",
     "qwen2_moe",

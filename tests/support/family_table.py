@@ -147,6 +147,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "minicpm3": ("MiniCPM3 4B", "MLA (D != Dv), multipliers, biases"),
     "minimax_m2": ("MiniMax M2", "partial RoPE, normed queries and keys, experts"),
+    "minimax_m3_vl_text": (
+        "MiniMax M3 (text)",
+        "indexer of blocks, a choice per key head, partial RoPE, experts (shared too)",
+    ),
     "ministral": ("Ministral 8B", "windows"),
     "ministral3": ("Ministral 3", "scale by position, windows, YaRN"),
     "mistral": ("Mistral 7B, Nemo", "windows"),
@@ -212,7 +216,7 @@ to 1e-11, gradients to 1e-10.
   Both are the worst of all versions and kinds of checkpointing.
 - **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0, 5.23.0 and
   5.24.0. In the others the type does not exist, or is refused.
-- Layers with an [indexer](sparse.md) need transformers 5.23.
+- Layers with an [indexer](sparse.md) need transformers 5.23 (MiniMax M3: 5.17).
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23, Lara mini: 5.24).
   `sequence_logprobs` prepares both by itself. Call `prefixtree.prepare(model)` before a bare
   `model(...)`.

@@ -29,6 +29,7 @@ from transformers import (
 
 from prefixtree import PackedForest, PrefixForest, pack, prepare
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
+from prefixtree.models.indexers import has_indexers
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.family_configs import (
@@ -96,8 +97,7 @@ def build(
 
 def ready(model: Any) -> Any:
     """A model for a bare call over a forest: one with indexers is prepared first."""
-    indexed = "indexed_attention" in (getattr(model.config, "layer_types", None) or ())
-    return prepare(model) if indexed else model
+    return prepare(model) if has_indexers(model.config) else model
 
 
 def reward_model(model_type: str, implementation: str = "prefixtree", labels: int = 2) -> Any:
