@@ -27,13 +27,8 @@ from prefixtree.models.families import (
     check_router_logits,
 )
 from prefixtree.models.hybrids import check_prepared
-from prefixtree.models.indexers import (
-    BLOCKS,
-    ForestMask,
-    UnpreparedMask,
-    has_indexers,
-    unprepared,
-)
+from prefixtree.models.indexers import BLOCKS, has_indexers
+from prefixtree.models.paths import Entries, ForestMask, UnpreparedMask, unprepared
 from prefixtree.models.plain_batches import (
     plain_attention,
     plain_mask,
@@ -83,9 +78,9 @@ def prefixtree_attention(
     Args:
         module: the attention module that calls.
         query: [1, H, T, D].
-        key: [1, Hk, T, D], its heads not repeated.
-        value: [1, Hk, T, Dv], its heads not repeated.
-        attention_mask: None with a tree mask; a ForestMask where an indexer chose keys.
+        key: [1, Hk, T, D], its heads not repeated; [1, Hk, 2 T, D] where compressed keys follow.
+        value: [1, Hk, T, Dv], its heads not repeated, as many rows as key.
+        attention_mask: None with a tree mask; a ForestMask where a layer chose keys.
         dropout: 0 with a tree mask.
         scaling: as `scale` of `tree_attention`.
         sliding_window: as `window` of `tree_attention`.
@@ -152,13 +147,15 @@ def prefixtree_attention(
         )
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
-    chosen = blocks if indices is None else indices
+    chosen, entries = blocks if indices is None else indices, None
     if isinstance(attention_mask, ForestMask) and chosen is not None:
         attention_mask, options["chosen"] = None, chosen[0]
+    elif isinstance(attention_mask, ForestMask) and attention_mask.entries is not None:
+        entries, attention_mask = attention_mask.entries, None
     elif not isinstance(attention_mask, torch.Tensor) and not (attention_mask is chosen is None):
         # a choice that the tree did not make, or a layer whose indexer made none
         raise unprepared(module.config)
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != query.shape[2] * (1 if entries is None else 2):
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
             f"rows, the mask has {mask.num_tokens})"
@@ -192,6 +189,8 @@ def prefixtree_attention(
         out = tree_mask.attend(module, q, k, v, **options)
     elif blocks is not None:
         out = _attend_by_group(q, k, v, mask, **options)
+    elif entries is not None:
+        out = _attend_to_entries(q, k, v, mask, entries, **options)
     else:
         out = tree_attention(q, k, v, mask, **options)
     return out.unsqueeze(0), None
@@ -218,6 +217,37 @@ def _attend_by_group(
         ]
     note_call(mask.host, "attention")
     return torch.cat(parts, 1)
+
+
+def _attend_to_entries(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    entries: Entries,
+    *,
+    window: int | None,
+    sinks: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention to the keys in a window and to compressed ones, under one softmax.
+
+    Args:
+        k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
+    """
+    count = mask.num_tokens
+    options["return_lse"] = True
+    # together they are the one call of their layer
+    with counted_calls(mask.host):
+        near, near_lse = tree_attention(q, k[:count], v[:count], mask, window=window, **options)
+        far = k[count:], v[count:], mask
+        out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
+    note_call(mask.host, "attention")
+    lse = lse.masked_fill(entries.absent, -torch.inf)
+    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    # each part's share of the softmax; the sink has no value
+    shares = torch.stack([near_lse, lse, sink]).softmax(0)[:2].transpose(1, 2)[..., None]
+    return (shares[0] * near + shares[1] * out).to(q.dtype)
 
 
 def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

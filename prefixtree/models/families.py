@@ -22,10 +22,11 @@ from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
 
 # transformers' names of layers that only attend, whose indexer chooses keys or blocks of them, that
-# attend, and that carry a state
+# attend to compressed keys, that attend, and that carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
 INDEXED, INDEXED_BLOCKS = "indexed_attention", "minimax_m3_sparse"
-INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS})
+COMPRESSED_TYPES = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS}) | COMPRESSED_TYPES
 ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
@@ -115,6 +116,9 @@ _FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
     "deepseek_v32": _indexed(hides_positions=True),
+    "deepseek_v4": Family(
+        layer_types=frozenset({"sliding_attention"}) | COMPRESSED_TYPES, hides_positions=True
+    ),
     "dots1": Family(),
     "dots3_note_text": _indexed("sliding_attention"),
     "ernie4_5": Family(),

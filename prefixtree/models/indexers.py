@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,23 +25,31 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.chosen import best_keys
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.families import INDEXED_BLOCKS, INDEXED_TYPES
+from prefixtree.models.compressed import of_compressor
+from prefixtree.models.families import (
+    COMPRESSED_TYPES,
+    INDEXED,
+    INDEXED_BLOCKS,
+    INDEXED_TYPES,
+)
+from prefixtree.models.paths import ForestMask, QueryPath, UnpreparedMask, not_kept
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 
-# scores of all index heads held at once: 128 MiB in float32
-_CHUNK = 1 << 25
 # how MiniMax M3 hands blocks of keys to its attention function
 BLOCKS = "block_indices"
 # the mark of attention layers, which holds transformers' name of their type
 _LAYER_TYPE = "_prefixtree_layer_type"
-# what the verified forwards take (a cache by either name), and names that they use: of indexers of
-# keys, and of blocks of keys
+# what an attention has that chooses keys, and the layer types in which this gets no mask but the
+# cache, by either name
+_PARTS = ("indexer", "compressor")
+_WITHOUT_MASK = COMPRESSED_TYPES | {INDEXED_BLOCKS}
 _CACHES = ("past_key_values", "cache")
+# what the verified forwards take, and names that they use
 _KEYS_TAKE = (
     "hidden_states",
     "q_resid",
@@ -52,61 +59,13 @@ _KEYS_TAKE = (
     "cache",
 )
 _BLOCKS_TAKE = ("hidden_states", "position_embeddings", "cache", "position_ids")
+_COMPRESSOR_TAKES = ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx")
 _USES = {
     _KEYS_TAKE: frozenset({"update_indexer", "topk", "indices"}),
     _BLOCKS_TAKE: frozenset({"update_index", "topk", "amax", "block_size"}),
+    _COMPRESSOR_TAKES: frozenset({"kv_proj", "gate_proj", "position_bias", "kv_norm"}),
 }
-_SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size")
-
-
-class UnpreparedMask:
-    """Stands for the attention mask of a batch without padding in a model with indexers.
-
-    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
-    the forest's mask in its place, or an ordinary causal one; others cannot read it.
-    """
-
-    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
-        self._length, self._config, self._device = length, config, device
-
-    def __getitem__(self, index: Any) -> Any:
-        raise unprepared(self._config)
-
-    def causal(self) -> torch.Tensor:
-        """bool [1, 1, n, n] of an ordinary batch."""
-        shape = 1, 1, self._length, self._length
-        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
-
-
-class ForestMask:
-    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
-    the function the mask."""
-
-    def __init__(self, mask: TreeMask) -> None:
-        self.mask = mask
-
-    def __getitem__(self, index: Any) -> ForestMask:
-        return self
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """Those of the layer, of which a cache keeps nothing."""
-        return keys, values
-
-
-def unprepared(config: Any) -> UnsupportedError:
-    """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
-    return UnsupportedError(
-        f"{config.model_type} chooses keys with an indexer: call prefixtree.prepare(model) once "
-        "before model(...), or use sequence_logprobs"
-    )
-
-
-def not_kept() -> UnsupportedError:
-    """The refusal of what hands the keys of a call to another call, or to another rank."""
-    return UnsupportedError(
-        "steps, ranks and samplers do not hand on an indexer's keys yet: score without group=, "
-        "max_tokens= and kept_trunks, and sample with an engine"
-    )
+_SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size", "compress_rate")
 
 
 def has_indexers(config: Any) -> bool:
@@ -121,9 +80,10 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
         UnsupportedError: one that is not as the family's proof had it.
     """
     layers = [
-        (name, module)
+        (name, module, part)
         for name, module in transformer.named_modules()
-        if getattr(module, "is_causal", False) and hasattr(module, "indexer")
+        for part in _PARTS
+        if getattr(module, "is_causal", False) and hasattr(module, part)
     ]
     kinds = list(config.layer_types)
     if len(layers) != len(kinds):
@@ -131,13 +91,15 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
             f"{len(layers)} of {len(kinds)} attentions in {config.model_type} can have an indexer, "
             "the others were replaced"
         )
-    for (name, module), kind in zip(layers, kinds, strict=True):
+    for (name, module, part), kind in zip(layers, kinds, strict=True):
         setattr(module, _LAYER_TYPE, kind)
         check_own_code(name, module, "indexers")
-        if module.indexer is not None:
-            _check_indexer(f"{name}.indexer", module.indexer)
-            of_blocks = kind == INDEXED_BLOCKS
-            _give_class(module.indexer, _of_block_indexer if of_blocks else _of_indexer)
+        if (chooses := getattr(module, part)) is not None:
+            _check_indexer(f"{name}.{part}", chooses)
+            if (inner := getattr(chooses, "indexer", None)) is not None:
+                # whose forward is not called
+                _check_indexer(f"{name}.{part}.indexer", inner)
+            _give_class(chooses, _MEMBERS[kind])
         _give_class(module, _of_attention)
 
 
@@ -151,14 +113,16 @@ def _check_indexer(name: str, indexer: Any) -> None:
     check_own_code(name, indexer, "indexers")
     if isinstance(indexer, AlongTree):
         return
-    if min(getattr(indexer, key, 1) for key in _SIZES) < 1:
+    rank = getattr(getattr(indexer, "q_b_proj", None), "in_features", 1)
+    if min(rank, *(getattr(indexer, key, 1) for key in _SIZES)) < 1:
         raise UnsupportedError(f"{name} chooses nothing: {', '.join(_SIZES)} must be at least 1")
-    groups = getattr(indexer, "num_heads", 1)
-    if groups > 1 and (heads := indexer.config.num_key_value_heads) % groups:
-        raise UnsupportedError(
-            f"{name} chooses for {groups} groups of heads, which {heads} key heads do not make: "
-            "set index_n_heads to num_key_value_heads"
-        )
+    if hasattr(indexer, "block_size"):
+        groups, heads = indexer.num_heads, indexer.config.num_key_value_heads
+        if heads % groups:
+            raise UnsupportedError(
+                f"{name} chooses for {groups} groups of heads, which {heads} key heads do not "
+                "make: set index_n_heads to num_key_value_heads"
+            )
     forward = inspect.unwrap(type(indexer).forward)
     takes = tuple(inspect.signature(forward).parameters)[1:]
     uses = _USES.get(tuple("cache" if name in _CACHES else name for name in takes))
@@ -190,10 +154,9 @@ def _of_attention(original: Any) -> dict[str, Any]:
             kwargs["attention_mask"] = None
             if getattr(self, _LAYER_TYPE) in INDEXED_TYPES:
                 kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
-            if getattr(self, _LAYER_TYPE) == INDEXED_BLOCKS and mask is not None:
+            if getattr(self, _LAYER_TYPE) in _WITHOUT_MASK and mask is not None:
                 if kwargs.get(cache) is not None:
                     raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
-                # its indexer gets no mask
                 kwargs[cache] = kwargs["attention_mask"]
         return original.forward(self, *args, **kwargs)
 
@@ -268,64 +231,7 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
     return {"forward": functools.wraps(original.forward)(forward)}
 
 
-class _Path:
-    """The path of the queries that an indexer's forward is run for, and what was chosen so far.
-
-    Attributes:
-        positions: int64 [n], those of the queries.
-        bits: int32 [T, W], or [H, T, W].
-    """
-
-    positions: torch.Tensor
-    bits: torch.Tensor
-
-    def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
-        batch, rows = hidden_states.shape[:2]
-        self._host = mask.host
-        if batch != 1:
-            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
-        if rows != self._host.num_tokens:
-            raise ValueError(
-                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
-                f"mask has {self._host.num_tokens})"
-            )
-        self._device = hidden_states.device
-        self._keys: torch.Tensor | None = None
-
-    def chunks(self, heads: int) -> Iterator[slice]:
-        """Packed tokens of one path side by side, few enough for the scores of `heads` heads; the
-        path is theirs meanwhile."""
-        for start, length, runs in self._host.blocks():
-            above, at = runs[:-1], 0
-            depth = sum(end - begin for begin, end, _ in above)
-            most = max(1, _CHUNK // (heads * (depth + length)))
-            while at < length:
-                # keys are kept in packed order, in which a token comes behind its ancestors
-                last = min(at + most, length)
-                self._rows = slice(start + at, start + last)
-                self._runs = [*above, (start, start + last, True)]
-                self.positions = torch.arange(depth + at, depth + last, device=self._device)
-                yield self._rows
-                at = last
-
-    def _of_path(self, keys: torch.Tensor) -> torch.Tensor:
-        """[n, D], those of the chunk -> [K, D], those of the path, root first."""
-        if self._keys is None:
-            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])
-        self._keys[self._rows] = keys
-        return torch.cat([self._keys[begin:end] for begin, end, _ in self._runs])
-
-    def _note(self, chosen: torch.Tensor) -> None:
-        """chosen: bool [n, K], or [H, n, K]."""
-        heads, count = chosen.shape[:-2], words(self._host.deepest)
-        if not hasattr(self, "bits"):
-            shape = *heads, self._host.num_tokens, count
-            self.bits = chosen.new_empty(shape, dtype=torch.int32)
-        bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
-        self.bits[..., self._rows, :] = bits.view(*chosen.shape[:-1], count)
-
-
-class _Keys(_Path):
+class _Keys(QueryPath):
     """Stands in for mask, cache and scores in an indexer's forward of queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path, adds it to its scores as a
@@ -339,7 +245,7 @@ class _Keys(_Path):
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """[1, n, D] -> [1, K, D]."""
-        return self._of_path(keys[0])[None]
+        return self.of_path(keys[0])[None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Keys:
@@ -353,12 +259,12 @@ class _Keys(_Path):
 
     def topk(self, count: int, dim: int) -> Any:
         n, width = self._scores.shape
-        self._note(best_keys(self._scores, count, width - n))
+        self.note(best_keys(self._scores, count, width - n))
         del self._scores
-        return SimpleNamespace(indices=self.bits[self._rows])
+        return SimpleNamespace(indices=self.bits[self.rows])
 
 
-class _Blocks(_Path, TorchFunctionMode):
+class _Blocks(QueryPath, TorchFunctionMode):
     """Stands in for the cache in the forward of an indexer of blocks, for queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path. Inside, as a mode of torch, it
@@ -380,7 +286,7 @@ class _Blocks(_Path, TorchFunctionMode):
 
     def update_index(self, keys: torch.Tensor) -> torch.Tensor:
         """[1, 1, n, D] -> [1, 1, K, D]."""
-        return self._of_path(keys[0, 0])[None, None]
+        return self.of_path(keys[0, 0])[None, None]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.topk:
@@ -391,5 +297,12 @@ class _Blocks(_Path, TorchFunctionMode):
                 0, 1
             )
             of_keys = best.view(heads, n, blocks).repeat_interleave(self._size, -1)
-            self._note(of_keys[..., : int(self.positions[-1]) + 1])
+            self.note(of_keys[..., : int(self.positions[-1]) + 1])
         return func(*args, **(kwargs or {}))
+
+
+_MEMBERS = {
+    INDEXED: _of_indexer,
+    INDEXED_BLOCKS: _of_block_indexer,
+    **dict.fromkeys(COMPRESSED_TYPES, of_compressor),
+}

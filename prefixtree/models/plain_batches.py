@@ -24,7 +24,12 @@ from transformers.masking_utils import (
 )
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.families import ATTENDING_TYPES, check_config, family_of
+from prefixtree.models.families import (
+    ATTENDING_TYPES,
+    COMPRESSED_TYPES,
+    check_config,
+    family_of,
+)
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
@@ -67,6 +72,11 @@ def plain_attention(
         raise ValueError(f'attn_implementation="prefixtree" needs the forest\'s mask: {_FIX}')
     config: Any = module.config
     check_config(config, training=False)
+    if not COMPRESSED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"ordinary batches of {config.model_type}, whose keys are compressed, are not verified "
+            'under "prefixtree": use model.set_attn_implementation("eager") for them'
+        )
     length, keys = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.shape[-1] != keys:
         raise ValueError(

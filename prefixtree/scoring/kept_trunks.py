@@ -28,8 +28,9 @@ from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.indexers import has_indexers, not_kept
+from prefixtree.models.indexers import has_indexers
 from prefixtree.models.layers import groups_of
+from prefixtree.models.paths import not_kept
 from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
