@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
+from prefixtree.kernels import index_scores
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     prepare_kernel,
@@ -43,11 +44,11 @@ from prefixtree.kernels.recurrence import decode_kernels
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
     "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
-    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS",
+    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN",
 }  # fmt: skip
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
-FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE")]
+FEATURES = [f"HAS_{name}" for name in ("WINDOW", "SOFTCAP", "SINKS", "SHARE", "DLSE", "CHOSEN")]
 # WIDE: dK and dV in float32
 FEATURES += ["SUBSET", "DETERMINISTIC", "WIDE"]
 DIMS = ("64x64", "128x128", "192x128", "256x256")
@@ -223,6 +224,7 @@ def _helpers(capability: int, dtype: str) -> None:
         for kernel in (merge_kernel, write_kernel):
             known = {name: value for name, value in fixed.items() if name in kernel.arg_names}
             _decode(kernel, known, config, capability, dtype)
+        _index_scores(32 if on else 64, capability, dtype)
         for delta, dims in ((True, (128, 128)), (False, (256, 64))):
             _recurrent(on, delta, dims, capability, dtype)
 
@@ -249,6 +251,22 @@ def _recurrent(
         code = read(built, warps, capability)
         if code.stack > 16 or code.programs < 4:
             raise SystemExit(f"{kernel.__name__} {dims} {flags}: {code}")
+
+
+def _index_scores(heads: int, capability: int, dtype: str) -> None:
+    """The kernel of kernels/index_scores.py, as that launches it; it must not spill."""
+    values = {"HEADS": heads, "HEADS_PADDED": heads, "D": 128, "D_PADDED": 128}
+    values |= {"TOKENS": index_scores.tile_tokens(heads), "KEYS": index_scores.KEYS}
+    types = {"Q": f"*{dtype}", "K": f"*{dtype}", "WEIGHTS": "*fp32", "SCORES": "*fp32"}
+    types |= {"first": "i32", "width": "i32", "scale": "fp32"} | dict.fromkeys(values, "constexpr")
+    kernel, warps = index_scores.scores_kernel, index_scores.WARPS
+    signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
+    aligned = [name for name, kind in signature.items() if kind[0] == "*"]
+    stages = index_scores.stages((capability // 10, capability % 10))
+    launched = {"num_warps": warps, "num_stages": stages}
+    code = read(_built(kernel, signature, values, aligned, capability, launched), warps, capability)
+    if code.stack > 16 or code.programs < 1:
+        raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
@@ -366,6 +384,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bf16")
     add("--candidates", action="store_true", help="also shapes that were considered")
     add("--features", action="store_true", help="every feature on, and no limit on spills")
+    add("--chosen", action="store_true", help="queries choose their keys")
     add("--out", type=Path, help="JSON")
     return parser.parse_args(arguments)
 
@@ -381,14 +400,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in options.dims:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
-        choice = choose((capability // 10, capability % 10), *wide, h // hk, True)
+        is_chosen = options.chosen or features
+        at = capability // 10, capability % 10
+        choice = choose(at, *wide, h // hk, True, chosen=is_chosen)
         for name, kernel in KERNELS.items():
             chosen = list(dict.fromkeys(getattr(choice, name)))
             tried = CANDIDATES[name] if options.candidates else []
             extra = [replace(chosen[0], rows=r, keys=k, warps=w, stages=s, registers=g)
                      for r, k, w, s, g in tried]  # fmt: skip
             for config, part in launched(dict.fromkeys([*chosen, *extra])):
-                flags = part | (dict.fromkeys(FEATURES, True) if features else {})
+                flags = dict.fromkeys(FEATURES, features) | {"HAS_CHOSEN": is_chosen} | part
                 values = statics(config, choice, (d, dv), (h, hk), **flags)
                 binary = compiled(kernel, values, config, capability, dtype)
                 code = read(binary, config.warps, capability)

@@ -15,9 +15,9 @@ and values in every layer, as torch's context parallelism has it, over two chunk
 cut, micro-batches of at most --max-tokens tokens on one GPU, which repeat the path above a cut;
 steps, `sequence_logprobs(max_tokens=)` on one GPU; steps-kept, the same where layers recompute
 nothing, as steps run their forward twice anyway; trunks, the micro-batches of a plan with
-`trunks=True` on one GPU (`kept_trunks`). With --fsdp the weights are sharded by FSDP2
-where ranks work together, and their gradients reduced. The time is that of the slowest rank.
-Efficiency: seconds of whole over ranks x seconds.
+`trunks=True` on one GPU (`kept_trunks`), and trunks-auto, the same with `recompute="auto"`. With
+--fsdp the weights are sharded by FSDP2 where ranks work together, and their gradients reduced. The
+time is that of the slowest rank. Efficiency: seconds of whole over ranks x seconds.
 
 Ranks that work together are timed once more with exchanges that move nothing: `alone_seconds` is
 the slowest rank's then, `imbalance` that over the mean of the ranks, and `exposed_seconds` what the
@@ -87,7 +87,8 @@ WORKLOADS: dict[str, Callable[[], PrefixForest]] = {
     "code agents": code_agents,
     "chain 128K, 100 branches": lambda: forest_of(comb(131_072, 100, 512)),
 }
-GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept", "trunks")
+TRUNKS = ("trunks", "trunks-auto")
+GROUPED, ALONE = ("parts", "heads", "gather"), ("whole", "cut", "steps", "steps-kept", *TRUNKS)
 STEPPED = ("steps", "steps-kept")
 SHAPES = ("qwen3-8b", "qwen3-32b", "qwen3.5-9b")
 VOCABULARY = 512
@@ -158,7 +159,7 @@ class Work:
             self.batches = [
                 (moved(batch.packed), batch.sequence_indices.tolist()) for batch in plan[0]
             ]
-        elif side != "trunks":
+        elif side not in TRUNKS:
             self.batches = [(moved(pack(forest)), list(range(forest.num_sequences)))]
         self.trunks: Any = None
         self.divided: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -167,7 +168,8 @@ class Work:
             self.options = {"group": dist.group.WORLD, "group_mode": mode}
         if side == "gather":
             self.divided = gathering
-        if side == "trunks":
+        self.recompute: Any = "auto" if side == "trunks-auto" else "all"
+        if side in TRUNKS:
             cost = step_cost_of(model, model, torch.device("cpu"), "all")
             self.trunks = plan_micro_batches(forest, max_tokens, trunks=True, borrow_cost=cost)
         if side in STEPPED:
@@ -190,7 +192,7 @@ class Work:
     def scored(self) -> Iterator[tuple[list[int], SequenceScores]]:
         """The sequences of each micro-batch, with their scores."""
         if self.trunks is not None:
-            with kept_trunks(self.model, self.trunks[0], recompute="all") as scored:
+            with kept_trunks(self.model, self.trunks[0], recompute=self.recompute) as scored:
                 for batch, scores in scored:
                     yield batch.sequence_indices.tolist(), scores
         for packed, indices in self.batches:
@@ -300,7 +302,7 @@ def run_side(
         row["received_bytes"] = ranks.most(sum(arrived))[0]
     if side in STEPPED:
         row["predicted_peak_bytes"] = predicted_peak(model, work)
-    if side == "trunks":
+    if side in TRUNKS:
         row["trunks"] = str(work.trunks.stats.trunks)
     if side == "parts":
         # divided as `sequence_logprobs` does it, and predicted with the layers recomputed

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from benchmarks.lib.layers import checkpointed
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, times_cell, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
+from benchmarks.lib.timing import note_profile
 from prefixtree import PackedForest, Pictures, PrefixForest, pack, sequence_logprobs
 from prefixtree.models.vision import alone_inputs, tower_of
 
@@ -331,17 +333,25 @@ def set_up(model: Any, side: str) -> None:
             module.gradient_checkpointing = side in CHECKPOINTED
 
 
+def full_float32() -> AbstractContextManager[None]:
+    """Without TF32 in cuDNN, which rounds the patch embedding's gradient by default: of all
+    samples' copies of a screenshot together on one side, of each copy on the other."""
+    return torch.backends.cudnn.flags(allow_tf32=False)
+
+
 def check_sides(options: argparse.Namespace) -> dict[str, Row]:
     """Each side in float32 on a small batch, against eager of each sample alone."""
     config = config_of(options.is_tiny, layers=2, vocabulary=4096)
     batch = Batch.of(SMALL, config, options.device)
     float32 = partial(model_of, config, options.device, torch.float32)
-    expected = run_once("eager", float32("eager"), batch)
+    with full_float32():
+        expected = run_once("eager", float32("eager"), batch)
     out: dict[str, Row] = {}
     for side in options.sides:
         model = float32()
         set_up(model, side)
-        found = distances(run_once(side, model, batch), expected)
+        with full_float32():
+            found = distances(run_once(side, model, batch), expected)
         red = [
             f"{name} is {found[name]:.1e} from eager in float32, at most {limit:.0e}"
             for name, limit in LIMITS.items()
@@ -367,7 +377,10 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
         known |= {"found": found, "side": side}
     del found
     # gradients stand, as after the first micro-batch of any step
-    return row | measure(lambda: learn(side, model, batch), options)
+    row |= measure(lambda: learn(side, model, batch), options)
+    if options.profile is not None:
+        note_profile(lambda: learn(side, model, batch), options.profile, side)
+    return row
 
 
 # ---- output -------------------------------------------------------------------------------------
@@ -407,6 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser(__doc__)
     what.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     what.add_argument("--turns", type=int, help="of a rollout; by default 8")
+    what.add_argument("--profile", type=Path, help="top kernels of each side, a text file")
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)

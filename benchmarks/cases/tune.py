@@ -222,9 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parse(arguments)
     if chosen.pointers:
         with_descriptors = configs.choose
-        configs.choose = lambda c, d, dv, group, tma, cuda=True: with_descriptors(  # type: ignore[assignment]
-            c, d, dv, group, False, cuda
-        )
+        configs.choose = lambda *a: with_descriptors(*a[:4], False, *a[5:])  # type: ignore[assignment]
     rows: list[dict[str, Any]] = []
     for name in chosen.workloads:
         if name == AIRLINE and chosen.rollouts is None:

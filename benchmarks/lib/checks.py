@@ -55,6 +55,7 @@ def dense_group(
     subtree_end: np.ndarray,
     dtype: torch.dtype,
     chunk: int = 1024,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Results:
     """One kv head: out, lse and gradients, rounded where eager in `dtype` rounds.
 
@@ -67,6 +68,8 @@ def dense_group(
         dtype: float64 for the reference, that of the inputs for eager.
         chunk: query tokens at a time; a chunk holds a few tensors of G x chunk x visible keys. Sums
             in float32 are better in small chunks: for float32 inputs small chunks are too strict.
+        chosen: `chosen` of `tree_attention` and the position of each token, int [T]. Default: all
+            keys.
 
     Returns:
         out [T, G, Dv], lse [T, G], dq [T, G, D], dk [T, 1, D], dv [T, 1, Dv], in float64.
@@ -90,6 +93,10 @@ def dense_group(
         near = np.flatnonzero(subtree_end[:stop] > begin)
         keys = torch.as_tensor(near, device=q.device)
         visible = (keys[None] <= rows[:, None]) & (rows[:, None] < device_end[keys][None])
+        if chosen is not None:
+            bits, position = chosen
+            at = position[keys]
+            visible &= (bits[rows][:, at // 32] >> (at % 32)) & 1 != 0
         q_rows, k_rows, v_rows, dout_rows = q[rows], k[keys], v[keys], dout[rows]
         scores = rounded(torch.einsum("qgd,kd->gqk", q_rows, k_rows)) * dim**-0.5
         scores.masked_fill_(~visible, -torch.inf)
@@ -117,6 +124,7 @@ def check(
     forest: PrefixForest,
     kv_heads: int = 2,
     chunk: int = 1024,
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> list[Verdict]:
     """Holds results against float64: per (node x head) the worst error is at most 2x eager's
     + 2 eps x max|reference|, per head the mean at most 1.2x eager's + eps / 10 x max|reference|.
@@ -128,23 +136,24 @@ def check(
         kv_heads: how many are judged, the first and the last among them. Of the others only NaN
             and infinity are seen.
         chunk: query tokens at a time.
+        chosen: as in `dense_group`.
     """
     group, total = q.shape[1] // k.shape[1], k.shape[1]
-    chosen = np.unique(np.linspace(0, total - 1, min(kv_heads, total)).round().astype(int))
+    judged = np.unique(np.linspace(0, total - 1, min(kv_heads, total)).round().astype(int))
     subtree_end = np.repeat(forest.node_subtree_end, forest.node_length)
     # a token's subtree is its node's: everything below the node is below each of its tokens
     reference, eager = [], []
-    for head in chosen:
+    for head in judged:
         mine = slice(head * group, (head + 1) * group)
         inputs = (q[:, mine], k[:, head], v[:, head], dout[:, mine], subtree_end)
-        reference.append(dense_group(*inputs, torch.float64, chunk))
-        eager.append(dense_group(*inputs, q.dtype, chunk))
+        reference.append(dense_group(*inputs, torch.float64, chunk, chosen))
+        eager.append(dense_group(*inputs, q.dtype, chunk, chosen))
     node = torch.as_tensor(pooled_nodes(forest), device=q.device)
-    query_heads = (chosen[:, None] * group + np.arange(group)).ravel()
+    query_heads = (judged[:, None] * group + np.arange(group)).ravel()
     verdicts = []
     for name in NAMES:
         x = got[name].t() if name == "lse" else got[name]
-        heads = chosen if name in ("dk", "dv") else query_heads
+        heads = judged if name in ("dk", "dv") else query_heads
         ours = x[:, torch.as_tensor(heads, device=x.device)].double()
         want = torch.cat([r.pop(name) for r in reference], 1)
         base = torch.cat([r.pop(name) for r in eager], 1)

@@ -39,6 +39,17 @@ def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
         _watch.mask, _watch.calls = before
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Calls within count for no mask: those of the other heads of a call that has counted."""
+    before = _watch.mask
+    try:
+        _watch.mask = None
+        yield
+    finally:
+        _watch.mask = before
+
+
 def note_call(mask: HostMask, of: Literal["attention", "recurrence"]) -> None:
     """Called by an operator where it computes, once per forward call. A mask with borders of
     states counts as the mask itself."""

@@ -16,30 +16,30 @@ def words(positions: int) -> int:
     return -(-positions // 32)
 
 
-def best_keys(scores: torch.Tensor, count: int, first: int) -> torch.Tensor:
-    """The best keys of neighbouring queries of one path, ties broken by position, lowest first.
+def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch.Tensor:
+    """The best keys of queries on their paths, ties broken by position, lowest first.
 
     Every selection that keeps to this order finds the same keys, whatever its algorithm: equal
     scores are common, as a ReLU makes many of them exactly 0.
 
     Args:
-        scores: [n, K], any float dtype; column d is of the key at position d. -0.0 equals 0.0.
+        scores: [n, K], any float dtype; column d is of the key at position d of the query's path.
+            -0.0 equals 0.0. Columns behind the query may hold anything.
         count: keys per query. A query that sees fewer gets all that it sees.
-        first: the position of the first query; the others follow one by one.
+        position: int [n], those of the queries.
 
     Returns:
         bool [n, K], true for at most `count` keys, none of them behind its query.
     """
-    n, width = scores.shape
-    row = torch.arange(first, first + n, device=scores.device)[:, None]
-    seen = torch.arange(width, device=scores.device) <= row
+    width = scores.shape[1]
+    seen = torch.arange(width, device=scores.device) <= position[:, None]
     scores = scores.masked_fill(~seen, -torch.inf)
     # which of equal scores this takes does not matter: the least of the values is the same
     least = scores.topk(min(count, width), -1).values[:, -1:]
     better = scores > least
     tied = (scores == least) & seen
     left = count - better.sum(-1, keepdim=True)
-    return better | (tied & (tied.cumsum(-1) <= left))
+    return better | (tied & (tied.cumsum(-1, dtype=torch.int32) <= left))
 
 
 def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:

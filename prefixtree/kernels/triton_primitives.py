@@ -188,3 +188,45 @@ def visible(query, key, span, query_position, key_position, window, WINDOW: tl.c
     if WINDOW:
         seen = seen & (query_position - key_position < window)
     return seen
+
+
+# Chosen keys (`kernels.chosen`): CHOSEN is int32 [W, Tq], the words of all queries for 32 positions
+# side by side, so that the words of a tile's queries are.
+
+
+@triton.jit
+def chosen_in_run(CHOSEN, first_row, token, alive, position, num_queries, KEYS: tl.constexpr):
+    """Whether each row's query chose each of KEYS keys whose positions follow one another from
+    `position` on; broadcasts to [ROWS, KEYS]. Few loads: a word serves 32 keys."""
+    row = CHOSEN + first_row + token
+    lane = tl.arange(0, KEYS)
+    first = position // 32
+    # no word behind it is needed, and there may be none
+    last = (position + KEYS - 1) // 32
+    shift = (position % 32).to(tl.uint32)
+    low = tl.load(row + first.to(tl.int64) * num_queries, mask=alive, other=0)
+    for i in tl.static_range((KEYS + 31) // 32):
+        at = tl.minimum(first + i + 1, last).to(tl.int64)
+        high = tl.load(row + at * num_queries, mask=alive, other=0)
+        # in two shifts, as one by 32 is undefined
+        upper = (high.to(tl.uint32, bitcast=True) << 1) << (31 - shift)
+        word = ((low.to(tl.uint32, bitcast=True) >> shift) | upper)[:, None]
+        if i == 0:
+            words = word
+        else:
+            words = tl.where((lane // 32 == i)[None, :], word, words)
+        low = high
+    # a constant mask per lane: one instruction tests it
+    return (words & (1 << (lane % 32).to(tl.uint32))[None, :]) != 0
+
+
+@triton.jit
+def chosen_keys(CHOSEN, row, key_position, num_queries, alive):
+    """Whether the query in a row of q chose the key at a position of its path; false where not
+    `alive`. Broadcasts row and alive against key_position.
+
+    The loads do not wait for the mask of the tree: triton's pipeline has no place for that.
+    """
+    at = (key_position // 32).to(tl.int64) * num_queries + row
+    word = tl.load(CHOSEN + at, mask=alive, other=0)
+    return ((word >> (key_position % 32)) & 1) != 0

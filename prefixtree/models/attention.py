@@ -149,7 +149,7 @@ def prefixtree_attention(
     check_mask(mask, "tree_mask")
     chosen, entries = blocks if indices is None else indices, None
     if isinstance(attention_mask, ForestMask) and chosen is not None:
-        attention_mask, options["chosen"] = None, chosen[0]
+        attention_mask, options["chosen"] = None, chosen[0] if chosen.shape[-1] else None
     elif isinstance(attention_mask, ForestMask) and attention_mask.entries is not None:
         entries, attention_mask = attention_mask.entries, None
     elif not isinstance(attention_mask, torch.Tensor) and not (attention_mask is chosen is None):
@@ -187,7 +187,7 @@ def prefixtree_attention(
         forest_cache.keep(q, k, v, sliding_window)
     if isinstance(tree_mask, DividedMask):
         out = tree_mask.attend(module, q, k, v, **options)
-    elif blocks is not None:
+    elif blocks is not None and options["chosen"] is not None:
         out = _attend_by_group(q, k, v, mask, **options)
     elif entries is not None:
         out = _attend_to_entries(q, k, v, mask, entries, **options)

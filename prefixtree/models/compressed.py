@@ -50,7 +50,7 @@ def of_compressor(original: Any) -> dict[str, Any]:
         path = QueryPath(cache.mask, hidden_states)
         windows = _Windows.of(cache.mask, self.compress_rate)
         indexer = getattr(self, "indexer", None)
-        if indexer is None:
+        if indexer is None or cache.mask.host.deepest // self.compress_rate <= indexer.index_topk:
             bits = _every_entry(cache.mask, self.compress_rate)
         else:
             bits = _best_entries(indexer, rotate, hidden_states, q_residual, windows, path)
@@ -140,7 +140,7 @@ def _best_entries(
     """int32 [T, W], the bits of each query's best entries."""
     size, kind = indexer.compress_rate, indexer.rope_layer_type
     keys = _entries(indexer, rotate, hidden_states, windows, True)[0]
-    for rows in path.chunks(indexer.num_heads):
+    for rows in path.spans(indexer.num_heads):
         hidden, positions = hidden_states[:, rows], path.positions
         cos, sin = indexer.rotary_emb(hidden, position_ids=positions[None], layer_type=kind)
         queries = indexer.q_b_proj(q_residual[:, rows]).unflatten(-1, (-1, indexer.head_dim))
@@ -150,7 +150,12 @@ def _best_entries(
         scores = indexer.scorer(queries, entries[None], hidden)[0]
         count = len(entries)
         seen = torch.arange(count, device=scores.device) < (positions[:, None] + 1) // size
-        best = best_keys(scores.masked_fill(~seen, -torch.inf), indexer.index_topk, count) & seen
+        # a query is no entry: which ones it sees, scores say
+        scores, anywhere = (
+            scores.masked_fill(~seen, -torch.inf),
+            positions.new_full((len(seen),), count),
+        )
+        best = best_keys(scores, indexer.index_topk, anywhere) & seen
         chosen = seen.new_zeros(len(positions), len(of_path))
         chosen[:, size - 1 :: size] = best
         path.note(chosen)

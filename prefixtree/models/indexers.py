@@ -4,8 +4,9 @@ An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its in
 k keys of each query, that of MiniMax M3 for the best blocks of keys, by groups of heads. Along the
 tree, these are the best of the query's path. `prepare` gives attentions and indexers a class whose
 forward runs the family's code: the indexer's once for a few neighbouring queries of one path, which
-it shows the keys of that path alone. What it chose goes to `tree_attention` as a bit per position
-of the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
+it shows the keys of that path alone; or, on a GPU, for any neighbouring queries, whose products
+with keys a Triton kernel computes. What it chose goes to `tree_attention` as a bit per position of
+the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
 checkpoint's second forward, over the same chunks, and chooses the same keys.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.chosen import best_keys
+from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
 from prefixtree.models.compressed import of_compressor
@@ -35,11 +38,14 @@ from prefixtree.models.families import (
     INDEXED_BLOCKS,
     INDEXED_TYPES,
 )
-from prefixtree.models.paths import ForestMask, QueryPath, UnpreparedMask, not_kept
+from prefixtree.models.paths import CHUNK, ForestMask, QueryPath, UnpreparedMask, not_kept
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 
+# scores of queries held at once where a kernel sums the heads: 64 MiB
+_SCORES = 1 << 24
 # how MiniMax M3 hands blocks of keys to its attention function
 BLOCKS = "block_indices"
 # the mark of attention layers, which holds transformers' name of their type
@@ -186,20 +192,45 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         *cached: Any,
         **more: Any,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, T, W]; the family's indices of ordinary batches."""
+        """hidden_states [1, T, C] -> int32 [1, T, W], [1, T, 0] where all queries choose all keys;
+        the family's indices of ordinary batches."""
         tokens = (hidden_states, q_resid, *position_embeddings)
         if not isinstance(attention_mask, ForestMask):
             indices: torch.Tensor = original.forward(
                 self, *tokens[:2], tokens[2:], attention_mask, *cached, **more
             )
             return indices
-        path = _Keys(attention_mask.mask, hidden_states)
-        for rows in path.chunks(self.n_heads):
+        mask = attention_mask.mask
+        path = _Keys(mask, hidden_states)
+        if mask.host.deepest <= self.index_topk:
+            return path.of_all()
+        kernels = _kernels_for(mask, hidden_states, self.head_dim)
+        keys: Any = path if kernels is None else Products(mask.host, kernels)
+        sizes = (self.n_heads,) if kernels is None else (self.n_heads, self.head_dim)
+        for rows in keys.spans(*sizes):
             hidden, resid, *rope = (x[:, rows] for x in tokens)
-            original.forward(self, hidden, resid, tuple(rope), path, None, path)
-        return path.bits[None]
+            original.forward(self, hidden, resid, tuple(rope), keys, None, keys)
+        found: torch.Tensor = keys.bits[None]
+        return found
 
     return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
+    """The module whose kernel computes scores, or None: the family's own products.
+
+    Autocast rounds what the family's products give, which the kernel does not. Tensors without
+    numbers, as memory is traced with, know torch's operations alone.
+    """
+    if type(hidden) is not torch.Tensor:
+        return None
+    if mask.backend not in ("auto", "triton") or torch.is_autocast_enabled(hidden.device.type):
+        return None
+    if not (hidden.is_cuda or mask.backend == "triton") or not installed("triton"):
+        return None
+    from prefixtree.kernels import index_scores
+
+    return index_scores if index_scores.serves(hidden, head_dim) else None
 
 
 def _of_block_indexer(original: Any) -> dict[str, Any]:
@@ -214,15 +245,17 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
         cache: Any,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden_states [1, T, C] -> int32 [1, H, T, W]; the family's block indices [B, H, n, k]
-        of ordinary batches."""
+        """hidden_states [1, T, C] -> int32 [1, H, T, W], [1, T, 0] where all queries choose all
+        keys; the family's block indices [B, H, n, k] of ordinary batches."""
         if not isinstance(cache, ForestMask):
             indices: torch.Tensor = original.forward(
                 self, hidden_states, position_embeddings, cache, position_ids
             )
             return indices
         path = _Blocks(cache.mask, hidden_states, self.block_size)
-        for rows in path.chunks(self.num_heads):
+        if cache.mask.host.deepest <= self.topk_blocks * self.block_size:
+            return path.of_all()
+        for rows in path.spans(self.num_heads):
             rope = tuple(x[:, rows] for x in position_embeddings)
             with path:
                 original.forward(self, hidden_states[:, rows], rope, path, path.positions[None])
@@ -258,10 +291,95 @@ class _Keys(QueryPath):
         return found
 
     def topk(self, count: int, dim: int) -> Any:
-        n, width = self._scores.shape
-        self.note(best_keys(self._scores, count, width - n))
+        self.note(best_keys(self._scores, count, self.positions))
         del self._scores
         return SimpleNamespace(indices=self.bits[self.rows])
+
+
+class Products:
+    """Stands in for mask, cache, keys and scores in an indexer's forward of neighbouring queries.
+
+    What the indexer would do with all keys, a product per head, a ReLU and the weighted sum of
+    heads, it is told, and a kernel computes at the end.
+
+    Attributes:
+        bits: int32 [T, W], what was chosen so far.
+        shape: of the scores.
+    """
+
+    dtype = torch.float32
+    bits: torch.Tensor
+    shape: tuple[int, int, int]
+    _q: torch.Tensor
+    _weights: torch.Tensor
+    _scale: Any
+
+    def __init__(self, host: HostMask, kernels: Any) -> None:
+        self._host, self._kernels, self._num_words = host, kernels, words(host.deepest)
+        self._keys: torch.Tensor | None = None
+
+    def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
+        """The packed tokens of each chunk; it stands for the chunk that it gave last."""
+        total, whole = self._host.num_tokens, self._kernels.tile_tokens(heads)
+        most = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
+        most = max(1, most // whole) * whole
+        for start in range(0, total, most):
+            self._rows = slice(start, min(start + most, total))
+            width = int(self._host.position[self._rows].max()) + 1
+            self.shape = 1, self._rows.stop - start, width
+            self._told: list[str] = []
+            self._scale = 1.0
+            yield self._rows
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Products:
+        """keys: [1, n, D], those of the chunk."""
+        if self._keys is None:
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
+            shape = self._host.num_tokens, self._num_words
+            self.bits = keys.new_empty(shape, dtype=torch.int32)
+        self._keys[self._rows] = keys[0]
+        return self
+
+    def _as_it_is(self, *_: Any) -> Products:
+        return self
+
+    # k.transpose(-1, -2).float().unsqueeze(1), then index_scores.squeeze(-2) + attention_mask
+    transpose = float = unsqueeze = squeeze = __add__ = _as_it_is
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Products:
+        """relu(products), and the two products: of q with keys, of weights with heads."""
+        found: Products = args[-1]
+        name = func.__name__
+        if name == "matmul":
+            if found._told:
+                found._weights = args[0]
+            else:
+                found._q = args[0]
+        found._told.append(name)
+        return found
+
+    def __mul__(self, factor: Any) -> Products:
+        self._told.append("mul")
+        self._scale *= factor
+        return self
+
+    def topk(self, count: int, dim: int) -> Any:
+        told = [name for name in self._told if name != "mul"]
+        scaled = [i for i, name in enumerate(self._told) if name == "mul"]
+        if told != ["matmul", "relu", "matmul"] or scaled not in ([], [1]):
+            raise TypeError(f"an indexer multiplies, takes relu and sums; this one: {self._told}")
+        assert self._keys is not None
+        q, weights = self._q[0].to(self._keys.dtype), self._weights[0, :, 0]
+        scores = self._kernels.index_scores(
+            q, self._keys, weights, self._host, self._rows.start, self._scale
+        )
+        position = self._host.on(scores.device)["position_ids"][self._rows]
+        bits = to_bits(best_keys(scores, count, position), self._num_words)
+        self.bits[self._rows] = bits
+        return SimpleNamespace(indices=bits)
 
 
 class _Blocks(QueryPath, TorchFunctionMode):
@@ -293,9 +411,9 @@ class _Blocks(QueryPath, TorchFunctionMode):
             scores, count = args[0][0], args[1]
             heads, n, blocks = scores.shape
             # every block may be the best: which ones a query sees, scores say
-            best = best_keys(scores.flatten(0, 1), count, blocks) & (scores > -torch.inf).flatten(
-                0, 1
-            )
+            scores = scores.flatten(0, 1)
+            anywhere = self.positions.new_full((len(scores),), blocks)
+            best = best_keys(scores, count, anywhere) & (scores > -torch.inf)
             of_keys = best.view(heads, n, blocks).repeat_interleave(self._size, -1)
             self.note(of_keys[..., : int(self.positions[-1]) + 1])
         return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.packing.mask import TreeMask
 
 # scores of all index heads held at once: 128 MiB in float32
-_CHUNK = 1 << 25
+CHUNK = 1 << 25
 
 
 class UnpreparedMask:
@@ -113,13 +113,13 @@ class QueryPath:
         self._device = hidden_states.device
         self._keys: torch.Tensor | None = None
 
-    def chunks(self, heads: int) -> Iterator[slice]:
+    def spans(self, heads: int) -> Iterator[slice]:
         """Packed tokens of one path side by side, few enough for the scores of `heads` heads; the
         path is theirs meanwhile."""
         for start, length, runs in self._host.blocks():
             above, at = runs[:-1], 0
             depth = sum(end - begin for begin, end, _ in above)
-            most = max(1, _CHUNK // (heads * (depth + length)))
+            most = max(1, CHUNK // (heads * (depth + length)))
             while at < length:
                 # keys are kept in packed order, in which a token comes behind its ancestors
                 last = min(at + most, length)
@@ -128,6 +128,10 @@ class QueryPath:
                 self.positions = torch.arange(depth + at, depth + last, device=self._device)
                 yield self.rows
                 at = last
+
+    def of_all(self) -> torch.Tensor:
+        """int32 [1, T, 0], what says that all queries choose all keys."""
+        return torch.empty(1, self._host.num_tokens, 0, dtype=torch.int32, device=self._device)
 
     def of_path(self, keys: torch.Tensor) -> torch.Tensor:
         """[n, D], those of the chunk -> [K, D], those of the path, root first."""

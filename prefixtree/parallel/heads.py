@@ -9,6 +9,7 @@ ranks, H query heads, Hk kv heads, D and Dv head dims.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from prefixtree.kernels.attention.api import checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
+from prefixtree.kernels.call_counter import uncounted
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.ranks import TokensForHeads, divides
@@ -107,33 +109,47 @@ class _HeadsAttention(torch.autograd.Function):
         ctx.copies = max(1, exchange.ranks // key.shape[1])
         if ctx.copies > 1:
             key, value = (x.repeat_interleave(ctx.copies, 1) for x in (key, value))
-        rows = exchange.to_heads([query, key, value])
-        own_sinks = None if sinks is None else sinks.chunk(exchange.ranks)[exchange.index]
-        out, lse = TREE_ATTENTION(*rows, own_sinks, handle, *options, False)
-        ctx.save_for_backward(*rows, own_sinks, out, lse, handle)
-        ctx.exchange, ctx.options = exchange, options
-        return exchange.to_tokens([out])[0]
+        turns = exchange.turns(query.shape[1], key.shape[1])
+        of_turns = exchange.of_turns([query, key, value], turns)
+        own_sinks: list[Any] = [None] * turns
+        if sinks is not None:
+            own_sinks = [*sinks.chunk(exchange.ranks)[exchange.index].chunk(turns)]
+        saved: list[Any] = []
+        back = []
+        arrivals = [exchange.start_to_heads(rows) for rows in of_turns]
+        for turn, arrived in enumerate(arrivals):
+            rows = arrived()
+            with uncounted() if turn else nullcontext():
+                out, lse = TREE_ATTENTION(*rows, own_sinks[turn], handle, *options, False)
+            back.append(exchange.start_to_tokens([out]))
+            saved += [*rows, own_sinks[turn], out, lse]
+        ctx.save_for_backward(handle, *saved)
+        ctx.exchange, ctx.options, ctx.turns = exchange, options, turns
+        ctx.sinks_dtype = None if sinks is None else sinks.dtype
+        return exchange.joined([arrived()[0] for arrived in back])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        *rows, sinks, out, lse, handle = ctx.saved_tensors
-        exchange, dtype = ctx.exchange, dout.dtype
-        (dout,) = exchange.to_heads([dout])
-        dq, dk, dv, *dsinks = TREE_ATTENTION_BACKWARD(
-            dout, None, *rows, sinks, out, lse, handle, *ctx.options
-        )
-        if ctx.copies == 1:
-            dq, dk, dv = exchange.to_tokens([dq, dk, dv])
-        else:
-            (dq,) = exchange.to_tokens([dq])
-            dk, dv = (
-                x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype)
-                for x in exchange.to_tokens([dk, dv])
+        handle, *saved = ctx.saved_tensors
+        exchange, turns, dtype = ctx.exchange, ctx.turns, dout.dtype
+        back, of_sinks = [], []
+        arrivals = [exchange.start_to_heads(rows) for rows in exchange.of_turns([dout], turns)]
+        for turn, arrived in enumerate(arrivals):
+            *rows, sinks, out, lse = saved[6 * turn : 6 * (turn + 1)]
+            dq, dk, dv, *dsinks = TREE_ATTENTION_BACKWARD(
+                *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options
             )
+            back.append(exchange.start_to_tokens([dq, dk, dv]))
+            of_sinks += dsinks
+        each = zip(*(arrived() for arrived in back), strict=True)
+        dq, dk, dv = (exchange.joined(of_turns) for of_turns in each)
+        if ctx.copies > 1:
+            dk, dv = (x.unflatten(1, (-1, ctx.copies)).sum(2).to(dtype) for x in (dk, dv))
         dsink = None
-        if sinks is not None:
-            dsink = sinks.new_zeros(exchange.ranks, len(sinks))
-            dsink[exchange.index] = dsinks[0]
-            dsink = dsink.flatten()
+        if of_sinks:
+            own = torch.cat(of_sinks)
+            dsink = own.new_zeros(exchange.ranks, len(own))
+            dsink[exchange.index] = own
+            dsink = dsink.flatten().to(ctx.sinks_dtype)
         return dq, dk, dv, dsink, None, None

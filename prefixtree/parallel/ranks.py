@@ -204,36 +204,70 @@ class TokensForHeads:
         both = move(torch.from_numpy(np.concatenate([row, token])), self._parts.packed.device)
         return both[: len(token)], both[len(token) :]
 
-    def to_heads(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """[t, n h, d] each -> [T, h, d] of this rank's heads, in packed order. Of several dtypes
-        the bits travel."""
-        ranks, own = self.ranks, self._counts[self.index]
-        pieces = _in_one_dtype(rows)
-        widths = [x.shape[1] // ranks * x.shape[2] for x in pieces]
-        by_rank = (
-            x.reshape(own, ranks, width).transpose(0, 1)
-            for x, width in zip(pieces, widths, strict=True)
-        )
-        sent = torch.cat([*by_rank], 2).flatten(0, 1)
-        got = all_to_all(sent, [own] * ranks, self._counts, self.group)
-        got = got.index_select(0, self._places[0])
+    def turns(self, *heads: int) -> int:
+        """The number of turns in which so many heads each may be exchanged and computed: while a
+        turn's heads are computed, those of the next are on their way, and those of the last on
+        their way back. 1 where a rank's heads cannot be halved."""
+        return 2 if all(count % (2 * self.ranks) == 0 for count in heads) else 1
+
+    def of_turns(self, rows: Sequence[torch.Tensor], turns: int) -> list[list[torch.Tensor]]:
+        """[t, n h, d] each -> per turn [t, n, h / turns, d] each, views; one turn's as they are."""
+        if turns == 1:
+            return [[*rows]]
         return [
-            _in_its_dtype(y, x.dtype).unflatten(1, (x.shape[1] // ranks, x.shape[2]))
-            for x, y in zip(rows, got.split(widths, 1), strict=True)
+            [x.unflatten(1, (self.ranks, turns, -1))[:, :, turn] for x in rows]
+            for turn in range(turns)
         ]
 
-    def to_tokens(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The reverse: [T, h, d] each -> [t, n h, d]."""
+    def joined(self, of_turns: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Per turn [t, n h / turns, d] -> [t, n h, d]."""
+        if len(of_turns) == 1:
+            return of_turns[0]
+        return torch.stack([x.unflatten(1, (self.ranks, -1)) for x in of_turns], 2).flatten(1, 3)
+
+    def start_to_heads(self, rows: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Sends [t, n h, d] or [t, n, h, d] each. Of several dtypes the bits travel.
+
+        Returns:
+            A function that waits for what arrives, on a GPU in the stream alone, and returns
+            [T, h, d] each of this rank's heads, in packed order.
+        """
+        ranks, own = self.ranks, self._counts[self.index]
+        pieces = [
+            (x if x.ndim == 4 else x.unflatten(1, (ranks, -1))).flatten(2)
+            for x in _in_one_dtype(rows)
+        ]
+        widths = [x.shape[2] for x in pieces]
+        sent = torch.cat([x.transpose(0, 1) for x in pieces], 2).flatten(0, 1)
+        got, on_its_way = start_all_to_all(sent, [own] * ranks, self._counts, self.group)
+
+        def arrived() -> list[torch.Tensor]:
+            on_its_way.wait()
+            found = got.index_select(0, self._places[0])
+            return [
+                _in_its_dtype(y, x.dtype).unflatten(1, (-1, x.shape[-1]))
+                for x, y in zip(rows, found.split(widths, 1), strict=True)
+            ]
+
+        return arrived
+
+    def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """The reverse, of [T, h, d] each; the function returns [t, n h, d] each."""
         ranks, own = self.ranks, self._counts[self.index]
         pieces = _in_one_dtype(heads)
         sent = torch.cat([x.flatten(1) for x in pieces], 1).index_select(0, self._places[1])
-        got = all_to_all(sent, self._counts, [own] * ranks, self.group)
+        got, on_its_way = start_all_to_all(sent, self._counts, [own] * ranks, self.group)
         widths = [x.shape[1] * x.shape[2] for x in pieces]
-        of_ranks = got.unflatten(0, (ranks, own)).transpose(0, 1).split(widths, 2)
-        return [
-            _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
-            for x, y in zip(heads, of_ranks, strict=True)
-        ]
+
+        def arrived() -> list[torch.Tensor]:
+            on_its_way.wait()
+            of_ranks = got.unflatten(0, (ranks, own)).transpose(0, 1).split(widths, 2)
+            return [
+                _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
+                for x, y in zip(heads, of_ranks, strict=True)
+            ]
+
+        return arrived
 
 
 def _in_one_dtype(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,12 +11,13 @@ t own tokens, n ranks, D channels, W taps, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.call_counter import note_call, uncounted
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.mask import TreeMask
@@ -24,6 +25,9 @@ from prefixtree.packing.transfers import move
 from prefixtree.parallel.ranks import TokensForHeads, all_to_all, divides
 from prefixtree.planning.part_states import PartStates, tail_tokens
 from prefixtree.planning.parts import Parts
+
+#: of rows, -> a function that waits for what arrives
+_Start = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
 
 
 def state_heads_problem(heads: int, shared: int, ranks: int) -> str | None:
@@ -99,9 +103,12 @@ class StatesByHeads:
     ) -> torch.Tensor:
         """`tree_delta_rule` of the own tokens: [t, Hk, K], .. -> [t, H, V]."""
         self._check(value.shape[1], key.shape[1])
-        rows = self._to_heads(query, key, value, g, beta)
-        rule: Callable[..., torch.Tensor] = tree_delta_rule
-        return self._to_tokens(rule(*rows, self._whole, **options))
+
+        def of_turn(rows: Sequence[torch.Tensor], turn: int, turns: int) -> torch.Tensor:
+            rule: Callable[..., torch.Tensor] = tree_delta_rule
+            return rule(*rows, self._whole, **options)
+
+        return self._in_turns((query, key, value, g, beta), of_turn)
 
     @uncompiled
     def ssd(
@@ -119,11 +126,42 @@ class StatesByHeads:
         """`tree_ssd` of the own tokens: [t, H, P], .. -> [t, H, P]. A, D and dt_bias [H, ..] are
         those of all heads, and their gradients zero but for this rank's: ranks' add up."""
         self._check(x.shape[1], B.shape[1])
-        A, D, dt_bias = (self._of_rank(parameter) for parameter in (A, D, dt_bias))
-        x, dt, B, C = self._to_heads(x, dt, B, C)
-        rule: Callable[..., torch.Tensor] = tree_ssd
-        out = rule(x, dt, A, B, C, self._whole, D=D, dt_bias=dt_bias, **options)
-        return self._to_tokens(out)
+
+        def of_turn(rows: Sequence[torch.Tensor], turn: int, turns: int) -> torch.Tensor:
+            x, dt, B, C = rows
+            own = (self._of_rank(parameter, turn, turns) for parameter in (A, D, dt_bias))
+            own_A, own_D, own_bias = own
+            rule: Callable[..., torch.Tensor] = tree_ssd
+            return rule(x, dt, own_A, B, C, self._whole, D=own_D, dt_bias=own_bias, **options)
+
+        return self._in_turns((x, dt, B, C), of_turn)
+
+    def _in_turns(
+        self,
+        rows: Sequence[torch.Tensor],
+        compute: Callable[[Sequence[torch.Tensor], int, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """[t, H] or [t, H, d] each -> [t, H, V].
+
+        Args:
+            compute: of a turn's [T, h] or [T, h, d] each, the turn and their number: [T, h, V].
+        """
+        exchange = self._exchange
+        turns = exchange.turns(*(x.shape[1] for x in rows))
+        with_size = [x if x.ndim == 3 else x[..., None] for x in rows]
+        there, back = [], []
+        # all of them before any is waited for; autograd runs the backward in the reverse order
+        for some in exchange.of_turns(with_size, turns):
+            flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
+            there.append((flight, _Sent.apply(flight, exchange.ranks, *some)))
+        for turn, last in enumerate(there):
+            arrived = _Arrived.apply(*last)
+            of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in zip(rows, arrived, strict=True)]
+            with uncounted() if turn else nullcontext():
+                out = compute(of_heads, turn, turns)
+            flight = _Flight(exchange.start_to_tokens, exchange.start_to_heads)
+            back.append((flight, _Sent.apply(flight, 1, out)))
+        return exchange.joined([_Arrived.apply(*last)[0] for last in back])
 
     def _check(self, heads: int, shared: int) -> None:
         if (problem := state_heads_problem(heads, shared, self._exchange.ranks)) is not None:
@@ -131,66 +169,82 @@ class StatesByHeads:
         if self._counted is not self._whole.host:
             note_call(self._counted, "recurrence")
 
-    def _of_rank(self, parameter: Any) -> Any:
-        """This rank's heads of [H, ..], or None."""
+    def _of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
+        """The heads of a turn on this rank, of [H, ..], or None."""
         if parameter is None:
             return None
-        return parameter.chunk(self._exchange.ranks)[self._exchange.index]
-
-    def _to_heads(self, *rows: torch.Tensor) -> list[torch.Tensor]:
-        """[t, H] or [t, H, d] each -> [T, h] or [T, h, d]."""
-        with_size = (x if x.ndim == 3 else x[..., None] for x in rows)
-        found = _ToHeads.apply(self._exchange, *with_size)
-        return [y if x.ndim == 3 else y[..., 0] for x, y in zip(rows, found, strict=True)]
-
-    def _to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _ToTokens.apply(self._exchange, out)
-        return found
+        own = parameter.chunk(self._exchange.ranks)[self._exchange.index]
+        return own.chunk(turns)[turn]
 
 
-class _ToHeads(torch.autograd.Function):
-    """[t, H, d] each -> [T, h, d]. Heads that are fewer than ranks go to several, and get the sum
-    of their gradients."""
+class _Flight:
+    """Rows on their way in a forward, and their gradients on their way back in its backward.
+
+    Args:
+        there: sends them, and returns a function that waits for what arrives. back: the reverse.
+
+    Attributes:
+        waited: what to wait for, while something is on its way.
+    """
+
+    def __init__(self, there: _Start, back: _Start) -> None:
+        self.there, self.back = there, back
+        self.waited: Callable[[], list[torch.Tensor]] | None = None
+
+    def take(self) -> list[torch.Tensor]:
+        assert self.waited is not None
+        arrived, self.waited = self.waited(), None
+        return arrived
+
+
+class _Sent(torch.autograd.Function):
+    """Starts a flight; -> a token [0] that orders what waits for it behind it. The backward waits
+    for the gradients. Heads [t, H, d] that are fewer than ranks go to several, and get the sum of
+    their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, exchange: TokensForHeads, *rows: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = exchange
-        ctx.copies = [max(1, exchange.ranks // x.shape[1]) for x in rows]
-        repeated = (
-            x if copies == 1 else x.repeat_interleave(copies, 1)
-            for x, copies in zip(rows, ctx.copies, strict=True)
+    def forward(ctx: Any, flight: _Flight, ranks: int, *rows: torch.Tensor) -> torch.Tensor:
+        ctx.flight, ctx.shapes = flight, [x.shape for x in rows]
+        ctx.copies = [max(1, ranks // x.shape[1]) for x in rows]
+        flight.waited = flight.there(
+            [
+                x if copies == 1 else x.repeat_interleave(copies, 1)
+                for x, copies in zip(rows, ctx.copies, strict=True)
+            ]
         )
-        return tuple(exchange.to_heads([*repeated]))
+        return rows[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_tokens = ctx.exchange.to_tokens(gradients)
-        return None, *(
-            x if copies == 1 else _sum_of_copies(x.unflatten(1, (-1, copies)))
-            for x, copies in zip(of_tokens, ctx.copies, strict=True)
+    def backward(ctx: Any, token: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = (
+            (x if copies == 1 else _sum_of_copies(x.unflatten(1, (-1, copies)))).view(shape)
+            for x, copies, shape in zip(ctx.flight.take(), ctx.copies, ctx.shapes, strict=True)
         )
+        return None, None, *gradients
+
+
+class _Arrived(torch.autograd.Function):
+    """Ends a flight; -> what arrived. The backward starts that of the gradients, so that it goes on
+    beside the backward of another turn."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.flight = flight
+        ctx.save_for_backward(token)
+        return tuple(flight.take())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.flight.waited = ctx.flight.back(gradients)
+        (token,) = ctx.saved_tensors
+        return None, torch.zeros_like(token)
 
 
 def _sum_of_copies(x: torch.Tensor) -> torch.Tensor:
     """[t, H, copies, d] -> [t, H, d]."""
     return x.sum(2, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
-class _ToTokens(torch.autograd.Function):
-    """[T, h, d] -> [t, H, d]."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: TokensForHeads, out: torch.Tensor) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange.to_tokens([out])[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.exchange.to_heads([gradient])[0]
 
 
 class _Tails:

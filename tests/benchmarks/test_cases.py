@@ -26,6 +26,7 @@ from benchmarks.cases import (
     peers,
     pictures,
     planning,
+    sparse,
 )
 from benchmarks.lib import (
     kinds,
@@ -35,7 +36,8 @@ from benchmarks.lib import (
 )
 from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
-from prefixtree import compile_layers, plan_micro_batches
+from prefixtree import compile_layers, plan_micro_batches, tree_attention
+from prefixtree.kernels import index_scores
 from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, case_named
@@ -95,14 +97,15 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"
     some = ["--dtype", "float32", "--workloads", "prompt 24K x 128 x 8K", "--scale", "0.002"]
     assert parallel.main([*TINY, *some, "--backend", "sdpa", "--out", str(out)]) == 0
-    whole, cut, steps, kept, trunks = result(out)["rows"]
+    whole, cut, steps, kept, trunks, auto = result(out)["rows"]
     assert [row["side"] for row in (whole, cut, steps)] == ["whole", "cut", "steps"]
     assert whole["computed"] == steps["computed"] == whole["tokens"] == 49 + 128 * 16
     assert trunks["computed"] == whole["tokens"] and " trunks of 49 tokens" in trunks["trunks"]
+    assert auto["computed"] == whole["tokens"]
     assert 0 < steps["predicted_peak_bytes"] < kept["predicted_peak_bytes"]
     # cut trees repeat the prompt, and steps borrow it
     assert cut["computed"] > whole["tokens"]
-    for row in (cut, steps, kept, trunks):
+    for row in (cut, steps, kept, trunks, auto):
         assert row["red"] == [] and 0 < row["errors"]["gradient"] < 1e-5
         assert row["of_whole"] == pytest.approx(whole["seconds"] / row["seconds"])
     with pytest.raises(SystemExit):
@@ -394,6 +397,37 @@ def test_head(tmp_path: Path) -> None:
     rows = result(out)["rows"]
     assert [row["side"] for row in rows] == ["triton", "torch", "eager"]
     assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sparse(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where the choice is ignored."""
+    if not is_right:
+        ignoring = lambda *a, chosen, **options: tree_attention(*a, **options)  # noqa: E731
+        monkeypatch.setattr(sparse, "tree_attention", ignoring)
+    out = tmp_path / "sparse.json"
+    some = ["--dtype", "float16", "--heads", "1", "--topk", "700", "--backend", "sdpa"]
+    assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
+    dense, chosen = result(out)["rows"]
+    assert [row["side"] for row in (dense, chosen)] == [sparse.ALL, sparse.CHOSEN]
+    assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
+    assert bool(chosen["red"]) == (not is_right) == ("forward_ms" not in chosen)
+    assert sparse.main(["--read", str(out)]) == (not is_right)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red where scores are those of other heads; in triton's interpreter."""
+    if not is_right:
+        inner = index_scores.index_scores
+        turned = lambda q, *rest: inner(q.flip(1), *rest)  # noqa: E731
+        monkeypatch.setattr(index_scores, "index_scores", turned)
+    monkeypatch.setattr(sparse, "run_side", lambda *_: {"forward_ms": 1.0, "backward_ms": 2.0})
+    out = tmp_path / "sparse.json"
+    some = ["--dtype", "float16", "--topk", "700", "--backend", "triton"]
+    assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
+    for row in result(out)["rows"][2:]:
+        assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
 
 
 @pytest.mark.full

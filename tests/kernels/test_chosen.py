@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-import prefixtree as pt
 from prefixtree import TreeMask, tree_attention
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.attention.flash import launch
 from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall
 from prefixtree.kernels.chosen import best_keys, from_bits, to_bits, words
+from tests.support.choices import random_choice
 from tests.support.strategies import mask_of, random_forest
 
 
@@ -25,7 +25,7 @@ def test_selection_is_a_stable_sort(seed: int) -> None:
     width = first + n
     scores = torch.randint(-2, 3, (n, width), generator=g).float()
     scores[torch.rand(n, width, generator=g) < 0.3] = -0.0
-    got = best_keys(scores, count, first)
+    got = best_keys(scores, count, torch.arange(first, width))
     for row in range(n):
         seen = scores[row, : first + row + 1]
         order = seen.sort(descending=True, stable=True).indices[:count]
@@ -46,14 +46,6 @@ def _case(seed: int, dtype: torch.dtype = torch.float64) -> tuple[TreeMask, list
     g = torch.Generator().manual_seed(seed)
     shapes = [(mask.num_tokens, 4, 8), (mask.num_tokens, 2, 8), (mask.num_tokens, 2, 6)]
     return mask, [torch.randn(*s, generator=g, dtype=dtype).requires_grad_() for s in shapes]
-
-
-def _bits(mask: TreeMask, seed: int) -> torch.Tensor:
-    """A random choice, each query's own key among it; bits behind the query count for nothing."""
-    deepest, g = mask.host.deepest, torch.Generator().manual_seed(seed)
-    chosen = torch.rand(mask.num_tokens, deepest, generator=g) < 0.4
-    chosen[torch.arange(mask.num_tokens), mask.position_ids.long()] = True
-    return to_bits(chosen, words(deepest))
 
 
 def _pair_by_pair(
@@ -83,7 +75,7 @@ def _pair_by_pair(
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_to_chosen_keys_is_the_definition(backend: str, window: int | None) -> None:
     mask, (q, k, v) = _case(3)
-    bits = _bits(mask, 3)
+    bits = random_choice(mask, 3)[0]
     expected = _pair_by_pair(mask, q, k, v, bits, window)
     g = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
     want = torch.autograd.grad(expected, (q, k, v), g)
@@ -110,7 +102,7 @@ def test_all_keys_chosen_is_attention_without_a_choice(dtype: torch.dtype) -> No
 
 def test_some_queries_with_their_rows_of_the_choice() -> None:
     mask, (q, k, v) = _case(6)
-    bits, rows = _bits(mask, 6), torch.tensor([*range(2, 6), *range(9, 15)])
+    bits, rows = random_choice(mask, 6)[0], torch.tensor([*range(2, 6), *range(9, 15)])
     part = mask.for_queries([(2, 6), (9, 15)])
     whole = tree_attention(q, k, v, mask, chosen=bits)
     for backend in ("sdpa", "reference"):
@@ -120,21 +112,19 @@ def test_some_queries_with_their_rows_of_the_choice() -> None:
 
 def test_opcheck() -> None:
     mask, inputs = _case(7, torch.float32)
-    for chosen in (None, _bits(mask, 7)):
+    for chosen in (None, random_choice(mask, 7)[0]):
         options = (0.3, 0, 0.0, False, "sdpa", False, True, chosen)
         torch.library.opcheck(operator.TREE_ATTENTION, (*inputs, None, mask.handle, *options))
 
 
 def test_bad_choices() -> None:
     mask, (q, k, v) = _case(8, torch.float32)
-    bits = _bits(mask, 8)
+    bits = random_choice(mask, 8)[0]
     for wrong in (bits[:-1], bits.long(), torch.cat([bits, bits], 1), bits[0]):
         with pytest.raises(ValueError, match="chosen must be int32"):
             tree_attention(q, k, v, mask, chosen=wrong)
     with pytest.raises(TypeError, match="chosen must be a tensor"):
         tree_attention(q, k, v, mask, chosen=[[1]])  # type: ignore[call-overload]
-    q, k, v = (x.bfloat16() for x in (q, k, v))
-    with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
-        tree_attention(q, k, v, mask, chosen=bits, backend="triton")
+    q, k = q.bfloat16(), k.bfloat16()
     call = AttentionCall(q, k, k, None, mask.host, 0.3, chosen=bits)
     assert launch.refused_features(call) == CHOSEN

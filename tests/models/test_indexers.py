@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
+from prefixtree.kernels import index_scores
 from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
@@ -208,10 +210,88 @@ def test_entries_without_gradient_turn_it_red(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("family", cases(INDEXED))
 def test_any_chunks_choose_the_same_keys(family: str, monkeypatch: Any) -> None:
     reference = run_packed(build(family), ragged_packed(), ragged_objective())
-    monkeypatch.setattr(paths, "_CHUNK", 1)
+    monkeypatch.setattr(paths, "CHUNK", 1)
     monkeypatch.setattr(sdpa, "_CHUNK", 100)
     run = run_packed(build(family), ragged_packed(), ragged_objective())
     assert_same(run, reference, tolerance(family))
+
+
+def _with_triton() -> Any:
+    packed = copy.copy(ragged_packed())
+    packed.mask = packed.mask.with_options(backend="triton")
+    return packed
+
+
+# numpy warns where dead lanes overflow in the interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("family", cases(INDEXED))
+def test_triton_scores_and_attends(family: str, monkeypatch: Any) -> None:
+    """In any chunks; each kernel's part of the work is asked for."""
+    asked: list[int] = []
+    inner = index_scores.index_scores
+
+    def noted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.append(len(q))
+        return inner(q, *rest)
+
+    monkeypatch.setattr(index_scores, "index_scores", noted)
+    monkeypatch.setattr(indexers, "_SCORES", 1)
+    reference = run_packed(build(family), ragged_packed(), ragged_objective())
+    # of 24 heads, 4 queries at a time
+    found = run_packed(build(family), _with_triton(), ragged_objective())
+    assert_same(found, reference, tolerance(family))
+    if family in (BLOCKS, COMPRESSED):
+        assert not asked, "the family's own products score these"
+    else:
+        assert max(asked) == index_scores.tile_tokens(24) < sum(asked)
+
+
+def test_scores_of_another_order_turn_it_red(monkeypatch: Any) -> None:
+    inner = index_scores.index_scores
+    turned = lambda *args: inner(*args).neg()  # noqa: E731
+    monkeypatch.setattr(index_scores, "index_scores", turned)
+    found = run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
+    wanted = run_packed(build("deepseek_v32"), ragged_packed(), ragged_objective())
+    assert errors(found, wanted).logprob > 1e-2
+
+
+def test_an_indexer_that_computes_something_else_is_told(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.nn.functional, "relu", lambda x: x)
+    with pytest.raises(TypeError, match="multiplies, takes relu and sums"):
+        run_packed(build("deepseek_v32"), _with_triton(), ragged_objective())
+
+
+def test_where_the_familys_own_products_run() -> None:
+    """Autocast rounds them; float64 and wide heads are not triton's; and as they are asked for."""
+    mask, hidden = _with_triton().mask, torch.zeros(1, 2, 3)
+    assert indexers._kernels_for(mask, hidden, 128) is index_scores
+    with torch.autocast("cpu", torch.bfloat16):
+        assert indexers._kernels_for(mask, hidden, 128) is None
+    assert indexers._kernels_for(mask, hidden.double(), 128) is None
+    assert indexers._kernels_for(mask, hidden, 192) is None
+    with FakeTensorMode():
+        # as a trace of memory has them
+        assert indexers._kernels_for(mask, torch.zeros(1, 2, 3), 128) is None
+    for backend in ("auto", "sdpa"):
+        assert indexers._kernels_for(mask.with_options(backend=backend), hidden, 128) is None
+
+
+@pytest.mark.parametrize("family", cases(FEW))
+def test_paths_of_at_most_topk_tokens_ask_no_indexer(family: str, monkeypatch: Any) -> None:
+    longest = ragged_packed().mask.host.deepest
+    name = "index_topk_blocks" if family == BLOCKS else "index_topk"
+    enough = {BLOCKS: -(-longest // 3), COMPRESSED: longest // 3}.get(family, longest)
+    for topk in (enough, enough - 1):
+        changes: dict[str, Any] = {name: topk}
+        reference = run_replicated(build(family, "eager", **changes), ragged_objective())
+        asked: list[int] = []
+        best_keys = indexers.best_keys
+        with monkeypatch.context() as patch:
+            for module in (indexers, compressed):
+                patch.setattr(module, "best_keys", lambda *a: asked.append(0) or best_keys(*a))  # noqa: B023
+            run = run_packed(build(family, **changes), ragged_packed(), ragged_objective())
+        assert_same(run, reference, tolerance(family))
+        assert bool(asked) == (topk < enough)
 
 
 class _Largest(TorchDispatchMode):
@@ -226,7 +306,7 @@ class _Largest(TorchDispatchMode):
 
 def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: Any) -> None:
     """A bit per pair is the most there is, T x T / 8 bytes; q is larger than that here."""
-    monkeypatch.setattr(paths, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(paths, "CHUNK", 1 << 14)
     monkeypatch.setattr(sdpa, "_CHUNK", 1 << 14)
     rng = np.random.default_rng(0)
     trunk = rng.integers(3, 97, 1200)
@@ -360,10 +440,6 @@ def test_what_is_not_verified_is_refused() -> None:
         check_kept(model)
     with pytest.raises(pt.UnsupportedError, match="do not hand on an indexer's keys"):
         TreeSampler(model.eval(), max_keys=64)
-    packed = copy.copy(ragged_packed())
-    packed.mask = packed.mask.with_options(backend="triton")
-    with pytest.raises(pt.UnsupportedError, match="does not take chosen keys"):
-        sequence_logprobs(model, packed)
     inputs = ragged_packed().model_inputs()
     with pytest.raises(pt.UnsupportedError, match="takes the whole forest"):
         model(**{**inputs, "tree_mask": inputs["tree_mask"].for_queries([(0, 9)])})

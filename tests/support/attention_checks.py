@@ -212,13 +212,19 @@ def ours(mask: TreeMask, **fixed: object) -> Attention:
     return attend
 
 
-def assert_numerics(forest: PrefixForest, mask: TreeMask, case: Case, attend: Attention) -> None:
+def assert_numerics(
+    forest: PrefixForest,
+    mask: TreeMask,
+    case: Case,
+    attend: Attention,
+    visible: torch.Tensor | None = None,
+) -> None:
     """Per (node x head) the worst error is at most 2x eager's + 2 eps x max|reference|, and per
     head the mean error at most 1.2x eager's (+ eps / 10 x max|reference|, for what eager gets
-    exactly); both against float64."""
+    exactly); both against float64. visible: the pairs, bool [Tq, T], where not all of the mask."""
     rows = mask.host.query_tokens
     position = mask.position_ids.long()
-    dense = eager(mask.dense(), (position[rows], position))
+    dense = eager(mask.dense() if visible is None else visible, (position[rows], position))
     reference = run(case, dense, torch.float64)
     # eager rounds its result to the dtype as we do; its gradients come rounded from autograd
     baseline, got = run(case, dense), run(case, attend)

@@ -71,6 +71,12 @@ CASES: dict[int, dict[str, Case]] = {
         if family in CONFIG_MAPPING
         for mode in ("parts", "heads")
         for owner in OWNERS
+    }
+    | {
+        # heads of every kind that a rank has two turns of
+        "nemotron_h in turns": Case(
+            "nemotron_h", "heads", changes=(("n_groups", 4), ("num_key_value_heads", 4))
+        ),
     },
     # heads that three ranks divide, and none; a convolution alone has none to divide
     3: {
@@ -89,6 +95,8 @@ QUICK: dict[int, tuple[str, ...]] = {
         "nemotron_h, heads, chunks",
         "kimi_linear, parts, runs",
         "lfm2, parts, single tokens",
+        "olmo_hybrid, parts, single tokens",
+        "nemotron_h in turns",
     ),
     3: (),
     4: (),
@@ -194,9 +202,13 @@ def _tails_kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.index_select(0, self.own_rows)
 
 
-def _not_of_rank_1(self: Any, parameter: Any) -> Any:
-    mine = _OF_RANK(self, parameter)
+def _not_of_rank_1(self: Any, parameter: Any, *turn: int) -> Any:
+    mine = _OF_RANK(self, parameter, *turn)
     return mine if parameter is None or self._exchange.index == 0 else mine.detach()
+
+
+def _first_turn_alone(self: Any, of_turns: Any) -> torch.Tensor:
+    return _JOINED(self, [of_turns[0], *(x.detach() for x in of_turns[1:])])
 
 
 def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
@@ -204,9 +216,11 @@ def _first_copy_alone(x: torch.Tensor) -> torch.Tensor:
 
 
 _PART, _OF_RANK = state_heads._Tails.part, StatesByHeads._of_rank
+_JOINED = TokensForHeads.joined
 MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
     "gradients of tails": (state_heads._Tails, "part", _tails_kept, "qwen3_5"),
     "A, D and dt_bias of a rank": (StatesByHeads, "_of_rank", _not_of_rank_1, "nemotron_h"),
+    "heads of the second turn": (TokensForHeads, "joined", _first_turn_alone, "olmo_hybrid"),
 }
 # where heads of keys or groups are fewer than ranks
 WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {

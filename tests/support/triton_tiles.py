@@ -48,7 +48,13 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     tiles = TILES[name]
 
     def choose(
-        capability: tuple[int, int], d: int, dv: int, group: int, tma: bool, cuda: bool = True
+        capability: tuple[int, int],
+        d: int,
+        dv: int,
+        group: int,
+        tma: bool,
+        cuda: bool = True,
+        chosen: bool = False,
     ) -> KernelConfigs:
         tma = tma and tiles.tma
         heads = tiles.heads or configs.heads_of_tile(group, tma)

@@ -86,7 +86,7 @@ def tree_attention(
         chosen: int32 [Tq, W], W = ceil(tokens of the longest path / 32): of the keys that a query
             sees, it attends to those whose bit is set, bit d % 32 of word d // 32 for the key at
             position d of its path. At least one per query, or its row of out is NaN; other bits
-            count for nothing. "sdpa" and "reference" alone take it. Default: all keys.
+            count for nothing. "flash" does not take it. Default: all keys.
         deterministic: whether gradients are bitwise repeatable. Default: the option of the mask
             (False until `with_options` changes it).
         backend: "sdpa" (any device), "triton" (GPUs; float16 and bfloat16), "flash" (flash-attn-4

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, SequenceScores, pack
@@ -170,6 +171,9 @@ if __name__ == "__main__":
     runs = {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
     rows: list[dict[str, Any]] = []
     for chosen in sys.argv[1:] or runs:
+        # Megatron keeps the first scale's shape, and its schedules give another than a backward
+        # without them
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, runs[chosen]())
         rows += [{"run": chosen, "rank": rank, **row} for rank, row in enumerate(found)]

@@ -23,6 +23,7 @@ from prefixtree.kernels import device_info
 from prefixtree.kernels.attention import backends, choice
 from prefixtree.kernels.attention.flash import launch
 from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.chosen import words
 from tests.support.attention_checks import Case
 from tests.support.strategies import mask_of, random_forest
 
@@ -272,6 +273,15 @@ def test_auto_leaves_what_flash_refuses(
     said = explain(mask, *inputs)
     assert f"would run {chosen!r}" in said
     assert why_not is None or why_not in said
+
+
+def test_chosen_keys(may_take_flash: None) -> None:
+    """Flash refuses them; asked before or not."""
+    mask = mask_of(LONG)
+    inputs = rows_on_gpu(mask)
+    bits = torch.zeros(1, 1, dtype=torch.int32).expand(mask.num_tokens, words(mask.host.deepest))
+    for chosen, backend in ((None, "flash"), (bits, "triton"), (None, "flash")):
+        assert auto(mask, inputs, chosen=chosen) == backend
 
 
 def test_gradients_in_float32(may_take_flash: None) -> None:

@@ -18,6 +18,8 @@ from prefixtree.kernels.triton_primitives import (
     FOREST_ARGUMENTS,
     LOG2E,
     add_product,
+    chosen_in_run,
+    chosen_keys,
     key_lanes,
     load_keys,
     load_queries,
@@ -121,6 +123,7 @@ def keys_kernel(
     PARTIALS,
     K_SPANS,
     POSITION,
+    CHOSEN,
     Q_TILES,
     K_TILES,
     PIECES,
@@ -152,6 +155,7 @@ def keys_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    HAS_CHOSEN: tl.constexpr,
     SUBSET: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
     WITH_DK: tl.constexpr,
@@ -173,6 +177,8 @@ def keys_kernel(
     key, live, span, key_position = key_lanes(K_SPANS, POSITION, tile, begin, KEYS, HAS_WINDOW, TMA)
     k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
     v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
+    if HAS_CHOSEN:
+        place = tl.load(POSITION + key)
     first_head = kv_head * GROUP
     first_block = kv_head * BLOCKS
     rows = KV_HEADS * BLOCKS * rows_a_block
@@ -248,6 +254,15 @@ def keys_kernel(
                     HAS_WINDOW,
                 )
                 logits = tl.where(seen, logits, float("-inf"))
+            if HAS_CHOSEN:
+                chosen = chosen_keys(
+                    CHOSEN,
+                    (first_row + token)[None, :],
+                    place[:, None],
+                    num_queries,
+                    alive[None, :],
+                )
+                logits = tl.where(chosen, logits, float("-inf"))
             if WITH_DK:
                 dp = product(v, tl.trans(dout))
                 p, ds = _gradients(
@@ -363,6 +378,7 @@ def queries_kernel(
     DQ,
     K_SPANS,
     POSITION,
+    CHOSEN,
     Q_TILES,
     Q_ORDER,
     K_TILES,
@@ -397,6 +413,7 @@ def queries_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    HAS_CHOSEN: tl.constexpr,
     TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
@@ -441,12 +458,19 @@ def queries_kernel(
     for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
         begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
         tiles = tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)
+        if HAS_CHOSEN:
+            run_position = tl.load(POSITION + begin)
         for i in range(tiles):
             at = begin + i * KEYS
             k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
             v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
             scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
             logits = scores * outer - top[:, None]
+            if HAS_CHOSEN:
+                chosen = chosen_in_run(
+                    CHOSEN, first_row, token, alive, run_position + i * KEYS, num_queries, KEYS
+                )
+                logits = tl.where(chosen, logits, float("-inf"))
             dp = product(dout, tl.trans(v))
             _, ds = _gradients(
                 scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
@@ -471,6 +495,14 @@ def queries_kernel(
             window,
             HAS_WINDOW,
         )
+        if HAS_CHOSEN:
+            seen = seen & chosen_keys(
+                CHOSEN,
+                (first_row + token)[:, None],
+                tl.load(POSITION + key)[None, :],
+                num_queries,
+                alive[:, None],
+            )
         scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
         logits = tl.where(seen, scores * outer - top[:, None], float("-inf"))
         dp = product(dout, tl.trans(v))

@@ -16,6 +16,8 @@ from prefixtree.kernels.triton_primitives import (
     LOG2E,
     MASKED,
     absorb,
+    chosen_in_run,
+    chosen_keys,
     key_lanes,
     load_keys,
     load_queries,
@@ -37,6 +39,7 @@ def forward_kernel(
     LSE,
     K_SPANS,
     POSITION,
+    CHOSEN,
     Q_TILES,
     Q_ORDER,
     K_TILES,
@@ -67,6 +70,7 @@ def forward_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_CHOSEN: tl.constexpr,
     TMA: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = GROUP // HEADS
@@ -91,12 +95,22 @@ def forward_kernel(
         # full tiles have the full length and stand side by side
         begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
         tiles = tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)
+        if HAS_CHOSEN:
+            # all of the tile's queries see them all, so they lie on one path
+            run_position = tl.load(POSITION + begin)
         for i in range(tiles):
             at = begin + i * KEYS
             k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
             v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
             scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-            top, total, acc = absorb(scores, outer, v, top, total, acc)
+            if HAS_CHOSEN:
+                chosen = chosen_in_run(
+                    CHOSEN, first_row, token, alive, run_position + i * KEYS, num_queries, KEYS
+                )
+                logits = tl.where(chosen, scores * outer, MASKED)
+                top, total, acc = absorb(logits, 1.0, v, top, total, acc)
+            else:
+                top, total, acc = absorb(scores, outer, v, top, total, acc)
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
@@ -116,10 +130,21 @@ def forward_kernel(
             window,
             HAS_WINDOW,
         )
+        if HAS_CHOSEN:
+            seen = seen & chosen_keys(
+                CHOSEN,
+                (first_row + token)[:, None],
+                tl.load(POSITION + key)[None, :],
+                num_queries,
+                alive[:, None],
+            )
         scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
         logits = tl.where(seen, scores * outer, MASKED)
         top, total, acc = absorb(logits, 1.0, v, top, total, acc)
 
+    if HAS_CHOSEN:
+        # a query that chose no key at all has no softmax
+        total = tl.where(top > MASKED, total, float("nan"))
     row = first_row.to(tl.int64)
     at_lse = (first_head + head).to(tl.int64) * num_queries + (row + token)
     tl.store(LSE + at_lse, (top + tl.log2(total)) * LN2, mask=alive)

@@ -14,7 +14,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.attention.protocol import CHOSEN, AttentionCall, gradient_dtype
+from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
@@ -37,8 +37,6 @@ _PREPARED = 32
 def refusal(call: AttentionCall) -> str | None:
     """Why this backend cannot serve a call; None where it can."""
     q, v = call.q, call.v
-    if call.chosen is not None:
-        return CHOSEN
     if not (q.is_cuda or INTERPRETED):
         return f"it runs on GPUs, and q is on {q.device}"
     dtypes = (torch.float16, torch.bfloat16)
@@ -68,7 +66,9 @@ class Problem:
         call: as it came.
         q, k, v: those of the call, copied where no kernel can read them in place.
         choice: the frozen tiles.
-        position: int32 [T], each token's on its path, on the device.
+        position: int32 [T], each token's on its path, on the device; with chosen keys, zeros for
+            the lanes of a tile behind the last token.
+        chosen: int32 [W, Tq], the words of chosen keys; where all keys are, anything.
         configs: of the forward, the keys' and the queries' kernel.
     """
 
@@ -78,6 +78,7 @@ class Problem:
     v: torch.Tensor
     choice: KernelConfigs
     position: torch.Tensor
+    chosen: torch.Tensor
     configs: tuple[Config, Config, Config]
 
     @classmethod
@@ -91,10 +92,15 @@ class Problem:
             q.shape[1] // k.shape[1],
             tma,
             torch.version.hip is None,
+            call.chosen is not None,
         )
         position = call.mask.on(q.device)["position_ids"]
-        chosen = choice.of(call.mask, call.window)
-        return cls(call, q, k, v, choice, position, chosen)
+        chosen, of_kernels = position, choice.of(call.mask, call.window)
+        if call.chosen is not None:
+            chosen = call.chosen.t().contiguous()
+            behind = max(config.keys for config in of_kernels)
+            position = torch.nn.functional.pad(position, (0, behind))
+        return cls(call, q, k, v, choice, position, chosen, of_kernels)
 
     @property
     def group(self) -> int:
@@ -133,6 +139,7 @@ class Problem:
             self.v.shape[2],
             self.call.window > 0,
             self.call.softcap > 0,
+            self.call.chosen is not None,
         )
 
     @property
@@ -212,6 +219,7 @@ def _statics(
     dv: int,
     has_window: bool,
     has_softcap: bool,
+    has_chosen: bool,
 ) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         "GROUP": heads // kv_heads,
@@ -225,6 +233,7 @@ def _statics(
         "KEYS": config.keys,
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
+        "HAS_CHOSEN": has_chosen,
         "TMA": choice.tma,
         "num_warps": config.warps,
         "num_stages": config.stages,
@@ -254,6 +263,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             lse,
             problem.spans(tables),
             problem.position,
+            problem.chosen,
             *_forward_tables(tables),
             *problem.q.stride()[:2],
             *problem.key_strides(),
@@ -365,6 +375,7 @@ def _keys_gradient(
             sums,
             problem.spans(tables),
             problem.position,
+            problem.chosen,
             tables.q_tiles,
             tables.k_tiles,
             tables.pieces,
@@ -410,6 +421,7 @@ def _queries_gradient(
         dq,
         problem.spans(tables),
         problem.position,
+        problem.chosen,
         *_forward_tables(tables),
         *problem.gradient_numbers(dout, rows_a_block),
         HAS_SHARE=len(rows) == 3,

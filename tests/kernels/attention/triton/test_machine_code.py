@@ -48,6 +48,13 @@ def test_every_configuration_fits_and_does_not_spill(capability: int, tmp_path: 
         assert at_128["decode wide"] >= 3 and at_128["decode narrow"] >= 8
 
 
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_chosen_keys_fit_beside_the_tiles(capability: int, tmp_path: Path) -> None:
+    """Their words go through shared memory too."""
+    rows = compile_for(tmp_path, "--capability", str(capability), "--chosen")
+    assert all(row["programs"] > 0 for row in rows)
+
+
 def test_every_feature_compiles(tmp_path: Path) -> None:
     rows = compile_for(tmp_path, "--features", "--dims", "128x128", "--dtype", "fp16")
     assert all(row["programs"] > 0 for row in rows)

@@ -1,0 +1,165 @@
+"""Triton attends to the keys that queries chose: in its interpreter on a CPU, natively on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from prefixtree import PrefixForest, TreeMask, tree_attention
+from prefixtree.kernels.attention.triton import launch
+from tests.conftest import Poison
+from tests.support.attention_checks import (
+    Case,
+    assert_as_promised,
+    assert_numerics,
+    ours,
+    run,
+)
+from tests.support.choices import random_choice
+from tests.support.strategies import mask_of, random_forest
+from tests.support.triton_tiles import DEVICE, DTYPES, TILES, use
+
+# numpy warns where dead lanes overflow in the interpreter; what is stored is checked
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)
+
+# a path of 97 tokens, four words; nodes that begin inside a word and inside a tile; two trees
+FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1, 16, 6, 9])
+# query and kv heads, head dims of k and v; MLA's differ
+HEADS = [((4, 2), (16, 16)), ((2, 2), (24, 16)), ((8, 1), (8, 24)), ((3, 3), (16, 8))]
+FEATURES = {
+    "plain": {},
+    "window": {"window": 13},
+    "all": {"window": 40, "softcap": 3.0, "sinks": True, "dlse": True, "scale": 0.4},
+}
+
+
+def _mask(forest: PrefixForest = FOREST, **options: object) -> TreeMask:
+    return mask_of(forest).to(DEVICE).with_options(backend="triton", **options)
+
+
+def _check(forest: PrefixForest, mask: TreeMask, case: Case, seed: int = 0) -> None:
+    bits, visible = random_choice(mask, seed)
+    case = case.to(DEVICE)
+    if case.q.dtype != torch.float32:
+        assert_numerics(forest, mask, case, ours(mask, chosen=bits), visible)
+        return
+    # served in the interpreter alone, where rounding is no matter
+    want = run(case, ours(mask, backend="reference", chosen=bits), torch.float64)
+    for name, value in run(case, ours(mask, chosen=bits)).items():
+        if value.numel():
+            limit = 2e-5 * max(1.0, float(want[name].abs().max()))
+            assert float((value - want[name]).abs().max()) <= limit, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, dims", HEADS)
+def test_numerics(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, "descriptors")
+    mask = _mask()
+    _check(FOREST, mask, Case.random(mask, heads, dims, dtype))
+
+
+@pytest.mark.parametrize("tiles, feature", list(itertools.product(TILES, FEATURES)))
+def test_tiles_and_features(tiles: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, tiles)
+    mask = _mask(deterministic=feature == "window")
+    _check(FOREST, mask, Case.random(mask, (4, 2), (24, 16), DTYPES[1], **FEATURES[feature]))
+
+
+@pytest.mark.parametrize("seed", range(8 if DEVICE == "cpu" else 60))
+def test_any_forest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    use(monkeypatch, sorted(TILES)[seed % len(TILES)])
+    forest = random_forest(rng, 12, int(rng.choice([2, 12, 50])))
+    mask = _mask(forest)
+    if seed % 3 == 2:
+        middle = mask.num_tokens // 2
+        mask = mask.for_queries([(middle // 2, middle), (middle + 1, mask.num_tokens)])
+        mask = mask.with_options(backend="triton")
+    heads, dims = HEADS[seed % len(HEADS)]
+    _check(forest, mask, Case.random(mask, heads, dims, DTYPES[1], seed), seed)
+
+
+def test_the_tiles_of_the_table() -> None:
+    """Tiles of 64 and 128 keys hold several words each."""
+    forest = PrefixForest.from_parents([-1, 0, 0, 1], [150, 21, 9, 70])
+    mask = _mask(forest)
+    _check(forest, mask, Case.random(mask, (2, 2), (192, 128), DTYPES[0]))
+
+
+@pytest.mark.parametrize("tiles", ["pointers", "tiles of their own"])
+def test_probe_reveals_exactly_the_choice(tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, tiles)
+    mask = _mask()
+    bits, visible = random_choice(mask, 1)
+    q = torch.zeros(mask.num_tokens, 1, 16, dtype=DTYPES[0], device=DEVICE)
+    # Dv = T: the output is the attention row itself
+    values = torch.eye(mask.num_tokens, dtype=DTYPES[0], device=DEVICE)[:, None]
+    seen = tree_attention(q, torch.randn_like(q), values, mask, chosen=bits)[:, 0].cpu() > 0
+    assert torch.equal(seen, visible)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_choice_that_is_ignored_turns_red(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the backward alone too: out is then right, and the gradients are not."""
+    use(monkeypatch, "descriptors")
+    mask = _mask()
+    case = Case.random(mask, (2, 2), (24, 16), DTYPES[1])
+    inner = getattr(launch, direction)
+    monkeypatch.setattr(launch, direction, lambda call, *a: inner(call._replace(chosen=None), *a))
+    with pytest.raises(AssertionError, match="out" if direction == "forward" else "dq"):
+        _check(FOREST, mask, case)
+
+
+def test_a_query_without_a_key_is_nan_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "descriptors")
+    mask = _mask()
+    bits, _ = random_choice(mask, 2)
+    case = Case.random(mask, (2, 1), (16, 16), DTYPES[0]).to(DEVICE)
+    before = tree_attention(case.q, case.k, case.v, mask, chosen=bits)
+    bits[70] = 0
+    after = tree_attention(case.q, case.k, case.v, mask, chosen=bits)
+    assert after[70].isnan().all()
+    others = torch.arange(mask.num_tokens, device=DEVICE) != 70
+    assert torch.equal(before[others], after[others])
+
+
+def test_deterministic_is_bitwise_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "descriptors")
+    mask = _mask(deterministic=True)
+    bits, _ = random_choice(mask)
+    case = Case.random(mask, sinks=True, dlse=True, dtype=DTYPES[0]).to(DEVICE)
+    want = run(case, ours(mask, chosen=bits))
+    for _ in range(1 if DEVICE == "cpu" else 50):
+        for name, value in run(case, ours(mask, chosen=bits)).items():
+            assert torch.equal(value, want[name]), name
+
+
+def test_no_unwritten_memory_is_read(poison: Poison, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "descriptors")
+    for mask in (_mask(), _mask().for_queries([(3, 40), (60, 81)])):
+        mask = mask.with_options(backend="triton")
+        bits, _ = random_choice(mask)
+        case = Case.random(mask, dtype=DTYPES[0], sinks=True, dlse=True).to(DEVICE)
+        for name, value in run(case, ours(mask, chosen=bits)).items():
+            assert torch.isfinite(value).all(), name
+    assert poison.tensors > 0
+
+
+def test_results_are_laid_out_as_compiled_code_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "descriptors")
+    mask = _mask(PrefixForest.from_parents([-1, 0, 0], [9, 12, 5]))
+    bits, _ = random_choice(mask)
+    assert_as_promised(Case.random(mask, (4, 2), (8, 8), DTYPES[0]).to(DEVICE), mask, chosen=bits)
