@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
+from prefixtree.kernels.call_counter import counted_calls, note_call
 from prefixtree.models.families import (
     ENCODES,
     PACKING_KEYWORDS,
@@ -25,13 +26,8 @@ from prefixtree.models.families import (
     check_router_logits,
 )
 from prefixtree.models.hybrids import check_prepared
-from prefixtree.models.indexers import (
-    BLOCKS,
-    ForestMask,
-    UnpreparedMask,
-    has_indexers,
-    unprepared,
-)
+from prefixtree.models.indexers import BLOCKS, has_indexers
+from prefixtree.models.paths import Entries, ForestMask, UnpreparedMask, unprepared
 from prefixtree.models.plain_batches import (
     plain_attention,
     plain_mask,
@@ -82,9 +78,9 @@ def prefixtree_attention(
     Args:
         module: the attention module that calls.
         query: [1, H, T, D].
-        key: [1, Hk, T, D], its heads not repeated.
-        value: [1, Hk, T, Dv], its heads not repeated.
-        attention_mask: None with a tree mask; a ForestMask where an indexer chose keys.
+        key: [1, Hk, T, D], its heads not repeated; [1, Hk, 2 T, D] where compressed keys follow.
+        value: [1, Hk, T, Dv], its heads not repeated, as many rows as key.
+        attention_mask: None with a tree mask; a ForestMask where a layer chose keys.
         dropout: 0 with a tree mask.
         scaling: as `scale` of `tree_attention`.
         sliding_window: as `window` of `tree_attention`.
@@ -118,7 +114,7 @@ def prefixtree_attention(
         return picture_attention(
             module, query, key, value, attention_mask, dropout, scaling, borders
         )
-    chosen = kwargs.pop("indices", None)
+    indices, blocks = (kwargs.pop(name, None) for name in ("indices", BLOCKS))
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(
             f"{type(module).__name__} keeps its sliding window from the attention function: set "
@@ -133,6 +129,8 @@ def prefixtree_attention(
     if tree_mask is None and forest_cache is not None:
         return forest_cache.attend(*_token_rows(query, key, value), **options).unsqueeze(0), None
     if tree_mask is None:
+        if isinstance(attention_mask, UnpreparedMask):
+            raise unprepared(module.config)
         kwargs["dropout"] = dropout
         assert not isinstance(attention_mask, ForestMask)
         return plain_attention(
@@ -145,19 +143,21 @@ def prefixtree_attention(
             sliding_window,
             softcap,
             s_aux,
-            chosen,
+            indices,
+            blocks,
             **kwargs,
         )
     mask = tree_mask.mask if isinstance(tree_mask, DividedMask) else tree_mask
     check_mask(mask, "tree_mask")
+    chosen, entries = blocks if indices is None else indices, None
     if isinstance(attention_mask, ForestMask) and chosen is not None:
-        attention_mask, options["chosen"] = None, chosen[0] if chosen.shape[2] else None
-    elif not isinstance(attention_mask, torch.Tensor) and any(
-        x is not None for x in (attention_mask, chosen, kwargs.get(BLOCKS))
-    ):
+        attention_mask, options["chosen"] = None, chosen[0] if chosen.shape[-1] else None
+    elif isinstance(attention_mask, ForestMask) and attention_mask.entries is not None:
+        entries, attention_mask = attention_mask.entries, None
+    elif not isinstance(attention_mask, torch.Tensor) and not (attention_mask is chosen is None):
         # a choice that the tree did not make, or a layer whose indexer made none
         raise unprepared(module.config)
-    if key.shape[2] != query.shape[2]:
+    if key.shape[2] != query.shape[2] * (1 if entries is None else 2):
         raise ValueError(
             f"a packed forest has no key-value cache: pass use_cache=False ({key.shape[2]} key "
             f"rows, the mask has {mask.num_tokens})"
@@ -189,9 +189,67 @@ def prefixtree_attention(
         forest_cache.keep(q, k, v, sliding_window)
     if isinstance(tree_mask, DividedMask):
         out = tree_mask.attend(module, q, k, v, **options)
+    elif blocks is not None and options["chosen"] is not None:
+        out = _attend_by_group(q, k, v, mask, **options)
+    elif entries is not None:
+        out = _attend_to_entries(q, k, v, mask, entries, **options)
     else:
         out = tree_attention(q, k, v, mask, **options)
     return out.unsqueeze(0), None
+
+
+def _attend_by_group(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    *,
+    chosen: torch.Tensor,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]."""
+    assert sinks is None
+    count = len(chosen)
+    groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
+    # together they are the one call of their layer
+    with counted_calls(mask.host):
+        parts: list[torch.Tensor] = [
+            tree_attention(a, b, c, mask, chosen=bits, **options) for a, b, c, bits in groups
+        ]
+    note_call(mask.host, "attention")
+    return torch.cat(parts, 1)
+
+
+def _attend_to_entries(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask,
+    entries: Entries,
+    *,
+    window: int | None,
+    sinks: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention to the keys in a window and to compressed ones, under one softmax.
+
+    Args:
+        k, v: [2 T, Hk, D] and [2 T, Hk, Dv]: of the tokens, then of the windows that they end.
+    """
+    count = mask.num_tokens
+    options["return_lse"] = True
+    # together they are the one call of their layer
+    with counted_calls(mask.host):
+        near, near_lse = tree_attention(q, k[:count], v[:count], mask, window=window, **options)
+        far = k[count:], v[count:], mask
+        out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
+    note_call(mask.host, "attention")
+    lse = lse.masked_fill(entries.absent, -torch.inf)
+    sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
+    # each part's share of the softmax; the sink has no value
+    shares = torch.stack([near_lse, lse, sink]).softmax(0)[:2].transpose(1, 2)[..., None]
+    return (shares[0] * near + shares[1] * out).to(q.dtype)
 
 
 def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

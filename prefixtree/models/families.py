@@ -175,7 +175,7 @@ def check_config(config: Any, training: bool) -> None:
     family = family_of(config)
     if family.rules:
         _check_version(config)
-    if family.has_indexers and INDEXED not in (getattr(config, "layer_types", None) or ()):
+    if INDEXED in family.layer_types - set(getattr(config, "layer_types", None) or ()):
         raise UnsupportedError(
             f"{config.model_type} has indexers, verified from transformers {OLDEST_WITH_INDEXERS} "
             f'on; {_TRANSFORMERS} is installed: pip install "transformers>={OLDEST_WITH_INDEXERS}"'

@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# transformers' names of layers that only attend, whose indexer chooses keys, that attend, and that
-# carry a state
+# transformers' names of layers that only attend, whose indexer chooses keys or blocks of them, that
+# attend to compressed keys, that attend, and that carry a state
 ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
-INDEXED = "indexed_attention"
-ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid", INDEXED}
+INDEXED, INDEXED_BLOCKS = "indexed_attention", "minimax_m3_sparse"
+COMPRESSED_TYPES = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS}) | COMPRESSED_TYPES
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 # a kernel of all of a layer, which is left out along the tree
 FUSED = "mamba2_split_conv1d_scan_combined"
@@ -59,7 +61,7 @@ class Family:
     @property
     def has_indexers(self) -> bool:
         """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
-        return INDEXED in self.layer_types
+        return not self.layer_types.isdisjoint(INDEXED_TYPES)
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -100,6 +102,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
     "deepseek_v32": _indexed(hides_positions=True),
+    "deepseek_v4": Family(
+        layer_types=frozenset({"sliding_attention"}) | COMPRESSED_TYPES, hides_positions=True
+    ),
     "dots1": Family(),
     "dots3_note_text": _indexed("sliding_attention"),
     "ernie4_5": Family(),
@@ -159,6 +164,7 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": Family(),
     "minicpm3": Family(),
     "minimax_m2": Family(),
+    "minimax_m3_vl_text": Family(layer_types=frozenset({"full_attention", INDEXED_BLOCKS})),
     "ministral": Family(),
     "ministral3": Family(),
     "mistral": Family(),

@@ -32,7 +32,8 @@ from prefixtree.models.families import (
     family_of,
 )
 from prefixtree.models.family_table import FUSED, Family
-from prefixtree.models.indexers import prepare_indexers, unprepared
+from prefixtree.models.indexers import prepare_indexers
+from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask

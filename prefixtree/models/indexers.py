@@ -1,12 +1,12 @@
 """Indexers, which choose the keys that a query attends to, on packed forests.
 
 An attention layer of such a model (DeepSeek V3.2, GLM-5 and others) asks its indexer for the best
-k keys of each query. Along the tree, these are the best of the query's path. `prepare` gives
-attentions and indexers a class whose forward runs the family's code: the indexer's once for a few
-neighbouring queries of one path, which it shows the keys of that path alone; or, on a GPU, for any
-neighbouring queries, whose products with keys a Triton kernel computes. What it chose goes to
-`tree_attention` as a bit per position of the path (`kernels.chosen`), in the place of the family's
-indices. Nothing holds T x T numbers.
+k keys of each query, that of MiniMax M3 for the best blocks of keys, by groups of heads. Along the
+tree, these are the best of the query's path. `prepare` gives attentions and indexers a class whose
+forward runs the family's code: the indexer's once for a few neighbouring queries of one path, which
+it shows the keys of that path alone; or, on a GPU, for any neighbouring queries, whose products
+with keys a Triton kernel computes. What it chose goes to `tree_attention` as a bit per position of
+the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
 checkpoint's second forward, over the same chunks, and chooses the same keys.
@@ -24,87 +24,59 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
-from prefixtree.models.family_table import INDEXED
+from prefixtree.models.compressed import of_compressor
+from prefixtree.models.family_table import (
+    COMPRESSED_TYPES,
+    INDEXED,
+    INDEXED_BLOCKS,
+    INDEXED_TYPES,
+)
+from prefixtree.models.paths import CHUNK, ForestMask, QueryPath, UnpreparedMask, not_kept
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 
-# scores of all index heads held at once: 128 MiB in float32
-_CHUNK = 1 << 25
 # scores of queries held at once where a kernel sums the heads: 64 MiB
 _SCORES = 1 << 24
-# how MiniMax M3 hands blocks of keys to its attention function, which is not served
+# how MiniMax M3 hands blocks of keys to its attention function
 BLOCKS = "block_indices"
-# the mark of attention layers whose keys are chosen
-_INDEXED = "_prefixtree_indexed"
+# the mark of attention layers, which holds transformers' name of their type
+_LAYER_TYPE = "_prefixtree_layer_type"
+# what an attention has that chooses keys, and the layer types in which this gets no mask but the
+# cache, by either name
+_PARTS = ("indexer", "compressor")
+_WITHOUT_MASK = COMPRESSED_TYPES | {INDEXED_BLOCKS}
+_CACHES = ("past_key_values", "cache")
 # what the verified forwards take, and names that they use
-_INDEXER_TAKES = (
+_KEYS_TAKE = (
     "hidden_states",
     "q_resid",
     "position_embeddings",
     "attention_mask",
     "position_ids",
+    "cache",
 )
-_SIZES = ("index_topk", "q_lora_rank")
-_CACHES = ("past_key_values", "cache")
-_INDEXER_USES = frozenset({"update_indexer", "topk", "indices"})
-
-
-class UnpreparedMask:
-    """Stands for the attention mask of a batch without padding in a model with indexers.
-
-    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
-    the forest's mask in its place, or an ordinary causal one; others cannot read it.
-    """
-
-    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
-        self._length, self._config, self._device = length, config, device
-
-    def __getitem__(self, index: Any) -> Any:
-        raise unprepared(self._config)
-
-    def causal(self) -> torch.Tensor:
-        """bool [1, 1, n, n] of an ordinary batch."""
-        shape = 1, 1, self._length, self._length
-        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
-
-
-class ForestMask:
-    """A forest's mask where a layer hands its indexer the attention mask, and then the function."""
-
-    def __init__(self, mask: TreeMask) -> None:
-        self.mask = mask
-
-    def __getitem__(self, index: Any) -> ForestMask:
-        return self
-
-
-def unprepared(config: Any) -> UnsupportedError:
-    """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
-    return UnsupportedError(
-        f"{config.model_type} chooses keys with an indexer: call prefixtree.prepare(model) once "
-        "before model(...), or use sequence_logprobs"
-    )
-
-
-def not_kept() -> UnsupportedError:
-    """The refusal of what hands the keys of a call to another call, or to another rank."""
-    return UnsupportedError(
-        "steps, ranks and samplers do not hand on an indexer's keys yet: score without group=, "
-        "max_tokens= and kept_trunks, and sample with an engine"
-    )
+_BLOCKS_TAKE = ("hidden_states", "position_embeddings", "cache", "position_ids")
+_COMPRESSOR_TAKES = ("hidden_states", "q_residual", "position_ids", "cache", "layer_idx")
+_USES = {
+    _KEYS_TAKE: frozenset({"update_indexer", "topk", "indices"}),
+    _BLOCKS_TAKE: frozenset({"update_index", "topk", "amax", "block_size"}),
+    _COMPRESSOR_TAKES: frozenset({"kv_proj", "gate_proj", "position_bias", "kv_norm"}),
+}
+_SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size", "compress_rate")
 
 
 def has_indexers(config: Any) -> bool:
     """Whether a configuration has layers with indexers."""
-    return INDEXED in (getattr(config, "layer_types", None) or ())
+    return not INDEXED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def prepare_indexers(transformer: Any, config: Any) -> None:
@@ -114,9 +86,10 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
         UnsupportedError: one that is not as the family's proof had it.
     """
     layers = [
-        (name, module)
+        (name, module, part)
         for name, module in transformer.named_modules()
-        if getattr(module, "is_causal", False) and hasattr(module, "indexer")
+        for part in _PARTS
+        if getattr(module, "is_causal", False) and hasattr(module, part)
     ]
     kinds = list(config.layer_types)
     if len(layers) != len(kinds):
@@ -124,12 +97,15 @@ def prepare_indexers(transformer: Any, config: Any) -> None:
             f"{len(layers)} of {len(kinds)} attentions in {config.model_type} can have an indexer, "
             "the others were replaced"
         )
-    for (name, module), kind in zip(layers, kinds, strict=True):
-        setattr(module, _INDEXED, kind == INDEXED)
+    for (name, module, part), kind in zip(layers, kinds, strict=True):
+        setattr(module, _LAYER_TYPE, kind)
         check_own_code(name, module, "indexers")
-        if module.indexer is not None:
-            _check_indexer(f"{name}.indexer", module.indexer)
-            _give_class(module.indexer, _of_indexer)
+        if (chooses := getattr(module, part)) is not None:
+            _check_indexer(f"{name}.{part}", chooses)
+            if (inner := getattr(chooses, "indexer", None)) is not None:
+                # whose forward is not called
+                _check_indexer(f"{name}.{part}.indexer", inner)
+            _give_class(chooses, _MEMBERS[kind])
         _give_class(module, _of_attention)
 
 
@@ -143,14 +119,20 @@ def _check_indexer(name: str, indexer: Any) -> None:
     check_own_code(name, indexer, "indexers")
     if isinstance(indexer, AlongTree):
         return
+    rank = getattr(getattr(indexer, "q_b_proj", None), "in_features", 1)
+    if min(rank, *(getattr(indexer, key, 1) for key in _SIZES)) < 1:
+        raise UnsupportedError(f"{name} chooses nothing: {', '.join(_SIZES)} must be at least 1")
+    if hasattr(indexer, "block_size"):
+        groups, heads = indexer.num_heads, indexer.config.num_key_value_heads
+        if heads % groups:
+            raise UnsupportedError(
+                f"{name} chooses for {groups} groups of heads, which {heads} key heads do not "
+                "make: set index_n_heads to num_key_value_heads"
+            )
     forward = inspect.unwrap(type(indexer).forward)
     takes = tuple(inspect.signature(forward).parameters)[1:]
-    uses = set(forward.__code__.co_names)
-    *first, last = takes or ("nothing",)
-    as_verified = tuple(first) == _INDEXER_TAKES and last in _CACHES
-    if min(getattr(indexer, key, 1) for key in _SIZES) < 1:
-        raise UnsupportedError(f"{name} chooses nothing: {', '.join(_SIZES)} must be at least 1")
-    if as_verified and uses >= _INDEXER_USES and hasattr(indexer, "n_heads"):
+    uses = _USES.get(tuple("cache" if name in _CACHES else name for name in takes))
+    if uses is not None and uses <= set(forward.__code__.co_names):
         return
     raise UnsupportedError(
         f"{name} ({type(indexer).__name__}) takes {', '.join(takes)}, as no verified indexer "
@@ -164,6 +146,8 @@ def _check_indexer(name: str, indexer: Any) -> None:
 def _of_attention(original: Any) -> dict[str, Any]:
     """An attention that hands its indexer the forest's mask; it is left out of compiled layers,
     as an indexer loops over the forest's paths."""
+    takes = inspect.signature(inspect.unwrap(original.forward)).parameters
+    cache = next((name for name in _CACHES if name in takes), "")
 
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,8 +158,12 @@ def _of_attention(original: Any) -> dict[str, Any]:
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
         if isinstance(given, UnpreparedMask):
             kwargs["attention_mask"] = None
-            if getattr(self, _INDEXED):
+            if getattr(self, _LAYER_TYPE) in INDEXED_TYPES:
                 kwargs["attention_mask"] = given.causal() if mask is None else _forest_mask(mask)
+            if getattr(self, _LAYER_TYPE) in _WITHOUT_MASK and mask is not None:
+                if kwargs.get(cache) is not None:
+                    raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
+                kwargs[cache] = kwargs["attention_mask"]
         return original.forward(self, *args, **kwargs)
 
     return {"forward": functools.wraps(original.forward)(forward)}
@@ -212,28 +200,18 @@ def _of_indexer(original: Any) -> dict[str, Any]:
                 self, *tokens[:2], tokens[2:], attention_mask, *cached, **more
             )
             return indices
-        host = attention_mask.mask.host
-        batch, rows = hidden_states.shape[:2]
-        if batch != 1:
-            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
-        if rows != host.num_tokens:
-            raise ValueError(
-                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
-                f"mask has {host.num_tokens})"
-            )
-        if host.deepest <= self.index_topk:
-            return torch.empty(1, rows, 0, dtype=torch.int32, device=hidden_states.device)
-        kernels = _kernels_for(attention_mask.mask, hidden_states, self.head_dim)
-        if kernels is None:
-            keys: Any = _Path(host)
-            spans = keys.spans(self.n_heads)
-        else:
-            keys = Products(host, kernels)
-            spans = keys.spans(self.n_heads, self.head_dim)
-        for rows in spans:
+        mask = attention_mask.mask
+        path = _Keys(mask, hidden_states)
+        if mask.host.deepest <= self.index_topk:
+            return path.of_all()
+        kernels = _kernels_for(mask, hidden_states, self.head_dim)
+        keys: Any = path if kernels is None else Products(mask.host, kernels)
+        sizes = (self.n_heads,) if kernels is None else (self.n_heads, self.head_dim)
+        for rows in keys.spans(*sizes):
             hidden, resid, *rope = (x[:, rows] for x in tokens)
             original.forward(self, hidden, resid, tuple(rope), keys, None, keys)
-        return keys.bits[None]
+        found: torch.Tensor = keys.bits[None]
+        return found
 
     return {"forward": functools.wraps(original.forward)(forward)}
 
@@ -255,67 +233,67 @@ def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
     return index_scores if index_scores.serves(hidden, head_dim) else None
 
 
-class _Path:
+def _of_block_indexer(original: Any) -> dict[str, Any]:
+    """An indexer that chooses among the blocks of positions of each query's path."""
+
+    @uncompiled
+    @torch.no_grad()
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: Any,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden_states [1, T, C] -> int32 [1, H, T, W], [1, T, 0] where all queries choose all
+        keys; the family's block indices [B, H, n, k] of ordinary batches."""
+        if not isinstance(cache, ForestMask):
+            indices: torch.Tensor = original.forward(
+                self, hidden_states, position_embeddings, cache, position_ids
+            )
+            return indices
+        path = _Blocks(cache.mask, hidden_states, self.block_size)
+        if cache.mask.host.deepest <= self.topk_blocks * self.block_size:
+            return path.of_all()
+        for rows in path.spans(self.num_heads):
+            rope = tuple(x[:, rows] for x in position_embeddings)
+            with path:
+                original.forward(self, hidden_states[:, rows], rope, path, path.positions[None])
+        return path.bits[None]
+
+    return {"forward": functools.wraps(original.forward)(forward)}
+
+
+class _Keys(QueryPath):
     """Stands in for mask, cache and scores in an indexer's forward of queries of one path.
 
     The indexer hands it the chunk's keys and gets those of the path, adds it to its scores as a
     mask, and asks it for the best of them.
-
-    Attributes:
-        bits: int32 [T, W], what was chosen so far.
     """
 
     # it is added to the scores, as masks of numbers are
     dtype = torch.float32
-    bits: torch.Tensor
     shape: torch.Size
     _scores: torch.Tensor
 
-    def __init__(self, host: HostMask) -> None:
-        self._host, self._num_words = host, words(host.deepest)
-        self._keys: torch.Tensor | None = None
-
-    def spans(self, heads: int) -> Iterator[slice]:
-        """The packed tokens of each chunk, in an order in which a token comes behind its
-        ancestors; it stands for the chunk that it gave last."""
-        for start, length, runs in self._host.blocks():
-            above, at = runs[:-1], 0
-            depth = sum(end - begin for begin, end, _ in above)
-            most = max(1, _CHUNK // (heads * (depth + length)))
-            while at < length:
-                last = min(at + most, length)
-                self._rows = slice(start + at, start + last)
-                self._runs = [*above, (start, start + last, True)]
-                yield self._rows
-                at = last
-
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """[1, n, D], those of the chunk -> [1, K, D], those of the path, root first."""
-        if self._keys is None:
-            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
-            shape = self._host.num_tokens, self._num_words
-            self.bits = keys.new_empty(shape, dtype=torch.int32)
-        self._keys[self._rows] = keys[0]
-        parts = [self._keys[begin:end] for begin, end, _ in self._runs]
-        return torch.cat(parts)[None] if len(parts) > 1 else parts[0][None]
+        """[1, n, D] -> [1, K, D]."""
+        return self.of_path(keys[0])[None]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Path:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Keys:
         """scores [1, n, K] + path; torch asks no other method under its function modes."""
         scores, path = args
         if func not in (torch.Tensor.add, torch.Tensor.__add__) or not isinstance(path, cls):
             raise TypeError(f"an indexer adds its mask to its scores, and calls {func}")
-        found: _Path = path
+        found: _Keys = path
         found._scores, found.shape = scores[0], scores.shape
         return found
 
     def topk(self, count: int, dim: int) -> Any:
-        n, width = self._scores.shape
-        position = torch.arange(width - n, width, device=self._scores.device)
-        chosen = best_keys(self._scores, count, position)
-        self.bits[self._rows] = to_bits(chosen, self._num_words)
+        self.note(best_keys(self._scores, count, self.positions))
         del self._scores
-        return SimpleNamespace(indices=self.bits[self._rows])
+        return SimpleNamespace(indices=self.bits[self.rows])
 
 
 class Products:
@@ -343,7 +321,7 @@ class Products:
     def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
         """The packed tokens of each chunk; it stands for the chunk that it gave last."""
         total, whole = self._host.num_tokens, self._kernels.tile_tokens(heads)
-        most = min(_CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
+        most = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
         most = max(1, most // whole) * whole
         for start in range(0, total, most):
             self._rows = slice(start, min(start + most, total))
@@ -403,3 +381,47 @@ class Products:
         bits = to_bits(best_keys(scores, count, position), self._num_words)
         self.bits[self._rows] = bits
         return SimpleNamespace(indices=bits)
+
+
+class _Blocks(QueryPath, TorchFunctionMode):
+    """Stands in for the cache in the forward of an indexer of blocks, for queries of one path.
+
+    The indexer hands it the chunk's keys and gets those of the path. Inside, as a mode of torch, it
+    sees the scores of blocks [1, H, n, blocks] of which the best are asked for: -inf where a query
+    sees nothing of a block, inf where it has to see it.
+    """
+
+    def __init__(self, mask: TreeMask, hidden_states: torch.Tensor, size: int) -> None:
+        super().__init__(mask, hidden_states)
+        self._size = size
+
+    @property
+    def layers(self) -> _Blocks:
+        """Of all layers, as a cache has them."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> _Blocks:
+        return self
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """[1, 1, n, D] -> [1, 1, K, D]."""
+        return self.of_path(keys[0, 0])[None, None]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk:
+            scores, count = args[0][0], args[1]
+            heads, n, blocks = scores.shape
+            # every block may be the best: which ones a query sees, scores say
+            scores = scores.flatten(0, 1)
+            anywhere = self.positions.new_full((len(scores),), blocks)
+            best = best_keys(scores, count, anywhere) & (scores > -torch.inf)
+            of_keys = best.view(heads, n, blocks).repeat_interleave(self._size, -1)
+            self.note(of_keys[..., : int(self.positions[-1]) + 1])
+        return func(*args, **(kwargs or {}))
+
+
+_MEMBERS = {
+    INDEXED: _of_indexer,
+    INDEXED_BLOCKS: _of_block_indexer,
+    **dict.fromkeys(COMPRESSED_TYPES, of_compressor),
+}

@@ -33,13 +33,16 @@ def check_low_precision(name: str, module: nn.Module) -> None:
         UnsupportedError: it does.
     """
     # adapters are judged by their method
-    if not isinstance(module, nn.Linear) or type(module).__module__.startswith("peft."):
+    origin = type(module).__module__
+    if not isinstance(module, nn.Linear) or origin.startswith("peft."):
         return
-    if type(module).__module__.startswith("bitsandbytes."):
+    if origin.startswith("bitsandbytes."):
         _check_bitsandbytes(name, module)
         return
     weight: Any = getattr(module.weight, "_local_tensor", module.weight)
-    if type(module).forward is nn.Linear.forward and type(weight) in (nn.Parameter, torch.Tensor):
+    # a family's own are proven with it
+    known = type(module).forward is nn.Linear.forward or origin.startswith("transformers.models.")
+    if known and type(weight) in (nn.Parameter, torch.Tensor):
         return
     if _one_scale_of(module, weight):
         raise UnsupportedError(

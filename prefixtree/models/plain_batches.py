@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import check_config, family_of
-from prefixtree.models.family_table import ATTENDING_TYPES
+from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
@@ -50,6 +50,7 @@ def plain_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
     indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, n, D], key and value [B, Hk, m, D] -> ([B, n, H, Dv], None), as under "sdpa".
@@ -57,6 +58,8 @@ def plain_attention(
     Args:
         attention_mask: [B, 1, n, m], true (or 0) where a query sees a key; None for a causal one.
         indices: int [B, n, k], the keys that an indexer chose; None for all.
+        block_indices: int [B, groups of heads, n, k], the blocks of keys that an indexer chose, -1
+            for none; None for all.
 
     Raises:
         ValueError: a call that may be a packed forest without its mask.
@@ -65,6 +68,11 @@ def plain_attention(
         raise ValueError(f'attn_implementation="prefixtree" needs the forest\'s mask: {_FIX}')
     config: Any = module.config
     check_config(config, training=False)
+    if not COMPRESSED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"ordinary batches of {config.model_type}, whose keys are compressed, are not verified "
+            'under "prefixtree": use model.set_attn_implementation("eager") for them'
+        )
     length, keys = query.shape[2], key.shape[2]
     if attention_mask is not None and attention_mask.shape[-1] != keys:
         raise ValueError(
@@ -88,6 +96,8 @@ def plain_attention(
     if indices is not None:
         # positions were checked without it: it may hide the token before a jump
         attention_mask = of_chosen(attention_mask, indices)
+    if block_indices is not None:
+        attention_mask = _of_blocks(module, block_indices, attention_mask, key, kwargs)
     slides = sliding_window is not None and keys > sliding_window
     if attention_mask is None and (slides or (length != keys and _drops_rows(config))):
         attention_mask = sdpa_mask(
@@ -129,6 +139,23 @@ def of_chosen(attention_mask: torch.Tensor | None, indices: torch.Tensor) -> tor
         raise UnsupportedError("chosen keys (indices) need a boolean attention mask beside them")
     keep = torch.zeros_like(attention_mask.expand(len(indices), -1, -1, -1))
     return attention_mask & keep.scatter(-1, indices[:, None].long(), True)
+
+
+def _of_blocks(
+    module: Any,
+    block_indices: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    key: torch.Tensor,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """The mask bool [B, H, n, m] that the family makes of blocks for its eager attention."""
+    positions = shown_positions(kwargs)
+    # its layers hand them on, or the first would have refused the call
+    assert positions is not None
+    positions = positions.expand(len(block_indices), -1)
+    given = attention_mask, key.shape[2], key.dtype, key.device, positions
+    bias: torch.Tensor = module.indexer.build_block_mask(block_indices, *given)
+    return bias == 0
 
 
 def shows_positions(module: nn.Module) -> bool:

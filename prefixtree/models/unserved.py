@@ -21,8 +21,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "zaya",
     ),
     "an indexer chooses which keys a query sees, in packed order": (
-        "deepseek_v4",
-        "minimax_m3_vl_text",
         "qwen4_exp",
         "qwen4_exp_text",
     ),

@@ -27,7 +27,7 @@ from prefixtree.models.checks import (
 )
 from prefixtree.models.families import family_of, forward_inputs, placeholder_in
 from prefixtree.models.hybrids import prepare_states
-from prefixtree.models.indexers import not_kept
+from prefixtree.models.paths import not_kept
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.layout import PackedForest
 from prefixtree.sampling.forest_cache import ForestCache

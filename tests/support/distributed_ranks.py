@@ -90,13 +90,15 @@ class Case:
     replays: bool = False
     # three quarters of each score come from a measure
     measured: bool = False
+    # parameters without a gradient, those of indexers, ask for none
+    frozen: bool = True
 
     def model(self, implementation: str = "prefixtree") -> Any:
         """The model before it is wrapped."""
         model = build(self.model_type, implementation)
         trained = text_parameters(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in trained)
+            parameter.requires_grad_(name in trained or not self.frozen)
         if not self.lora:
             return model
         import peft
@@ -136,6 +138,12 @@ CASES: dict[str, Case] = {
         "fsdp2", "nemotron_h", mixers_alone=True, prepared="before"
     ),
     "fsdp2, mixers alone, not prepared": Case("fsdp2", "qwen3_5", mixers_alone=True),
+    "ddp, indexers": Case("ddp", "deepseek_v32", checkpointing=True, measured=True),
+    "ddp, indexers, find unused": Case(
+        "ddp", "glm_moe_dsa", options=(("find_unused_parameters", True),), frozen=False
+    ),
+    "fsdp2, indexers": Case("fsdp2", "deepseek_v4", recompute="auto", frozen=False),
+    "fsdp2, indexers, lora": Case("fsdp2", "deepseek_v32", True, lora=True, prepared="after"),
 }
 
 RUNS = [
@@ -146,7 +154,7 @@ RUNS = [
     if (case, step) != ("ddp, static graph", "accumulation")
     # slower ones: this step has parts of all
     and (step == "accumulation" or CASES[case].model_type not in HYBRIDS)
-    and (step == "accumulation" or not CASES[case].replays)
+    and (step == "accumulation" or not (CASES[case].replays or "indexers" in case))
 ]
 # cases of which others have the wrapper with the model, or with what is set beside it
 _TOLD_BY_OTHERS = (

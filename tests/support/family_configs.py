@@ -203,6 +203,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_INDEXED,
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
+    # windows of 3 and of 5 tokens of a path; sinks, YaRN where keys are compressed
+    "deepseek_v4": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "q_lora_rank": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": (
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ),
+        "compress_rates": {
+            "compressed_sparse_attention": 3,
+            "heavily_compressed_attention": 5,
+        },
+        "mlp_layer_types": ("hash_moe", "moe", "moe"),
+        "hc_mult": 2,
+        "sliding_window": 4,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_topk": 3,
+        "index_head_dim": 16,
+        "index_n_heads": 24,
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": _YARN,
+    },
     "dots1": {"head_dim": 16, **_ROUTED, **_SLIDING, "first_k_dense_replace": 1},
     "dots3_note_text": {
         **_INDEXED,
@@ -416,6 +444,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LOCAL_EXPERTS,
         "rope_parameters": _rope(partial_rotary_factor=0.5),
     },
+    # blocks of 3 keys, of which a query sees those chosen by its key head, and its own
+    "minimax_m3_vl_text": {
+        "head_dim": 16,
+        **_LOCAL_EXPERTS,
+        **_FIRST_DENSE,
+        "intermediate_size": 16,
+        "dense_intermediate_size": 16,
+        "shared_intermediate_size": 16,
+        "layer_types": ("full_attention", "minimax_m3_sparse", "minimax_m3_sparse"),
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 3,
+        "index_topk_blocks": 3,
+        "routed_scaling_factor": 0.7,
+        "rope_parameters": _rope(partial_rotary_factor=0.5),
+    },
     "ministral": {"head_dim": 16, **_SLIDING},
     "ministral3": {
         "head_dim": 16,
@@ -527,4 +571,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES |= HYBRIDS
 
 # whose layers have an indexer
-INDEXED = tuple(name for name, config in FAMILIES.items() if "index_topk" in config)
+INDEXED = tuple(name for name, config in FAMILIES.items() if "index_n_heads" in config)

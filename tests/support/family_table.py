@@ -59,6 +59,10 @@ ABOUT: dict[str, tuple[str, str]] = {
         "DeepSeek V3.2",
         "MLA, indexer, experts (grouped), YaRN",
     ),
+    "deepseek_v4": (
+        "DeepSeek V4",
+        "compressed keys, indexer, windows, sinks, experts (by hash too), hyper-connections",
+    ),
     "dots1": ("dots.llm1", "windows, experts (grouped, shared)"),
     "dots3_note_text": (
         "dots.note (text)",
@@ -148,6 +152,10 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "minicpm3": ("MiniCPM3 4B", "MLA (D != Dv), multipliers, biases"),
     "minimax_m2": ("MiniMax M2", "partial RoPE, normed queries and keys, experts"),
+    "minimax_m3_vl_text": (
+        "MiniMax M3 (text)",
+        "indexer of blocks, a choice per key head, partial RoPE, experts (shared too)",
+    ),
     "ministral": ("Ministral 8B", "windows"),
     "ministral3": ("Ministral 3", "scale by position, windows, YaRN"),
     "mistral": ("Mistral 7B, Nemo", "windows"),
@@ -203,9 +211,9 @@ A test has proven each family on this list. It builds a tiny model whose configu
 special parts of the family, and compares the packed forest with the family's eager attention,
 sequence by sequence, in float32: log-probabilities, entropies and the gradient of every parameter.
 It runs without checkpointing, with reentrant and with non-reentrant checkpointing. Every figure
-must be below 1e-5, or below 5e-5 in families whose layers carry a state, where norms and
-exponentials of sums enlarge rounding in eager runs as well.
-`tests/models/test_hybrids.py` proves those in float64: log-probabilities agree
+must be below 1e-5, or below 5e-5 in DeepSeek V4 and families whose layers carry a state, where
+norms and sums that cancel enlarge rounding in eager runs as well.
+`tests/models/test_hybrids.py` (`test_indexers.py`) proves those in float64: log-probabilities agree
 to 1e-11, gradients to 1e-10.
 
 - **log p** is the largest difference of a log-probability, over the largest magnitude of one.
@@ -213,7 +221,7 @@ to 1e-11, gradients to 1e-10.
   Both are the worst of all versions and kinds of checkpointing.
 - **transformers** lists the versions in which the test ran; all are 5.5.0, 5.17.0, 5.23.0 and
   5.24.0. In the others the type does not exist, or is refused.
-- Layers with an [indexer](sparse.md) need transformers 5.23.
+- Layers with an [indexer](sparse.md) need transformers 5.23 (DeepSeek V4, MiniMax M3: 5.17).
 - Layers that carry a state need transformers 5.17 (LFM2: 5.23, Lara mini: 5.24).
   `sequence_logprobs` prepares both by itself. Call `prefixtree.prepare(model)` before a bare
   `model(...)`.

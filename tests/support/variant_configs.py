@@ -65,6 +65,7 @@ PARTS = {
 
 # families whose forward computes a load-balancing loss
 WITH_ROUTER_LOSS = (
+    "deepseek_v4",
     "ernie4_5_moe",
     "flex_olmo",
     "flint",
@@ -77,6 +78,7 @@ WITH_ROUTER_LOSS = (
     "laguna",
     "mellum",
     "minimax_m2",
+    "minimax_m3_vl_text",
     "mixtral",
     "olmoe",
     "qwen2_moe",

@@ -34,8 +34,7 @@ from prefixtree.integrations.trl.sharing_report import SharingReport
 from prefixtree.models.router_loss import router_loss
 from prefixtree.scoring import logprobs as scoring
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
-from tests.support.family_configs import TINY
-from tests.support.hybrid_configs import HYBRIDS
+from tests.support.family_configs import FAMILIES, TINY
 
 VOCABULARY = 260
 # what a run took, and what the adapter adds
@@ -107,10 +106,12 @@ def tiny_mixture() -> Qwen3MoeConfig:
 
 
 def tiny_hybrid(family: str) -> PreTrainedConfig:
-    """Of a family with recurrent layers, such as "qwen3_5_text" or "nemotron_h"."""
-    config = HYBRIDS[family.removesuffix("_text")]
+    """Of a family with recurrent layers or indexers, as "qwen3_5_text" or "glm_moe_dsa"."""
+    config = FAMILIES[family.removesuffix("_text")]
     config = {**TINY, **config.get("text_config", config), "vocab_size": VOCABULARY}
     lists = {name: list(value) for name, value in config.items() if isinstance(value, tuple)}
+    # or that token's embedding were 0, and so its index queries, whose scores would tie
+    lists["pad_token_id"] = None
     return AutoConfig.for_model(family, **{**config, **lists}, initializer_range=0.2)
 
 

@@ -189,11 +189,15 @@ def test_text_on_a_vision_checkpoint(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", mostly(["qwen3_5_text", "nemotron_h", "granitemoehybrid"], ["granitemoehybrid"])
+    "family",
+    mostly(
+        ["qwen3_5_text", "nemotron_h", "granitemoehybrid", "deepseek_v32", "glm_moe_dsa"],
+        ["granitemoehybrid", "glm_moe_dsa"],
+    ),
 )
-def test_recurrent_layers(family: str, tmp_path: Path) -> None:
-    """A hybrid model generates before anything is scored; Granite shows its attention no positions
-    until it is prepared."""
+def test_recurrent_layers_and_indexers(family: str, tmp_path: Path) -> None:
+    """The model generates before anything is scored; Granite and GLM-5 show their attention no
+    positions until they are prepared."""
     folder = save_model(tmp_path, tiny_hybrid(family))
     arguments = {**SGD, "max_steps": 4, "router_aux_loss_coef": 0.0}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)

@@ -1,0 +1,151 @@
+"""Masks of models whose layers choose keys, and the paths along which they choose.
+
+Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.chosen import to_bits, words
+from prefixtree.packing.mask import TreeMask
+
+# scores of all index heads held at once: 128 MiB in float32
+CHUNK = 1 << 25
+
+
+class UnpreparedMask:
+    """Stands for the attention mask of a batch without padding in a model with indexers.
+
+    transformers asks for it before layers run, and does not know the tree. A prepared layer puts
+    the forest's mask in its place, or an ordinary causal one; others cannot read it.
+    """
+
+    def __init__(self, length: int, config: Any, device: torch.device | None) -> None:
+        self._length, self._config, self._device = length, config, device
+
+    def __getitem__(self, index: Any) -> Any:
+        raise unprepared(self._config)
+
+    def causal(self) -> torch.Tensor:
+        """bool [1, 1, n, n] of an ordinary batch."""
+        shape = 1, 1, self._length, self._length
+        return torch.ones(shape, dtype=torch.bool, device=self._device).tril()
+
+
+class Entries(NamedTuple):
+    """The compressed keys (`models.compressed`) that queries attend to.
+
+    Attributes:
+        bits: int32 [T, W], those of the tokens that end their windows; its own of a query that sees
+            none.
+        absent: bool [T], whether a query sees none.
+    """
+
+    bits: torch.Tensor
+    absent: torch.Tensor
+
+
+class ForestMask:
+    """A forest's mask where a layer hands its indexer the attention mask, or its cache, and then
+    the function the mask.
+
+    Attributes:
+        entries: the compressed keys that each query attends to, where a layer has some.
+    """
+
+    entries: Entries | None = None
+
+    def __init__(self, mask: TreeMask) -> None:
+        self.mask = mask
+
+    def __getitem__(self, index: Any) -> ForestMask:
+        return self
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Those of the layer, of which a cache keeps nothing."""
+        return keys, values
+
+
+def unprepared(config: Any) -> UnsupportedError:
+    """The refusal of a layer that would choose keys in packed order, or attend to all of them."""
+    return UnsupportedError(
+        f"{config.model_type} chooses keys with an indexer: call prefixtree.prepare(model) once "
+        "before model(...), or use sequence_logprobs"
+    )
+
+
+def not_kept() -> UnsupportedError:
+    """The refusal of what hands the keys of a call to another call, or to another rank."""
+    return UnsupportedError(
+        "steps, ranks and samplers do not hand on an indexer's keys yet: score without group=, "
+        "max_tokens= and kept_trunks, and sample with an engine"
+    )
+
+
+class QueryPath:
+    """The path of the queries that an indexer chooses for, and what was chosen so far.
+
+    Attributes:
+        rows: packed tokens of the queries.
+        positions: int64 [n], those of the queries.
+        bits: int32 [T, W], or [H, T, W].
+    """
+
+    rows: slice
+    positions: torch.Tensor
+    bits: torch.Tensor
+
+    def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
+        batch, rows = hidden_states.shape[:2]
+        self._host = mask.host
+        if batch != 1:
+            raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
+        if rows != self._host.num_tokens:
+            raise ValueError(
+                f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
+                f"mask has {self._host.num_tokens})"
+            )
+        self._device = hidden_states.device
+        self._keys: torch.Tensor | None = None
+
+    def spans(self, heads: int) -> Iterator[slice]:
+        """Packed tokens of one path side by side, few enough for the scores of `heads` heads; the
+        path is theirs meanwhile."""
+        for start, length, runs in self._host.blocks():
+            above, at = runs[:-1], 0
+            depth = sum(end - begin for begin, end, _ in above)
+            most = max(1, CHUNK // (heads * (depth + length)))
+            while at < length:
+                # keys are kept in packed order, in which a token comes behind its ancestors
+                last = min(at + most, length)
+                self.rows = slice(start + at, start + last)
+                self._runs = [*above, (start, start + last, True)]
+                self.positions = torch.arange(depth + at, depth + last, device=self._device)
+                yield self.rows
+                at = last
+
+    def of_all(self) -> torch.Tensor:
+        """int32 [1, T, 0], what says that all queries choose all keys."""
+        return torch.empty(1, self._host.num_tokens, 0, dtype=torch.int32, device=self._device)
+
+    def of_path(self, keys: torch.Tensor) -> torch.Tensor:
+        """[n, D], those of the chunk -> [K, D], those of the path, root first."""
+        if self._keys is None:
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])
+        self._keys[self.rows] = keys
+        parts = [self._keys[begin:end] for begin, end, _ in self._runs]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def note(self, chosen: torch.Tensor) -> None:
+        """chosen: bool [n, K], or [H, n, K]."""
+        heads, count = chosen.shape[:-2], words(self._host.deepest)
+        if not hasattr(self, "bits"):
+            shape = *heads, self._host.num_tokens, count
+            self.bits = chosen.new_empty(shape, dtype=torch.int32)
+        bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
+        self.bits[..., self.rows, :] = bits.view(*chosen.shape[:-1], count)
