@@ -27,6 +27,7 @@
 #
 #   tests        3.5   the GPU tests of both backends, of the head, and the interpreter's cases on the GPU
 #   compile      ?     compiled layers of the most used families against eager ones
+#   chosen       ?     attention to chosen keys, and an indexer's scores: tests and times
 #   backends     4.5   triton and flash on every workload, flash-attn-4 by hand, host time
 #   peers        4     every workload against replication and FlexAttention; the dense ceilings
 #   depth        3     attention by depth of the forest
@@ -218,8 +219,7 @@ tests() {
   ours tests && cuda tests || return
   tested tests_gpu 420 tests/kernels/attention/test_on_gpu.py tests/kernels/attention/flash/test_on_gpu.py \
     tests/kernels/attention/flash/test_tilings_on_gpu.py \
-    tests/kernels/attention/triton/test_small_tiles.py tests/kernels/attention/triton/test_chosen.py \
-    tests/kernels/attention/triton/test_chosen_on_gpu.py tests/kernels/test_index_scores.py tests/kernels/lm_head/test_logprobs.py \
+    tests/kernels/attention/triton/test_small_tiles.py tests/kernels/lm_head/test_logprobs.py \
     tests/kernels/decoding/test_on_gpu.py tests/kernels/decoding/test_kernels.py tests/kernels/decoding/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/attention/test_attention.py tests/kernels/attention/test_operator.py \
@@ -230,6 +230,14 @@ tests() {
 compile() {
   ours compile && cuda compile || return
   tested compile 500 -m gpu tests/models/test_compiled.py
+}
+
+chosen() {
+  ours chosen && cuda chosen || return
+  tested chosen 400 tests/kernels/attention/triton/test_chosen.py tests/kernels/test_index_scores.py \
+    tests/kernels/attention/triton/test_chosen_on_gpu.py
+  limited sparse 150 python3 -m benchmarks sparse "${read_rollouts[@]}" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/sparse.json"
 }
 
 liger() {
@@ -583,7 +591,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

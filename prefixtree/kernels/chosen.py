@@ -33,9 +33,11 @@ def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch
     """
     width = scores.shape[1]
     seen = torch.arange(width, device=scores.device) <= position[:, None]
+    if width == 0:
+        return seen
     scores = scores.masked_fill(~seen, -torch.inf)
     # which of equal scores this takes does not matter: the least of the values is the same
-    least = scores.topk(min(count, width), -1).values[:, -1:]
+    least = scores.topk(min(count, width), -1, sorted=False).values.amin(-1, keepdim=True)
     better = scores > least
     tied = (scores == least) & seen
     left = count - better.sum(-1, keepdim=True)

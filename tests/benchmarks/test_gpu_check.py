@@ -52,14 +52,20 @@ def test_the_script_has_the_steps(tmp_path: Path) -> None:
 
 def test_the_tests_of_the_gpu_exist(tmp_path: Path) -> None:
     done = gpu_check(
-        tmp_path, "tests", "compile", "liger", python='echo "python3 $*"', PYTEST_ARGS="-x"
+        tmp_path,
+        "tests",
+        "compile",
+        "chosen",
+        "liger",
+        python='echo "python3 $*"',
+        PYTEST_ARGS="-x",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("python3 -m pytest")]
-    assert len(lines) == 4
+    assert len(lines) == 5
     files = [word for line in lines for word in line.split() if word.endswith(".py")]
     assert len(files) >= 10 and all((ROOT / file).exists() for file in files)
-    assert ["-x" in line.split() for line in lines] == [True, False, True, False]
+    assert ["-x" in line.split() for line in lines] == [True, False, True, True, False]
 
 
 def test_the_steps_of_updates_fit_in_a_call(tmp_path: Path) -> None:

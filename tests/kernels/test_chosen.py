@@ -71,6 +71,11 @@ def _pair_by_pair(
     return torch.stack(rows)
 
 
+def test_of_no_keys_none_is_chosen() -> None:
+    """As the first queries of a path have no compressed ones."""
+    assert best_keys(torch.zeros(3, 0), 7, torch.arange(3)).shape == (3, 0)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_to_chosen_keys_is_the_definition(backend: str, window: int | None) -> None:
