@@ -41,6 +41,7 @@ TABLES = {
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),
     "hybrids_best": ("model.recomputed", "h200/hybrid_best_*.json"),
     "head": ("head.tables", "h200/head.json"),
+    "sparse": ("sparse.tables", "h100/sparse.json"),
     "distill": ("distill.tables", "h100/distill.json"),
     "pictures": ("pictures.tables", "h100/pictures.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),

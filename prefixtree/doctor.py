@@ -122,7 +122,7 @@ WANTED = (
         "transformer-engine",
         "transformer_engine.pytorch",
         "",
-        "pip install --no-build-isolation transformer-engine",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
         "Megatron's TransformerEngine layer specs; get_gpt_layer_local_spec needs none",
     ),
     Wanted(

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
@@ -35,6 +34,7 @@ from prefixtree.models.plain_batches import (
     shown_positions,
     shows_positions,
 )
+from prefixtree.models.tower_attention import picture_attention
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.packing.no_labels import LABELS, NoLabels
 from prefixtree.parallel.attention import DividedMask
@@ -109,8 +109,10 @@ def prefixtree_attention(
                 '"text_config": "prefixtree", "vision_config": "sdpa"})'
             )
         # patches of one picture see each other, and nothing of the tree
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal=False
+        assert not isinstance(attention_mask, ForestMask)
+        borders = kwargs.get(PACKING_KEYWORDS[0])
+        return picture_attention(
+            module, query, key, value, attention_mask, dropout, scaling, borders
         )
     indices, blocks = (kwargs.pop(name, None) for name in ("indices", BLOCKS))
     if attention_mask is None and sliding_window is None and _slides(module):

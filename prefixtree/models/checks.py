@@ -21,13 +21,13 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.call_counter import counted_calls
 from prefixtree.models.adapters import check_adapters
 from prefixtree.models.families import (
-    ATTENDING_TYPES,
     check_checkpointing,
     check_config,
     check_modules,
     check_tokens,
     family_of,
 )
+from prefixtree.models.family_table import ATTENDING_TYPES
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import CellType, FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,14 +24,14 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
 from prefixtree.models.checks import attention_modules, set_attention, transformer_of
+from prefixtree.models.copied_forwards import with_globals
 from prefixtree.models.families import (
-    FUSED,
     PACKING_KEYWORDS,
-    Family,
     check_config,
     check_modules,
     family_of,
 )
+from prefixtree.models.family_table import FUSED, Family
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
@@ -318,7 +317,10 @@ _TREE_RULES: dict[str, Any] = {
 
 def _members(original: Any) -> dict[str, Any]:
     """The same forward along the tree."""
-    return {"forward": _of_layer(_with_tree_rules(original.forward, _rules(original)))}
+    rules = {
+        name: functools.partial(functools.partial, _TREE_RULES[name]) for name in _rules(original)
+    }
+    return {"forward": _of_layer(with_globals(original.forward, rules))}
 
 
 def _of_layer(forward: Any) -> Any:
@@ -347,34 +349,6 @@ def _rules(kind: Any) -> frozenset[str]:
 
 def _kind(module: nn.Module) -> Any:
     return type(module)
-
-
-def _with_tree_rules(forward: Any, rules: frozenset[str]) -> Any:
-    """The same code, in which the names of `rules` mean those along the tree; the decorators around
-    it are kept."""
-    wrapped = getattr(forward, "__wrapped__", None)
-    closure, scope = forward.__closure__, forward.__globals__
-    if wrapped is None:
-        scope = dict(scope)
-        # torch.compile looks for the globals of a function that has it in that module instead
-        scope.pop("__name__", None)
-        for name in rules:
-            scope[name] = functools.partial(_TREE_RULES[name], scope[name])
-    else:
-        inner = _with_tree_rules(wrapped, rules)
-        closure = tuple(CellType(inner) if c.cell_contents is wrapped else c for c in closure)
-        if closure == forward.__closure__:
-            raise UnsupportedError(
-                f"{forward.__qualname__} stands in a decorator that does not call it: not verified"
-            )
-    copy = FunctionType(
-        forward.__code__.replace(), scope, forward.__name__, forward.__defaults__, closure
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    copy.__dict__.update(forward.__dict__)
-    if wrapped is not None:
-        copy.__wrapped__ = inner  # type: ignore[attr-defined]
-    return copy
 
 
 def _show_positions(decoder: nn.Module) -> None:

@@ -32,7 +32,7 @@ from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
 from prefixtree.models.compressed import of_compressor
-from prefixtree.models.families import (
+from prefixtree.models.family_table import (
     COMPRESSED_TYPES,
     INDEXED,
     INDEXED_BLOCKS,
@@ -340,11 +340,12 @@ class Products:
         self._keys[self._rows] = keys[0]
         return self
 
-    def _as_it_is(self, *_: Any) -> Products:
+    def transpose(self, *_: Any) -> Products:
+        """Nothing comes of k.transpose(-1, -2).float().unsqueeze(1), nor later of
+        index_scores.squeeze(-2) + attention_mask."""
         return self
 
-    # k.transpose(-1, -2).float().unsqueeze(1), then index_scores.squeeze(-2) + attention_mask
-    transpose = float = unsqueeze = squeeze = __add__ = _as_it_is
+    float = unsqueeze = squeeze = __add__ = transpose
 
     @classmethod
     def __torch_function__(

@@ -24,12 +24,8 @@ from transformers.masking_utils import (
 )
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.families import (
-    ATTENDING_TYPES,
-    COMPRESSED_TYPES,
-    check_config,
-    family_of,
-)
+from prefixtree.models.families import check_config, family_of
+from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"

@@ -1,4 +1,5 @@
-"""A vision tower's forward in runs: some pictures at a time, computed again in the backward.
+"""A vision tower's forward: in few calls, and its pictures in runs, some at a time, computed again
+in the backward.
 
 A tower that takes all pictures at once keeps the activations of all of them until the backward. In
 runs it keeps pixels and features, and the activations of one run at a time are there.
@@ -14,6 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+
+from prefixtree.models.changes import changing
+from prefixtree.models.families import ENCODES
+from prefixtree.models.tower_attention import with_borders
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
@@ -73,6 +79,76 @@ def features_in(output: Any) -> dict[str, Any]:
         # Gemma 4's features come straight from the last layer
         found = {"last_hidden_state": getattr(output, "last_hidden_state", None)}
     return {name: values for name, values in found.items() if values is not None}
+
+
+def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
+    """A tower's forward with fewer and faster calls of torch.
+
+    Convolutions with one place for their kernel are matrix products. A patch is as large as the
+    kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
+    float32 to TF32 where torch's products do not. Under attn_implementation="prefixtree" pictures
+    of one size are one call of attention (`tower_attention`). Weights and hooks are the modules'
+    own.
+
+    Args:
+        tower: of a transformers model.
+
+    Returns:
+        A forward with the same arguments. It may run again in a backward.
+    """
+    forward = tower.forward
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    attending: dict[nn.Module, Callable[..., Any]] = {}
+    for module in tower.modules():
+        kind: Any = type(module)
+        if "forward" in vars(module):
+            continue
+        if _multiplies(module):
+            found[module] = partial(_product, module)
+        elif (at_once := with_borders(kind)) is not None:
+            attending[module] = partial(at_once, module)
+
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        replaced = found
+        # layers that are recomputed by themselves would run their own forward then
+        if kwargs.get(ENCODES) and not any(map(_recomputes, tower.modules())):
+            replaced = found | attending
+        with changing(tower) as changes:
+            for module, of_module in replaced.items():
+                changes.set(module, forward=of_module)
+            return forward(*args, **kwargs)
+
+    return ours
+
+
+def _recomputes(module: nn.Module) -> bool:
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether a module is a plain convolution of patches that do not overlap."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d):
+        return False
+    kind = nn.Conv2d if isinstance(module, nn.Conv2d) else nn.Conv3d
+    return (
+        type(module).forward is kind.forward
+        # FSDP2's class of it too
+        and type(module).__module__.startswith("torch.")
+        and module.kernel_size == module.stride
+        and set(module.padding) == {0}
+        and set(module.dilation) == {1}
+        and module.groups == 1
+    )
+
+
+def _product(module: Any, patches: torch.Tensor) -> torch.Tensor:
+    """A convolution of inputs as large as its kernel, [n, in, ...], to [n, out, 1, ...]."""
+    weight: torch.Tensor = module.weight
+    if patches.shape[1:] != weight.shape[1:]:
+        at_places: torch.Tensor = type(module).forward(module, patches)
+        return at_places
+    rows = nn.functional.linear(patches.flatten(1), weight.flatten(1), module.bias)
+    return rows.reshape(*rows.shape, *[1] * (patches.ndim - 2))
 
 
 def in_runs(

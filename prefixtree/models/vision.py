@@ -36,7 +36,7 @@ from prefixtree.models.encodings import (
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.models.layers import groups_of, layers_of
-from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, in_runs
+from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, in_few_calls, in_runs
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import PathPictures, place
 from prefixtree.pictures import Pictures
@@ -83,7 +83,8 @@ class PlacedPictures:
         """
         is_own = np.full(self.packed.num_tokens, own is None)
         is_own[[] if own is None else own] = True
-        return self._encoded([self._calls.of(modality, is_own) for modality in MODALITIES])
+        found = [self._calls.of(modality, is_own) for modality in MODALITIES]
+        return self._encoded(found, own is not None and self._only_the_tower_trains())
 
     def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
         """Finds the pictures that one rank of a group encodes, and those that its own tokens show.
@@ -99,10 +100,21 @@ class PlacedPictures:
         where = parts, index, group
         return self._encoded([self._calls.of_rank(modality, *where) for modality in MODALITIES])
 
-    def _encoded(self, encodings: list[Encoding | None]) -> EncodedPictures:
+    def _only_the_tower_trains(self) -> bool:
+        """Whether hidden states below the first layer that trains need gradients by pictures."""
+        tower, embedding = tower_of(self._causal_lm), self._causal_lm.get_input_embeddings()
+        trains, has_gradients = (
+            any(p.requires_grad for p in module.parameters()) for module in (tower, embedding)
+        )
+        return torch.is_grad_enabled() and trains and not has_gradients
+
+    def _encoded(
+        self, encodings: list[Encoding | None], wants_one: bool = False
+    ) -> EncodedPictures:
         found = [encoding for encoding in encodings if encoding is not None]
-        if not found and _runs_in_lockstep(self._model):
-            # ranks with pictures run the tower, and wait for those without
+        if not found and (wants_one or _runs_in_lockstep(self._model)):
+            # ranks with pictures run the tower, and wait for those without; and a part without
+            # pictures may borrow from one with some, whose gradients must pass its layers
             found = [blank(self._causal_lm.config, self.packed.device)]
         return EncodedPictures(self, self._causal_lm, found)
 
@@ -163,16 +175,17 @@ class EncodedPictures:
         with changing(self._causal_lm) as changes:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
+            forward = in_few_calls(self.tower)
             if runs.patches is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
-                split = in_runs(
-                    self.tower.forward,
+                forward = in_runs(
+                    forward,
                     self._grid_keyword,
                     runs,
                     lambda: current[-1].shape,
                     of_nothing.shown,
                 )
-                changes.set(self.tower, forward=split)
+            changes.set(self.tower, forward=forward)
             yield
         if left:
             raise UnsupportedError(f"{UNEXPECTED} {len(left)} times less")

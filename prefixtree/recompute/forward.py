@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -260,7 +261,7 @@ def _with_pictures(
     """
     if shown is None:
         return context
-    patches = RUN
+    patches: int | None = RUN
     mode: Mode = "all"
     if isinstance(recompute, RecomputePlan):
         patches = recompute.patches
@@ -272,11 +273,14 @@ def _with_pictures(
     if torch.is_grad_enabled():
         around = checkpoint_of_tower(shown.tower, mode)
         if around is None:
-            return _entered(context, shown.encoded())
+            patches = None
     least = 0
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        # every run gathers the tower's parameters
-        (least,) = most_of_all_ranks(model, [shown.num_runs(patches)], shown.placed.packed.device)
+        # every run gathers the tower's parameters; other ranks may have no graph, and so runs
+        runs = 1 if patches is None else shown.num_runs(patches)
+        (least,) = most_of_all_ranks(model, [runs], shown.placed.packed.device)
+        if patches is None and least > 1:
+            patches = sys.maxsize
     return _entered(context, shown.encoded(TowerRuns(patches, around, least)))
 
 

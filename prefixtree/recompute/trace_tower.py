@@ -18,7 +18,8 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.encodings import blank_picture
-from prefixtree.models.tower import features_in
+from prefixtree.models.families import ENCODES
+from prefixtree.models.tower import features_in, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.trace import (
@@ -117,10 +118,12 @@ def _traced(
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     config = copy.deepcopy(key.config)
-    # as "prefixtree" has it; flash kernels keep as much
+    # flash kernels keep as much as "sdpa"
+    encodes = config.vision_config._attn_implementation == "prefixtree"
+    attention = "prefixtree" if encodes else "sdpa"
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(
-            config, dtype=dtype, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation=attention
         )
         if key.adapters is not None:
             key.adapters.on(model)
@@ -128,6 +131,7 @@ def _traced(
     # sizes are those of every device; torch chooses kernels of a CPU without asking it
     make_fake(tower, fake, torch.device("cpu"))
     tower.train()
+    tower.forward = in_few_calls(tower)
     if not trains:
         tower.requires_grad_(False)
     with fake:
@@ -140,7 +144,8 @@ def _traced(
         shown = fake.from_tensor(torch.cat([pixels] * count).to(dtype))
 
         def run(shown: torch.Tensor, count: int = count) -> dict[str, Any]:
-            return features_in(tower(shown, **{keyword: torch.cat([grids] * count)}))
+            keywords = {keyword: torch.cat([grids] * count)} | ({ENCODES: True} if encodes else {})
+            return features_in(tower(shown, **keywords))
 
         runs.append(_run(tower, run, shown, fake, autocast))
     (few, size, rows), (many, _, _) = runs

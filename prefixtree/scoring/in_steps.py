@@ -287,7 +287,9 @@ def dummy_of(packed: PackedForest) -> PackedForest:
     tokens, routes = packed.forest.tokens, packed.forest.routes
     assert tokens is not None
     first = None if routes is None else routes[:1]
-    return pack(PrefixForest.from_parents([-1], [1], tokens[:1], routes=first)).to(packed.device)
+    # the largest may stand for pictures
+    known = tokens.min(keepdims=True)
+    return pack(PrefixForest.from_parents([-1], [1], known, routes=first)).to(packed.device)
 
 
 # ---- wrappers and ranks --------------------------------------------------------------------------

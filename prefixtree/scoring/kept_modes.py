@@ -7,7 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.planning.parts import Part
@@ -35,8 +37,19 @@ class PartModes(NamedTuple):
     runs_again: bool
 
 
-def check_modes(recompute: Recompute, recompute_trunks: RecomputeTrunks) -> None:
-    """Raises a ValueError where "auto" would plan only one of trunks and micro-batches."""
+def check_modes(
+    model: nn.Module, recompute: Recompute, recompute_trunks: RecomputeTrunks, sees: bool
+) -> None:
+    """Refuses modes that do not go together.
+
+    Args:
+        model: as `kept_trunks` takes it.
+        sees: whether there are pictures.
+
+    Raises:
+        ValueError: "auto", which would plan only one of trunks and micro-batches.
+        UnsupportedError: "auto" with pictures; under FSDP2 with pictures two modes.
+    """
     if recompute_trunks == "auto" or (
         recompute == "auto" and recompute_trunks not in (None, "again")
     ):
@@ -44,6 +57,19 @@ def check_modes(recompute: Recompute, recompute_trunks: RecomputeTrunks) -> None
             "recompute='auto' plans trunks and micro-batches together, so recompute_trunks goes "
             f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
             f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
+        )
+    if not sees:
+        return
+    if recompute == "auto":
+        raise UnsupportedError(
+            "recompute='auto' does not plan kept trunks with pictures: give a mode or a plan"
+        )
+    if recompute_trunks in (None, "again", recompute):
+        return
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedError(
+            "ranks of FSDP2 gather the vision tower together, so kept trunks recompute as "
+            "micro-batches do: leave recompute_trunks out, or give 'again'"
         )
 
 

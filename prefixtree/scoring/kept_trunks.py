@@ -34,11 +34,13 @@ from prefixtree.models.paths import not_kept
 from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
+from prefixtree.models.vision import PlacedPictures, check_pictures
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.per_sequence import per_sequence
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.lockstep import BACKWARD, FORWARD, agree_on_order
 from prefixtree.parallel.steps import LoanStore, StepExchanges
+from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
@@ -64,6 +66,7 @@ def kept_trunks(
     temperature: float | Sequence[float] = 1.0,
     loss_mask: Sequence[Any] | None = None,
     *,
+    pictures: Pictures | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
     recompute: Recompute = None,
@@ -90,6 +93,8 @@ def kept_trunks(
         batches: `plan[rank]` of a plan with `trunks=True`.
         temperature: as in `sequence_logprobs`; one number, or one per planned sequence, [S].
         loss_mask: as in `sequence_logprobs`, one mask per planned sequence.
+        pictures: as in `sequence_logprobs`; the plan is one of `pictures.sequences`. A trunk, or a
+            micro-batch, encodes those of its own tokens. Default: text alone.
         return_entropy: as in `sequence_logprobs`.
         chunk_size: as in `sequence_logprobs`.
         return_statistics: as in `sequence_logprobs`.
@@ -110,15 +115,17 @@ def kept_trunks(
     Raises:
         TypeError, ValueError, ForestError: as `sequence_logprobs`; batches of a plan without
             `trunks=True`; "auto" beside a mode.
-        UnsupportedError: a model that is not verified with kept trunks, with the reason.
+        UnsupportedError: a model that is not verified with kept trunks, with the reason; "auto"
+            with pictures.
         torch.OutOfMemoryError: "auto", and what does not fit with every layer recomputed.
         RuntimeError: a model that changed within the block; a micro-batch whose backward did not
             run, or ran late; a block that is left before all micro-batches were scored.
     """
-    check_modes(recompute, recompute_trunks)
+    modes = recompute, recompute_trunks
+    check_modes(model, *modes, pictures is not None)
     per_sequence_options = temperature, loss_mask
     options = ScoreOptions(return_entropy, return_statistics, chunk_size, measure=measure)
-    run = KeptScores(model, batches, per_sequence_options, options, (recompute, recompute_trunks))
+    run = KeptScores(model, batches, per_sequence_options, options, modes, pictures)
     try:
         yield run
         run.finish()
@@ -167,6 +174,7 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         per_sequence_options: tuple[float | Sequence[float], Sequence[Any] | None],
         options: ScoreOptions,
         modes: tuple[Recompute, RecomputeTrunks],
+        pictures: Pictures | None = None,
     ) -> None:
         self._model, self._batches = model, batches
         self._causal_lm = find_causal_lm(model)
@@ -184,7 +192,7 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         groups = groups_of(model) if is_sharded else []
         problem, order = None, None
         try:
-            self._prepare(*per_sequence_options, options, modes)
+            self._prepare(*per_sequence_options, options, modes, pictures)
             order = "".join(self._order_of_runs()) if groups else ""
         except Exception as failure:
             # raised once the others know
@@ -205,6 +213,7 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         loss_mask: Sequence[Any] | None,
         options: ScoreOptions,
         modes: tuple[Recompute, RecomputeTrunks],
+        pictures: Pictures | None,
     ) -> None:
         """Checks everything, and finds what each part scores."""
         model, causal_lm, batches = self._model, self._causal_lm, self._batches
@@ -221,16 +230,24 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         packed = batches[-1].packed.to(self._device)
         if self._steps is not None:
             packed = self._steps.packed
-        check_model(model, causal_lm, packed)
+        if pictures is not None:
+            check_pictures(model, causal_lm, packed, pictures)
+        check_model(model, causal_lm, packed, pictures)
         if router_loss(causal_lm, packed, None) is not None:
             raise UnsupportedError(
                 "the load-balancing loss of experts is not verified with kept trunks: set "
                 f"config.output_router_logits to False, or {_INSTEAD}"
             )
         check_routes(model, causal_lm, packed)
+        placed = None
+        if pictures is not None:
+            placed = PlacedPictures(model, causal_lm, packed, pictures)
+            packed = placed.packed
         self._forward = ModelForward(model, causal_lm, packed, None, options)
+        self._forward.placed = placed
         self.packed = packed
         self._inputs = forward_inputs(packed, causal_lm.config)
+        self._inputs |= {} if placed is None else placed.inputs
         self._wrapped = Wrapped(model, self._device)
         if trunks is None:
             temperature, loss_mask = 1.0, None
@@ -265,6 +282,7 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
             # what layers that are recomputed read
             names = "input_ids", "position_ids"
             read = {f"{n} of the plan, or what shares its memory,": self._inputs[n] for n in names}
+            read |= {} if placed is None else placed.pixels()
             self._stamp = ModelStamp(model, read, for_backward=True)
 
     def _order_of_runs(self) -> Iterator[str]:
@@ -435,14 +453,13 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         inputs = part_inputs(self._inputs, tokens, PartMask(tokens, exchanges, exchanges.states_of))
         edges = edges_on_device(self.packed, self._found, *self._scored[part])
         mode = self._modes.of_part[part]
-        return self._run_model(tokens.mask, inputs, edges, mode, is_last=False)
+        arguments = tokens.mask, inputs, edges, tokens.own_tokens
+        return self._run_model(arguments, mode, is_last=False)
 
-    def _run_model(
-        self, mask: Any, inputs: Any, edges: Any, mode: Recompute, is_last: bool
-    ) -> torch.Tensor:
+    def _run_model(self, arguments: Any, mode: Recompute, is_last: bool) -> torch.Tensor:
         self._forward.recompute = mode
         with self._wrapped.as_in_the_forward(is_last):
-            return self._forward(mask, inputs, edges, None)
+            return self._forward(*arguments)
 
     def _run_dummies(self, kind: str | None) -> None:
         """Runs dummies where other ranks run others before this rank's next run; None: all."""
@@ -460,7 +477,8 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
         packed, nothing = dummy_of(self.packed), np.empty(0, np.int64)
         edges = edges_on_device(self.packed, self._found, nothing, nothing)
         inputs = forward_inputs(packed, self._causal_lm.config)
-        return self._run_model(packed.mask, inputs, edges, self._modes.of_dummy, is_last)
+        arguments = packed.mask, inputs, edges, nothing
+        return self._run_model(arguments, self._modes.of_dummy, is_last)
 
     def _check(self) -> None:
         """Raises a RuntimeError if the model is not what it was."""

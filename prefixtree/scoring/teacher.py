@@ -5,18 +5,24 @@ Legend: E scored edges, P predictors, r edges of a block, d hidden size, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import check_model, every_layer_attends, find_causal_lm
+from prefixtree.models.checks import (
+    check_model,
+    every_layer_attends,
+    find_causal_lm,
+)
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.arguments import check_packed
@@ -25,6 +31,8 @@ from prefixtree.packing.transfers import move
 from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.lm_head import check_rows_alone, logit_rule
 from prefixtree.scoring.parallel_lm_head import is_linear
+
+_LINEAR = nn.Linear.forward
 
 
 class Teacher:
@@ -37,7 +45,8 @@ class Teacher:
             return (t.exp() * (t - logits.log_softmax(-1))).sum(-1, keepdim=True)
 
     The teacher runs once over the forest, without gradients, when it is made. The hidden states of
-    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges.
+    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges; of a
+    teacher that FSDP2 or DeepSpeed shards, every rank keeps it whole.
 
     Args:
         model: a causal language model with attn_implementation="prefixtree", wrapped or not, in
@@ -47,8 +56,8 @@ class Teacher:
 
     Raises:
         TypeError: anything but a PackedForest.
-        UnsupportedError: a model that does not run exactly on packed forests, or whose lm_head is
-            sharded outside its forward.
+        UnsupportedError: a model that does not run exactly on packed forests; tensor parallelism, a
+            sharded lm_head that is not linear.
     """
 
     def __init__(
@@ -59,59 +68,101 @@ class Teacher:
         # on the host: packed.edges would come back from the device
         predictor = find_edges(packed, 1.0, loss_mask).predictor
         rows, row_of_edge = np.unique(predictor, return_inverse=True)
+        lm_head = causal_lm.get_output_embeddings()
+        is_sharded = _is_sharded(model, lm_head)
         with torch.no_grad():
             check_model(model, causal_lm, packed, None)
             prepare_states(causal_lm)
             self._row_of_edge = move(torch.from_numpy(row_of_edge.astype(np.int64)), packed.device)
             inputs = forward_inputs(packed, causal_lm.config)
             predictors = move(torch.from_numpy(rows.astype(np.int64)), packed.device)
-            with every_layer_attends(causal_lm, packed.mask), _hidden_states(causal_lm) as kept:
+            with (
+                every_layer_attends(causal_lm, packed.mask),
+                _hidden_states(causal_lm, is_sharded) as kept,
+            ):
                 model(**inputs, logits_to_keep=predictors)
-        if len(kept) != 1 or kept[0][0].shape[:2] != (1, len(rows)):
+        if len(kept) != 1 or kept[0].hidden.shape[:2] != (1, len(rows)):
             raise UnsupportedError(
                 f"{type(causal_lm).__name__} handed its output embedding "
-                f"{[list(x.shape) for x, _ in kept]} where logits_to_keep asked for {len(rows)} "
-                "tokens: a teacher's forward must honour logits_to_keep"
+                f"{[list(x.hidden.shape) for x in kept]} where logits_to_keep asked for "
+                f"{len(rows)} tokens: a teacher's forward must honour logits_to_keep"
             )
-        ((hidden, self._autocast),) = kept
-        self._hidden = hidden[0]
-        self._lm_head = causal_lm.get_output_embeddings()
+        self._of_forward = kept[0]
+        self._hidden = kept[0].hidden[0]
         self._rule = logit_rule(causal_lm)
-        if any(hasattr(p, "placements") for p in self._lm_head.parameters()):
-            raise UnsupportedError(
-                "the teacher's output embedding is sharded (a DTensor): leave the teacher whole on "
-                "every rank"
-            )
-        if not is_linear(self._lm_head):
-            with torch.no_grad(), self._autocast():
-                forward = self._lm_head.forward
-                check_rows_alone(self._lm_head, forward, self._hidden, "the teacher's lm_head")
+        if not is_linear(lm_head):
+            with torch.no_grad(), kept[0].autocast():
+                check_rows_alone(lm_head, lm_head.forward, self._hidden, "the teacher's lm_head")
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
-        """The log-probabilities of all tokens, float32 [r, V], of logits divided by the edges'
-        temperature; without gradients."""
+        """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;
+        without gradients. They are float32, float64 of a teacher in float64."""
         with torch.no_grad():
-            with self._autocast():
-                x = self._lm_head(self._hidden[self._row_of_edge[edges.edge]])
-            logits = self._rule.apply(x.float()) / edges.temperature[:, None]
+            with self._of_forward.autocast():
+                x = self._of_forward.head(self._hidden[self._row_of_edge[edges.edge]])
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            logits = self._rule.apply(x) / edges.temperature[:, None]
             return logits.log_softmax(-1)
 
 
+class _Kept(NamedTuple):
+    """The output embedding of a forward, for later.
+
+    Attributes:
+        hidden: [1, P, d], what it was given.
+        head: what it does to rows [r, d], later and on this rank alone.
+        autocast: makes contexts with the autocast that it ran in.
+    """
+
+    hidden: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
+    autocast: Any
+
+
 @contextmanager
-def _hidden_states(causal_lm: Any) -> Iterator[list[tuple[torch.Tensor, Any]]]:
-    """While open, the output embedding computes nothing: what it is given is kept, with the
-    autocast it would have run in."""
-    kept: list[tuple[torch.Tensor, Any]] = []
+def _hidden_states(causal_lm: Any, is_sharded: bool) -> Iterator[list[_Kept]]:
+    """While open, the output embedding computes nothing: what it is given is kept.
+
+    Args:
+        causal_lm: the teacher.
+        is_sharded: whether its weights are whole within a forward alone, and are to be copied.
+    """
+    kept: list[_Kept] = []
+    lm_head = causal_lm.get_output_embeddings()
 
     def keep(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kept.append((hidden.detach(), _autocast_of(hidden.device.type)))
+        if any(hasattr(p, "placements") for p in lm_head.parameters()):
+            raise UnsupportedError(
+                "the teacher's output embedding is divided (a DTensor) in its forward: leave the "
+                "teacher whole on every rank, or shard it by FSDP2 or DeepSpeed"
+            )
+        head: Callable[..., torch.Tensor] = lm_head
+        if is_sharded:
+            weight = lm_head.weight.clone()
+            bias = None if lm_head.bias is None else lm_head.bias.clone()
+            head = partial(nn.functional.linear, weight=weight, bias=bias)
+        kept.append(_Kept(hidden.detach(), head, _autocast_of(hidden.device.type)))
         # the family's forward does to it what it does to logits
         return hidden[..., :1].clone()
 
     with changing(causal_lm) as changes:
-        lm_head = causal_lm.get_output_embeddings()
         changes.set(lm_head, forward=torch.compiler.disable(keep))
         yield kept
+
+
+def _is_sharded(model: nn.Module, lm_head: nn.Module) -> bool:
+    """Whether a wrapper takes the weights of a teacher's lm_head apart behind a forward."""
+    kinds = FSDPModule, FullyShardedDataParallel
+    if not any(isinstance(m, kinds) for m in model.modules()) and not any(
+        hasattr(p, "ds_id") for p in lm_head.parameters()
+    ):
+        return False
+    if not is_linear(lm_head) or getattr(lm_head.forward, "__func__", None) is not _LINEAR:
+        raise UnsupportedError(
+            f"the teacher is sharded, and its lm_head ({type(lm_head).__name__}) is not linear: "
+            "leave the teacher whole on every rank"
+        )
+    return True
 
 
 def _autocast_of(device_type: str) -> Any:

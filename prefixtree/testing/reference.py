@@ -8,6 +8,8 @@ Legend: B batch, n tokens, H query heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +109,22 @@ class FaithfulSums(TorchFunctionMode):
             return func(*args, **kwargs)
         args = tuple(_in_float32(x) for x in args)
         return func(*args, **{k: _in_float32(x) for k, x in kwargs.items()}).to(dtypes.pop())
+
+
+@contextmanager
+def float32_convolutions() -> Iterator[None]:
+    """Inside, cuDNN computes float32 convolutions in float32, not in TF32 as torch lets it.
+
+    A vision tower of transformers embeds patches by a convolution, which moves log-probabilities by
+    more than a float32 run may be off. Packed forests embed them by a product.
+    """
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        cudnn.allow_tf32 = False
+        yield
+    finally:
+        cudnn.allow_tf32 = before
 
 
 def _in_float32(x: Any) -> Any:

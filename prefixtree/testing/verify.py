@@ -31,7 +31,7 @@ from prefixtree.testing.compare import (
     worst_difference,
 )
 from prefixtree.testing.models import Setting, build, build_as_trained, check_vocabulary
-from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
+from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums, float32_convolutions
 
 if TYPE_CHECKING:
     from prefixtree.recompute.trace import ModelMemory
@@ -73,8 +73,8 @@ def verify(
     agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. In a shorter dtype a replicated
     eager run in that dtype shows what rounding does, and the packed error may be at most twice that
     run's plus the dtype's epsilon. The time that packing saves is measured against what trainers
-    run: a replicated run with FA2 or sdpa. On a CPU, in all runs, weights' gradients are summed in
-    float32.
+    run: a replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in float32 on
+    a CPU, and float32 convolutions are no TF32 on a GPU.
 
     Args:
         rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
@@ -101,7 +101,7 @@ def verify(
     if announce is not None:
         announce(_announcement(forest, setting, config.model_type, memory))
     try:
-        with FaithfulSums():
+        with FaithfulSums(), float32_convolutions():
             runs = _run_all(forest, sides, objective, setting, watch, status)
     except torch.OutOfMemoryError as problem:
         raise InputError(

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from prefixtree.models.replay import _RULES
-from tests.support.family_configs import WITH_ROUTER_LOSS
 from tests.support.models import padded_balancing_loss
 from tests.support.replay import recorded_choice
 from tests.support.spawn import ROOT
+from tests.support.variant_configs import WITH_ROUTER_LOSS
 
 PAGE = ROOT / "docs" / "experts.md"
 

@@ -9,8 +9,14 @@ import torch
 from prefixtree.kernels import index_scores
 from prefixtree.kernels.chosen import best_keys, to_bits, words
 from prefixtree.packing.host_mask import HostMask
+from tests.conftest import Poison
 from tests.support.strategies import mask_of, random_forest
 from tests.support.triton_tiles import DEVICE, DTYPES
+
+# numpy warns in the interpreter of keys that nobody sees; what is stored is checked
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)
 
 
 def _case(
@@ -63,6 +69,18 @@ def test_scores_and_the_choice_are_exact(heads: int, dim: int, dtype: torch.dtyp
                 exact = best_keys(of_rows, count, position)
                 assert torch.equal(best_keys(got, count, position), exact)
                 assert to_bits(exact, words(host.deepest)).dtype == torch.int32
+
+
+def test_keys_behind_the_queries_may_hold_anything(poison: Poison) -> None:
+    """Those of later chunks, and the columns that nobody wrote: not read, or not kept."""
+    host, (q, k, w) = _case(5, 24, 16, DTYPES[1])
+    middle = host.num_tokens // 2 // index_scores.tile_tokens(24) * index_scores.tile_tokens(24)
+    position = torch.from_numpy(host.position[:middle]).long()
+    want = best_keys(_scores(host, q, k, w, 0, middle), 7, position)
+    k = k.clone()
+    k[middle:] = float("nan")
+    assert torch.equal(best_keys(_scores(host, q, k, w, 0, middle), 7, position), want)
+    assert poison.tensors > 0
 
 
 def test_scores_by_packed_order_would_not_pass() -> None:

@@ -144,6 +144,7 @@ ELSEWHERE = {
     "sampling/graphs.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
     "testing/models.py": "models of its own",
+    "testing/reference.py": "torch's precision of convolutions, within try",
     "kernels/torch_library.py": "torch's namespace of operators: stays",
 }
 _METHODS = {
@@ -155,6 +156,7 @@ _METHODS = {
 _ATTRIBUTES = {
     *("forward", "training", "use_cache", "gradient_checkpointing", "__class__"),
     *("require_backward_grad_sync", "recompile_limit", "_gradient_checkpointing_func"),
+    "allow_tf32",
 }
 
 

@@ -191,7 +191,7 @@ def test_a_forward_that_hands_every_row_to_the_head(make, how, monkeypatch):
     """log p was off by 2.26, the head's gradient by 52 %."""
     for model_type in ("llama", "gpt2"):
         monkeypatch.setitem(
-            families._FAMILIES, model_type, families.Family(is_tested=False)
+            families.FAMILIES, model_type, families.Family(is_tested=False)
         )  # the class itself is let through
     model = make()
     if how == "frozen body":
@@ -271,7 +271,7 @@ def test_a_forward_patched_for_the_whole_class(monkeypatch):
 
 def test_a_forward_of_ones_own_that_is_let_through(monkeypatch):
     """With the rule it needs."""
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     allow_model_type("llama", scale="my_scale")
     model, reference = build("llama", my_scale=0.5), build("llama", "eager")
     _subclass(model)
@@ -282,7 +282,7 @@ def test_a_forward_of_ones_own_that_is_let_through(monkeypatch):
 
 def test_a_forward_that_is_let_through_without_its_rule(monkeypatch):
     """log p was that of logits twice as large."""
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))
     allow_model_type("llama")
     model = build("llama")
     _subclass(model)
@@ -396,13 +396,13 @@ def test_a_window_set_in_any_family(model_type):
     assert_same(run, reference, tolerance(model_type))
 
 
-_SCALED = [name for name, family in families._FAMILIES.items() if family.scale or family.divisor]
+_SCALED = [name for name, family in families.FAMILIES.items() if family.scale or family.divisor]
 
 
 @pytest.mark.parametrize("model_type", cases(_SCALED))
 def test_a_factor_changed_after_the_model_was_made(model_type):
     """Cohere's models go on with the one they were made with, Granite's do not."""
-    family = families._FAMILIES[model_type]
+    family = families.FAMILIES[model_type]
     model = build(model_type)
     setattr(model.config, family.scale or family.divisor, 0.31)
     run = run_packed(model, ragged_packed(), ragged_objective())

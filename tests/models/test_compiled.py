@@ -20,7 +20,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
 from prefixtree.recompute.layers import MODES
 from tests.support import picture_cases
-from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES, INDEXED
+from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.models import (
     EVERY_TIME,
     Objective,
@@ -38,6 +38,7 @@ from tests.support.models import (
     run_packed,
     tolerance,
 )
+from tests.support.variant_configs import CANNOT_CHECKPOINT
 
 # its experts look at numbers, which a graph cannot; an indexer loops over paths
 _IN_PARTS = {"longcat_flash", *INDEXED}

@@ -14,9 +14,10 @@ from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.lm_head import Handed
 from tests.support import config_fields
 from tests.support.config_fields import FACTOR, RED, Field, fields, outcome_of, recorded, try_field
-from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.family_configs import FAMILIES
 from tests.support.family_table import NEWEST
 from tests.support.models import TRANSFORMERS, cases
+from tests.support.variant_configs import VARIANTS
 
 _IS_NEWEST = version.parse(NEWEST).release == TRANSFORMERS.release[:2]
 

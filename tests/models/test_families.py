@@ -22,13 +22,7 @@ from prefixtree.models import attention, families
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.family_configs import (
-    CANNOT_CHECKPOINT,
-    FAMILIES,
-    PARTS,
-    REFUSED_BELOW,
-    VARIANTS,
-)
+from tests.support.family_configs import FAMILIES
 from tests.support.family_table import ABOUT, NEWEST, PROOFS, TABLE, TOTAL, refused, states
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
@@ -52,6 +46,12 @@ from tests.support.models import (
     run_replicated,
     text_parameters,
     tolerance,
+)
+from tests.support.variant_configs import (
+    CANNOT_CHECKPOINT,
+    PARTS,
+    REFUSED_BELOW,
+    VARIANTS,
 )
 
 _CHECKPOINTING = {"none": None, "reentrant": True, "non-reentrant": False}

@@ -13,8 +13,9 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
-from tests.support.family_configs import FAMILIES, LABELS_UNSEEN_BELOW, VARIANTS
+from tests.support.family_configs import FAMILIES
 from tests.support.models import TRANSFORMERS, build, cases, enable_checkpointing, ragged_packed
+from tests.support.variant_configs import LABELS_UNSEEN_BELOW, VARIANTS
 
 _MESSAGE = (
     r"labels= \(or num_items_in_batch=\) asks .* prefixtree\.sequence_logprobs\(model, packed\)"

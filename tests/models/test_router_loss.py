@@ -15,7 +15,7 @@ from packaging import version
 import prefixtree as pt
 from prefixtree.recompute import forward
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES, WITH_ROUTER_LOSS
+from tests.support.family_configs import FAMILIES
 from tests.support.models import (
     TRANSFORMERS,
     Run,
@@ -33,6 +33,7 @@ from tests.support.models import (
     run_replicated,
     tolerance,
 )
+from tests.support.variant_configs import CANNOT_CHECKPOINT, WITH_ROUTER_LOSS
 
 # whose router logits older transformers does not record
 RECORDED_SINCE = {

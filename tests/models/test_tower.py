@@ -1,4 +1,5 @@
-"""A tower's forward in runs of pictures: as all at once, with the activations of one run."""
+"""A tower's forward: patches by products, and runs of pictures, as all at once with the activations
+of one run."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefixtree as pt
 from prefixtree.models import tower as runs_of_tower
-from prefixtree.models.tower import TowerRuns, TowerShape
+from prefixtree.models import tower_attention
+from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
 from prefixtree.recompute.layers import checkpoint_of_tower
@@ -161,6 +164,146 @@ def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
         run = run_packed(build(model_type), batch(model_type), recompute="all")
     wrong = errors(run, reference(model_type))
     assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+
+
+# ---- patches by products -------------------------------------------------------------------------
+
+
+class _Convolutions(TorchDispatchMode):
+    """Counts torch's convolutions."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten.convolution.default
+        return func(*args, **(kwargs or {}))
+
+
+class _Embeds(nn.Module):
+    """A tower of one convolution, and the shape that it sees."""
+
+    def __init__(self, convolution: nn.Module, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.convolution, self.shape = convolution.double(), shape
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.convolution(patches.view(-1, *self.shape))
+
+
+_FLAT: dict[str, Any] = {"kernel_size": (2, 4, 4), "stride": (2, 4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape", "is_product"),
+    [
+        (nn.Conv3d(3, 8, **_FLAT), (3, 2, 4, 4), True),
+        (nn.Conv3d(3, 8, bias=False, **_FLAT), (3, 2, 4, 4), True),
+        (nn.Conv2d(3, 8, 4, 4), (3, 4, 4), True),
+        # as LoRA has it behind its own
+        (nn.Conv3d(3, 8, 1, 1), (3, 1, 1, 1), True),
+        # several places
+        (nn.Conv2d(3, 8, 4, 4), (3, 8, 8), False),
+        (nn.Conv3d(3, 8, (2, 4, 4), (1, 4, 4)), (3, 2, 4, 4), False),
+        (nn.Conv2d(3, 8, 4, 4, padding=1), (3, 4, 4), False),
+        (nn.Conv2d(3, 8, 4, 4, padding="valid"), (3, 4, 4), False),
+        (nn.Conv2d(3, 8, 2, 2, dilation=3), (3, 4, 4), False),
+        (nn.Conv2d(4, 8, 4, 4, groups=2), (4, 4, 4), False),
+    ],
+)
+def test_patches_in_few_calls(convolution, shape, is_product):
+    """The same values and gradients, and the module's hooks."""
+    tower, seen = _Embeds(convolution, shape), []
+    convolution.register_forward_hook(lambda module, given, output: seen.append(output))
+    patches = torch.randn(5, torch.Size(shape).numel(), dtype=torch.float64, requires_grad=True)
+    held = [patches, *tower.parameters()]
+    outputs, gradients, calls = [], [], []
+    for forward in (tower, in_few_calls(tower)):
+        with _Convolutions() as counter:
+            outputs.append(forward(patches))
+        calls.append(counter.calls)
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), held))
+    assert calls == [1, 0 if is_product else 1]
+    assert outputs[0].shape == outputs[1].shape and seen[0] is outputs[0] and seen[1] is outputs[1]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-14)
+    for found, expected in zip(gradients[1], gradients[0], strict=True):
+        assert float((found - expected).norm() / expected.norm()) < 1e-14
+    assert "forward" not in vars(convolution)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_only_our_calls_multiply(model_type):
+    model, made = build(model_type), batch(model_type)
+    with _Convolutions() as ours:
+        run = run_packed(model, made, recompute="all")
+    assert ours.calls == 0
+    assert errors(run, reference(model_type)).largest < tolerance(model_type)
+    model.set_attn_implementation("sdpa")
+    with _Convolutions() as theirs:
+        run_alone(model, made)
+    assert theirs.calls > 0
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "calls"),
+    [
+        # two blocks, pictures of two sizes
+        ("qwen3_vl", "images", 4),
+        ("glm4v", "images", 4),
+        # a block with windows of two sizes
+        ("qwen2_5_vl", "images", 4),
+        # frames of clips; the image and the clips are apart
+        ("qwen3_vl", "videos", 4),
+    ],
+)
+def test_pictures_of_one_size_are_one_call(model_type, kind, calls):
+    model = build(model_type)
+    with _Attention() as counter:
+        found = errors(run_packed(model, made_of(model_type, kind)), reference(model_type, kind))
+    assert counter.calls == calls and found.largest < tolerance(model_type)
+    # a user's own call is the family's
+    model.set_attn_implementation("sdpa")
+    with _Attention() as counter:
+        run_alone(model, made_of(model_type, kind))
+    assert counter.calls > 2 * calls
+
+
+def test_layers_that_are_recomputed_by_themselves():
+    """They run again in the backward, when what was changed for the call is not."""
+    model = build("qwen3_vl")
+    enable_checkpointing(model, use_reentrant=False)
+    run = run_packed(model, batch("qwen3_vl"), recompute="nothing")
+    assert errors(run, reference("qwen3_vl")).largest < tolerance("qwen3_vl")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_attention_across_borders_is_seen(model_type, monkeypatch):
+    """Two pictures of one size as one."""
+    attend = tower_attention.picture_attention
+
+    def across(*given: Any) -> Any:
+        return attend(*given[:-1], given[-1][[0, *range(2, len(given[-1]))]])
+
+    monkeypatch.setattr("prefixtree.models.attention.picture_attention", across)
+    wrong = errors(run_packed(build(model_type), batch(model_type)), reference(model_type))
+    assert wrong.logprob > 0.01 and wrong.tower > 0.01
+
+
+@pytest.mark.parametrize("left_out", ["the bias", "the weight's gradient"])
+def test_a_product_without_is_seen(left_out, monkeypatch):
+    product = runs_of_tower._product
+
+    def without(module: Any, patches: torch.Tensor) -> torch.Tensor:
+        if left_out == "the bias":
+            return product(module, patches) - module.bias.view(-1, 1, 1, 1)
+        return product(module, patches).detach() + 0 * (module.weight.sum() + module.bias.sum())
+
+    monkeypatch.setattr(runs_of_tower, "_product", without)
+    wrong = errors(run_packed(build("qwen3_vl"), batch("qwen3_vl")), reference("qwen3_vl"))
+    print(wrong)
+    assert wrong.tower > 1e-3 and (left_out == "the bias") == (wrong.logprob > 1e-3)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -213,12 +213,14 @@ def test_masks_temperatures_and_entropies():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("where", ["text", "tower"])
+@pytest.mark.parametrize("where", ["text", "tower", "patches"])
 def test_lora(where):
     """Adapters of the text part, over a frozen tower or beside one that trains."""
-    targets = (
-        r".*language_model.*\.(q_proj|down_proj)" if where == "text" else r".*\.qkv|.*\.q_proj"
-    )
+    targets = {
+        "text": r".*language_model.*\.(q_proj|down_proj)",
+        "tower": r".*\.qkv|.*\.q_proj",
+        "patches": r".*\.patch_embed\.proj|.*\.q_proj",
+    }[where]
 
     def adapted(implementation: str) -> Any:
         model = build("qwen3_vl", implementation)
@@ -234,7 +236,7 @@ def test_lora(where):
     run = run_packed(adapted("prefixtree"), made)
     assert expected.gradients.keys() == run.gradients.keys()
     assert all("lora_" in name for name in run.gradients)
-    assert any("visual" in name for name in run.gradients) == (where == "tower")
+    assert any("visual" in name for name in run.gradients) == (where != "text")
     norm = sum(float(g.norm()) ** 2 for g in expected.gradients.values()) ** 0.5
     # planned by what adapters keep; the frozen tower keeps nothing
     planned = run_packed(adapted("prefixtree"), made, recompute="auto")

@@ -18,10 +18,11 @@ from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.micro_batches import plan_micro_batches
 from prefixtree.planning.model_cost import model_cost, state_cost
 from tests.support import picture_cases
-from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.family_configs import FAMILIES
 from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import EVERY_TIME, build, cases, recurrent
+from tests.support.variant_configs import VARIANTS
 
 TOKENS = 20
 # AltUp mixes hidden states by matrices that it makes on the way: 3.5 % where these are 32 wide.

@@ -45,7 +45,7 @@ from prefixtree.recompute.trace import (
 )
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.sharing.estimate import _GPUS
-from tests.support.family_configs import CANNOT_CHECKPOINT, FAMILIES
+from tests.support.family_configs import FAMILIES
 from tests.support.models import (
     build,
     cases,
@@ -57,6 +57,7 @@ from tests.support.models import (
     run_packed,
     same_bits,
 )
+from tests.support.variant_configs import CANNOT_CHECKPOINT
 
 ROOT = Path(__file__).parents[2]
 # its experts look at numbers, so that shapes alone do not run

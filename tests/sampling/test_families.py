@@ -12,7 +12,7 @@ from prefixtree.integrations.transformers import supported_model_types
 from prefixtree.models.families import family_of
 from prefixtree.sampling import Draws, TreeSampler, forest_cache
 from tests.sampling.cases import GREEDY, generated
-from tests.support.family_configs import FAMILIES, INDEXED, PARTS, VARIANTS
+from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     EVERY_TIME,
@@ -21,6 +21,7 @@ from tests.support.models import (
     mostly_full,
     ragged_sequences,
 )
+from tests.support.variant_configs import PARTS, VARIANTS
 
 # beyond the windows (5 and 6); one the beginning of another, one a tree of its own
 _PROMPTS = [ragged_sequences()[i].tolist() for i in (0, 1, 3, 5)]

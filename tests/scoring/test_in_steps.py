@@ -23,7 +23,7 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring.steps_cases import MAX_TOKENS, PLAN, compare, number_of_steps, run, score
-from tests.support.family_configs import FAMILIES, INDEXED, VARIANTS
+from tests.support.family_configs import FAMILIES, INDEXED
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
@@ -47,6 +47,7 @@ from tests.support.models import (
 )
 from tests.support.replay import drawn_routes, routers_of
 from tests.support.step_ranks import LIGHT, loss_of
+from tests.support.variant_configs import VARIANTS
 
 _OTHERS = {*HYBRIDS, *INDEXED}
 ATTENDING = [name for name in (*FAMILIES, *VARIANTS) if name.partition("/")[0] not in _OTHERS]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.packing.gather import _Gather
 from prefixtree.scoring import kept_trunks, logprobs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
+from tests.support.lost_gradients import lose_copies
 from tests.support.models import (
     AdaptedHead,
     assert_same,
@@ -98,23 +98,10 @@ def test_in_steps(family):
 @pytest.mark.parametrize("steps", [False, True])
 def test_the_gradient_of_one_copy_turns_it_red(steps, monkeypatch):
     """In the place of the sum over the copies of an edge; the values are exact."""
-
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        rows = ctx.index.rows.long()
-        if grad.shape[-1] < 4:
-            return summed(ctx, grad)
-        # the first copy of each row
-        seen: set[int] = set()
-        first = [i for i, row in enumerate(rows.tolist()) if not (row in seen or seen.add(row))]
-        alone = torch.zeros_like(grad)
-        alone[first] = grad[first]
-        return summed(ctx, torch.cat([grad[:, :2], alone[:, 2:]], -1))
-
-    summed = _Gather.backward
     model = build("qwen3")
     options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT} if steps else {}
     expected = run_eager(model)
-    monkeypatch.setattr(_Gather, "backward", staticmethod(backward))
+    lose_copies(monkeypatch)
     found = errors(run(model, **options), expected)
     print(found)
     assert found.logprob < 1e-5 and found.gradient > 0.3

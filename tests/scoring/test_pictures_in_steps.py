@@ -16,14 +16,17 @@ from prefixtree.models import vision
 from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
+from prefixtree.scoring.in_steps import dummy_of
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
-from tests.support.models import TRANSFORMERS, counted
+from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (
+    ADAPTED,
     CONFIGS,
     NO_VIDEOS,
     batch,
     build,
     clone,
+    distance,
     errors,
     pictures_of,
     reference,
@@ -89,6 +92,17 @@ def test_the_tower_in_runs(model_type, recompute, monkeypatch):
     assert errors(run, reference(model_type)).largest < tolerance(model_type)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("targets", ADAPTED)
+def test_adapters_over_frozen_text(targets):
+    """What a step without pictures returns to one with some goes on to the tower."""
+    model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")
+    expected = run_packed(model, made)
+    model.zero_grad(set_to_none=True)
+    found = run_packed(model, made, **OPTIONS)
+    assert distance(found.gradients, expected.gradients) < 5e-5
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl", "gemma4"])
 def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatch):
     """The first step's are those that the backward computes last."""
@@ -109,6 +123,12 @@ def test_a_step_without_gradients_of_its_pictures_is_seen(model_type, monkeypatc
         run_packed(build(model_type), batch(model_type), **OPTIONS), reference(model_type)
     )
     assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+
+
+def test_a_dummy_is_a_token_that_the_model_knows():
+    """Also where the forest begins with a picture."""
+    packed = pt.pack(pt.PrefixForest.from_sequences([[64, 64, 9, 5], [64, 64, 7]]))
+    assert dummy_of(packed).input_ids.tolist() == [5]
 
 
 def test_pixels_that_change_before_the_backward():

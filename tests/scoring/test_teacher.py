@@ -10,6 +10,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models import checks
+from prefixtree.scoring import teacher as module
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.teacher import Teacher
 from tests.support.models import AdaptedHead, build, ragged_objective, ragged_packed
@@ -75,4 +76,18 @@ def test_what_a_teacher_must_be(monkeypatch):
     assert "forward" not in vars(teacher.lm_head)
     teacher.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedError, match="attn_implementation"):
+        Teacher(teacher, ragged_packed())
+
+
+def test_sharded_teachers_that_are_refused(monkeypatch):
+    """FSDP2 gathers the weights of a linear lm_head; tensor parallelism leaves them in parts."""
+    teacher = build("llama", tie_word_embeddings=False).eval()
+    weight: Any = teacher.lm_head.weight
+    weight.placements = ()
+    with pytest.raises(UnsupportedError, match=r"is divided \(a DTensor\) in its forward"):
+        Teacher(teacher, ragged_packed())
+    del weight.placements
+    teacher.lm_head = AdaptedHead(teacher.lm_head)
+    monkeypatch.setattr(module, "FSDPModule", torch.nn.Module)
+    with pytest.raises(UnsupportedError, match=r"its lm_head \(AdaptedHead\) is not linear"):
         Teacher(teacher, ragged_packed())

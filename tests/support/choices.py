@@ -19,4 +19,4 @@ def random_choice(
     chosen = torch.rand(len(rows), host.deepest, generator=generator) < share
     chosen[torch.arange(len(rows)), rows] = True
     bits = to_bits(chosen, words(host.deepest))
-    return bits.to(mask.device), mask.dense().cpu() & chosen[:, position]
+    return bits.to(mask.device), mask.dense() & chosen[:, position].to(mask.device)

@@ -33,7 +33,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import prefixtree as pt
 from tests.support.config_values import other_ropes, other_values
-from tests.support.family_configs import FAMILIES, VARIANTS
+from tests.support.family_configs import FAMILIES
 from tests.support.models import (
     TRANSFORMERS,
     Objective,
@@ -46,6 +46,7 @@ from tests.support.models import (
     run_replicated,
     tiny_config,
 )
+from tests.support.variant_configs import VARIANTS
 
 TABLE = Path(__file__).with_suffix(".json")
 FOLLOWED, REFUSED, NO_EFFECT, CANNOT, RED = (

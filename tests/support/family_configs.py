@@ -94,7 +94,7 @@ _GRANITE_SWA = {
     "attention_bias": True,
     "layer_rope_theta": (10000.0, 100.0, 0.0),
 }
-_GEMMA3N = {
+GEMMA3N = {
     "head_dim": 16,
     **_SLIDING,
     "final_logit_softcapping": 3.0,
@@ -105,7 +105,7 @@ _GEMMA3N = {
     "activation_sparsity_pattern": (0.5, 0.0, 0.0),
 }
 # unlike its sliding layers, the full ones have D = 16
-_GEMMA4 = {
+GEMMA4 = {
     "head_dim": 8,
     "global_head_dim": 16,
     **_SLIDING,
@@ -113,7 +113,7 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
 }
-_GEMMA4_UNIFIED = {
+GEMMA4_UNIFIED = {
     "head_dim": 8,
     "global_head_dim": 16,
     **_SLIDING,
@@ -121,12 +121,12 @@ _GEMMA4_UNIFIED = {
     # as real checkpoints have it: of images only
     "use_bidirectional_attention": "vision",
 }
-_SHARED_KV = {
+SHARED_KV = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 1,
     "layer_types": ("sliding_attention", "full_attention") * 2,
 }
-_DEEPSEEK = {**_MLA, **_ROUTED, "first_k_dense_replace": 1, "attention_bias": True}
+DEEPSEEK = {**_MLA, **_ROUTED, "first_k_dense_replace": 1, "attention_bias": True}
 _VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -188,14 +188,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cwm": {"head_dim": 16, **_SLIDING, "rope_parameters": _LLAMA3},
     "deepseek_v2": {
-        **_DEEPSEEK,
+        **DEEPSEEK,
         "n_routed_experts": 4,
         "topk_method": "greedy",
         "n_group": None,
         "topk_group": None,
     },
     "deepseek_v3": {
-        **_DEEPSEEK,
+        **DEEPSEEK,
         "n_routed_experts": 8,
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
     },
@@ -295,9 +295,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": _rope(),
         },
     },
-    "gemma3n_text": _GEMMA3N,
+    "gemma3n_text": GEMMA3N,
     "gemma4": {
-        "text_config": {**TINY, **_GEMMA4},
+        "text_config": {**TINY, **GEMMA4},
         "vision_config": {
             "hidden_size": 16,
             "intermediate_size": 16,
@@ -310,8 +310,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "audio_config": None,
     },
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4_UNIFIED,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
     "glm": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     "glm4": {"head_dim": 16, **_BIASES, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     "glm4_moe": {
@@ -540,7 +540,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 16,
         },
     },
-    "sarvam_mla": {**_DEEPSEEK, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "sarvam_mla": {**DEEPSEEK, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
     "sarvam_moe": {
         "head_dim": 16,
         **_ROUTED,
@@ -570,94 +570,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 FAMILIES |= HYBRIDS
 
-# further proofs of a family, named FAMILY/WHAT
-VARIANTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2/grouped": {**_DEEPSEEK, "topk_method": "group_limited_greedy"},
-    "gemma3n_text/shared keys": {
-        **_GEMMA3N,
-        **_SHARED_KV,
-        "activation_sparsity_pattern": (0.5, 0.0, 0.0, 0.0),
-    },
-    "gemma4_text/shared keys": {**_GEMMA4, **_SHARED_KV},
-    "gemma4_text/keys as values": {
-        **_GEMMA4,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-    },
-    "gemma4_text/experts": {
-        **_GEMMA4,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 24,
-    },
-    "gemma4_unified_text/shared keys": {
-        **_GEMMA4_UNIFIED,
-        **_SHARED_KV,
-        "use_double_wide_mlp": True,
-    },
-    "gemma4_unified_text/keys as values": {
-        **_GEMMA4_UNIFIED,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-    },
-    "opt/norm after": {
-        "ffn_dim": 48,
-        "dropout": 0.0,
-        "word_embed_proj_dim": HIDDEN,
-        "do_layer_norm_before": False,
-    },
-}
-
-# model types of parts, which need no separate proof: their wholes are proven
-PARTS = {
-    "glm4v_text": "glm4v",
-    "qwen2_5_vl_text": "qwen2_5_vl",
-    "qwen3_5_moe_text": "qwen3_5_moe",
-    "qwen3_5_text": "qwen3_5",
-    "qwen3_vl_moe_text": "qwen3_vl_moe",
-    "qwen3_vl_text": "qwen3_vl",
-}
-
 # whose layers have an indexer
 INDEXED = tuple(name for name, config in FAMILIES.items() if "index_n_heads" in config)
-
-# families whose forward computes a load-balancing loss
-WITH_ROUTER_LOSS = (
-    "deepseek_v4",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "flint",
-    "gpt_oss",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "jetmoe",
-    "laguna",
-    "mellum",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl_moe",
-)
-
-
-# Older transformers give these families no positions, or an attention mask, or call their layers
-# with indexers otherwise: they are refused there.
-REFUSED_BELOW = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), "5.23"),
-    "ministral3": "5.23",
-    "opt": "5.23",
-}
-# transformers checkpoints no layer of these
-CANNOT_CHECKPOINT = {"jetmoe"}
-# older transformers cannot run these at all
-BROKEN_BELOW = {"deepseek_v2/grouped": "5.17"}
-# older transformers do not hand their keywords to the loss: labels= goes unseen there
-LABELS_UNSEEN_BELOW = {"glm46v": "5.17", "glm4v": "5.17", "qwen3_vl": "5.17"}

@@ -18,8 +18,9 @@ from pathlib import Path
 from packaging.version import parse
 
 from prefixtree.models.unserved import UNSERVED
-from tests.support.family_configs import FAMILIES, PARTS
+from tests.support.family_configs import FAMILIES
 from tests.support.hybrid_configs import HYBRIDS
+from tests.support.variant_configs import PARTS
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs/families.md"

@@ -1,4 +1,4 @@
-"""Gradients that parts in time return to their lenders, left out: what comparisons must notice."""
+"""Gradients left out, of copies and of what parts in time borrow: what comparisons must notice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,25 @@ from typing import Any
 import pytest
 import torch
 
+from prefixtree.packing.gather import gather
 from prefixtree.parallel import states
 from prefixtree.parallel.steps import StepExchange
+from prefixtree.scoring import edges
+
+
+def lose_copies(monkeypatch: pytest.MonkeyPatch, behind: int = 2) -> None:
+    """Of the scores of edges from column `behind` on, the gradient of the first copy stands for the
+    sum over all; the values are exact."""
+
+    def gather_alone(values: torch.Tensor, index: Any) -> torch.Tensor:
+        scores = gather(values, index)
+        _, number = index.rows.unique(return_inverse=True)
+        is_first = (number[:, None] == number).float().argmax(1) == torch.arange(len(number))
+        measured = scores[:, behind:]
+        alone = torch.where(is_first[:, None], measured, measured.detach())
+        return torch.cat([scores[:, :behind], alone], 1)
+
+    monkeypatch.setattr(edges, "gather", gather_alone)
 
 
 def lose_keys(monkeypatch: pytest.MonkeyPatch) -> None:

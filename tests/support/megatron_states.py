@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -73,11 +74,16 @@ def _needs_a_gpu(*_: Any, **__: Any) -> Any:
     raise AssertionError("fla's kernel was called")
 
 
+def _nothing(**_: Any) -> Any:
+    return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def stand_in_for_kernels() -> Iterator[None]:
     """While open, Megatron makes and runs its layers with a state. Its gated delta rule runs as
     torch, with `deterministic_mode`."""
     from megatron.core.ssm import gated_delta_net, mamba_context_parallel, mamba_mixer
+    from megatron.core.tensor_parallel import random
 
     delta = getattr(gated_delta_net, "common", gated_delta_net)
     # since 0.19 in a module beside
@@ -88,6 +94,13 @@ def stand_in_for_kernels() -> Iterator[None]:
         # the environment of an older version has no einops
         patch.dict(vars(mamba_mixer), rearrange=rearrange),
         patch.object(mamba_context_parallel, "HAVE_EINOPS", True),
+        # recomputing a norm asks TransformerEngine whether FP8 is on
+        patch.dict(
+            vars(random),
+            FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
+            activation_recompute_forward=_nothing,
+            fp8_autocast=_nothing,
+        ),
         patch.multiple(
             mamba_mixer,
             HAVE_MAMBA_SSM=True,

@@ -32,19 +32,13 @@ from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.indexers import has_indexers
 from prefixtree.scoring import logprobs as scoring
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
-from tests.support.family_configs import (
-    BROKEN_BELOW,
-    FAMILIES,
-    REFUSED_BELOW,
-    TINY,
-    VARIANTS,
-    VOCABULARY,
-)
+from tests.support.family_configs import FAMILIES, TINY, VOCABULARY
 from tests.support.family_configs import (
     HIDDEN as HIDDEN,
 )
 from tests.support.full import mostly
 from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES, SINCE
+from tests.support.variant_configs import BROKEN_BELOW, REFUSED_BELOW, VARIANTS
 
 # image encoders, with what turns their outputs into embeddings
 TOWERS = ("model.visual.", "model.vision_tower.", "model.embed_vision.")

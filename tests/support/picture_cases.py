@@ -132,6 +132,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# adapters of a tower of Qwen3-VL, and of some of its text
+ADAPTED = [("qkv", "patch_embed.proj"), ("qkv", "q_proj")]
 # refused there
 NO_VIDEOS = ("gemma4", "glm46v", "glm4v")
 
@@ -368,6 +370,14 @@ def errors(found: Run, expected: Run) -> Errors:
     return Errors(
         max(float((a - b).abs().max()) for a, b in pairs), relative(False), relative(True)
     )
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The norm of the differences of gradients over that of the expected ones."""
+    assert found.keys() == expected.keys()
+    gap = [float((found[name] - gradient).norm()) for name, gradient in expected.items()]
+    whole = [float(gradient.norm()) for gradient in expected.values()]
+    return float(np.linalg.norm(gap) / np.linalg.norm(whole))
 
 
 def tolerance(model_type: str) -> float:

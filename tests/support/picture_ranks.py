@@ -24,6 +24,10 @@ RUNS = [
     ("fsdp2", "gemma4", "runs"),
     ("ddp", "qwen3_vl", "steps"),
     ("fsdp2", "qwen3_vl", "steps"),
+    ("ddp", "qwen3_vl", "kept"),
+    ("fsdp2", "qwen3_vl", "kept"),
+    ("fsdp2", "qwen3_vl", "kept, again"),
+    ("fsdp2", "gemma4", "kept, recomputed"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
@@ -31,13 +35,17 @@ PARTS: dict[str, list[list[list[int]]]] = {
     "videos": [[[0, 1, 2], [3, 4]], [[5], []]],
 }
 PARTS["runs"] = PARTS["steps"] = PARTS["images"]
+# of `kept_trunks`
+KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
+KEPT["kept, recomputed"] = {"recompute": "all", "recompute_trunks": "again"}
 # so little that steps may be small
 LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
-    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed."""
+    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed. In
+    "kept" the micro-batches of rank 0 share trunks, and rank 1 has none."""
     model = build(model_type)
     made = videos(model_type) if kind == "videos" else batch(model_type)
     pictures = pictures_of(model, made)
@@ -64,7 +72,9 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         counted([tower]) as towers,
         counted(blocks[:1]) as first_blocks,
     ):
-        for indices in PARTS[kind][rank]:
+        if kind in KEPT:
+            logprobs = _kept(wrapped, pictures, made, rank, **KEPT[kind])
+        for indices in PARTS[kind][rank] if kind in PARTS else ():
             rows = [pictures.sequences[i] for i in indices] or [pictures.sequences[0][:1]]
             packed = pt.pack(pt.PrefixForest.from_sequences(rows))
             scores = pt.sequence_logprobs(wrapped, packed, pictures=pictures, **options).logprobs
@@ -72,13 +82,17 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
             sum((p * w.to(p.dtype)).sum() for p, w in zip(scores, weights, strict=True)).backward()
             logprobs += [p.detach() for p in scores if len(p)]
         calls, of_blocks = towers(), first_blocks()
-    refused = ""
+    refused = two_modes = ""
+    if wrapper == "fsdp2" and kind in KEPT:
+        given = {"recompute": "nothing", "recompute_trunks": "all"}
+        two_modes = message_of(lambda: _kept(wrapped, pictures, made, rank, **given))
     if wrapper == "fsdp2" and model_type != "gemma4":
         shown = pictures_of(model, videos(model_type))
         packed = pt.pack(pt.PrefixForest.from_sequences(shown.sequences))
         refused = message_of(lambda: pt.sequence_logprobs(wrapped, packed, pictures=shown))
     return {
         "refused": refused,
+        "two modes": two_modes,
         "logprobs": logprobs,
         "gradients": {
             name.removeprefix("module."): p.grad.full_tensor()
@@ -92,3 +106,19 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         "wrapper": type(wrapped).__name__,
         "sharded": sum(hasattr(p, "placements") for p in wrapped.parameters()),
     }
+
+
+def _kept(model: nn.Module, pictures: Any, made: Any, rank: int, **options: Any) -> list[Any]:
+    """Log-probabilities of the sequences of a rank, whose micro-batches keep their trunks."""
+    mine = [*range(8)] if rank == 0 else [8]
+    plan = pt.plan_micro_batches(
+        [pictures.sequences[i] for i in mine], 40, trunks=True, borrow_cost=LIGHT
+    )
+    found: dict[int, Any] = {}
+    with pt.kept_trunks(model, plan[0], pictures=pictures, **options) as scored:
+        for each, scores in scored:
+            weights = [made.weights[mine[i]] for i in each.sequence_indices]
+            terms = zip(scores.logprobs, weights, strict=True)
+            sum((p * w.to(p.dtype)).sum() for p, w in terms).backward()
+            found |= dict(zip(each.sequence_indices.tolist(), scores.logprobs, strict=True))
+    return [found[i].detach() for i in sorted(found)]

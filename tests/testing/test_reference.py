@@ -133,6 +133,20 @@ def test_faithful_sums(name):
     assert min(errors()) > 2 * eps
 
 
+def test_convolutions_are_float32_while_runs_are_compared(monkeypatch, verify):
+    """TF32 is torch's default for them, on GPUs."""
+    seen, cudnn = [], torch.backends.cudnn
+
+    def stopped(*given):
+        seen.append(cudnn.allow_tf32)
+        raise ArithmeticError
+
+    monkeypatch.setattr("prefixtree.testing.verify._run_all", stopped)
+    with pytest.raises(AssertionError):
+        verify(QWEN3)
+    assert seen == [False] and cudnn.allow_tf32
+
+
 # ---- eager attention -----------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@ parallelism a part.
 
 The ranks of Megatron's context-parallel group divide the packed tokens as `group=` does for
 transformers' models: each runs the layers over its part, and core attention borrows the keys and
-values of ancestors that other ranks have, of the heads of this tensor-parallel rank. The rest of a
-layer knows nothing of it.
+values of ancestors that other ranks have, of the heads of this tensor-parallel rank. A layer with a
+state exchanges tokens for some of these heads. The rest of a layer knows nothing of it.
 
 **Gradients.** Megatron's schedules multiply a loss by the size of the group, and its DDP divides
 gradients by it: ranks are taken to have a part of the loss each. All ranks have the scores of all
@@ -27,7 +27,8 @@ from prefixtree.kernels.attention import tree_attention
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
-from prefixtree.parallel.ranks import arrival, rank_mask
+from prefixtree.parallel.ranks import TokensForHeads, arrival, rank_mask
+from prefixtree.parallel.state_heads import StatesByHeads
 from prefixtree.planning.split import Split, split_tokens
 from prefixtree.scoring.edges import DeviceEdges, ScoredEdges, edges_on_device
 from prefixtree.scoring.group_agreement import FACTS, parts_of_forest, parts_of_scores
@@ -55,6 +56,8 @@ class LocalForest:
         position_ids: int64 [t], depths.
         copies: int32 [t], how often the replicated batch has each token; 0 for padding.
         routes: None, or integers [t, layers, k], the recorded experts of each token.
+        states: None, or what stands in the place of `mask` in layers with a state where other ranks
+            have tokens too.
     """
 
     def __init__(self, packed: PackedForest, split: Split | None = None, group: Any = None) -> None:
@@ -64,11 +67,14 @@ class LocalForest:
         self.routes = inputs.get("tree_routes")
         self.mask, self.copies = packed.mask, packed.multiplicity
         self._divided: Any = None
+        self.states: StatesByHeads | None = None
         if split is not None:
             self._index = torch.distributed.get_rank(group)
             self._part = split[self._index]
             self.mask = self._part.mask
             self._divided = rank_mask(split, self._index, group)
+            exchange = TokensForHeads(split, self._index, group)
+            self.states = StatesByHeads(split, exchange, self.mask)
             ids, self.position_ids, self.copies = (
                 self._part.own(x) for x in (ids, self.position_ids, self.copies)
             )
@@ -187,6 +193,7 @@ def local_forest(
         padded = padded_to_ranks(packed, ranks * multiple)
         # of the configuration alone, as all stages of a pipeline divide alike
         split = split_tokens(padded, ranks, scored=edges_of(found), multiple=multiple)
+        _check_stages(config, split)
         runs = dict(zip(("starts of runs", "their owners"), split.runs, strict=True))
         return (split, found), {
             "forest": parts_of_forest(packed),
@@ -221,8 +228,7 @@ def _parts_of_state(language_model: Any, packed: PackedForest) -> dict[str, Any]
 
 
 def check_group(language_model: Any) -> None:
-    """Refuses a model whose context-parallel group is not the one of its configuration, or that has
-    pipeline stages beside it.
+    """Refuses a model whose context-parallel group is not the one of its configuration.
 
     Raises:
         UnsupportedError: with both sizes.
@@ -234,11 +240,22 @@ def check_group(language_model: Any) -> None:
             f"context_parallel_size={size} of the configuration, and the model's group has {ranks} "
             "ranks; give both the same size"
         )
-    stages = language_model.config.pipeline_model_parallel_size
-    if size > 1 and stages > 1:
+
+
+def _check_stages(config: Any, split: Split) -> None:
+    """Refuses parts that a pipeline would not send on: without their shapes it takes every rank's
+    for an equal share.
+
+    Raises:
+        UnsupportedError: with the parts' tokens.
+    """
+    tokens = split.num_own_tokens.tolist()
+    sends = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
+    if sends and len(set(tokens)) > 1:
         raise UnsupportedError(
-            f"context_parallel_size={size} with pipeline_model_parallel_size={stages} is not "
-            "verified on forests; set one of both to 1"
+            f"context-parallel ranks have {tokens} tokens, and pipeline stages take them for equal "
+            "shares: set variable_seq_lengths=True, or pad the forest to a multiple of the ranks "
+            "(pack(forest, pad_to_multiple_of=...))"
         )
 
 

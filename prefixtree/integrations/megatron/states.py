@@ -2,13 +2,15 @@
 
 Both are projections, gates and norms around a convolution and a recurrence. Megatron's run through
 the tokens in packed order; for a forest they are prefixtree's, and the rest stays Megatron's, with
-the heads and groups of this rank under tensor parallelism.
+the heads and groups of this rank under tensor parallelism. Context-parallel ranks exchange tokens
+for heads around the recurrence alone, so Megatron's code runs as if there were one.
 
-Legend: T packed tokens, d hidden size, H heads of this rank, P size of a head.
+Legend: t tokens of this rank, d hidden size, H heads of this rank, P size of a head.
 """
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -20,9 +22,9 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest
 from prefixtree.integrations.megatron.parameters import ForestParams
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
-from prefixtree.packing.mask import TreeMask
 
 if TYPE_CHECKING:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _DeltaNet
@@ -42,7 +44,7 @@ class ForestDeltaNet(_DeltaNet):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """hidden_states [T, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
+        """hidden_states [t, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
         kwargs["packed_seq_params"] = packed_seq_params
         if any(isinstance(a, ForestParams) for a in args):
             raise UnsupportedError(
@@ -50,20 +52,25 @@ class ForestDeltaNet(_DeltaNet):
             )
         if not isinstance(packed_seq_params, ForestParams):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        assert packed_seq_params.local is not None
-        mask = packed_seq_params.local.mask
-        rule: Any = self.gated_delta_rule
-        self.gated_delta_rule: Any = partial(_delta_rule, mask)
-        try:
-            return _along(mask)(self, hidden_states, attention_mask, *args, **kwargs)
-        finally:
-            self.gated_delta_rule = rule
+        local = packed_seq_params.local
+        assert local is not None
+        # a copy with the same parameters, which a recomputation may call later
+        mixer: Any = copy.copy(self)
+        mixer.gated_delta_rule = partial(_delta_rule, local)
+        if self.cp_size > 1:
+            mixer.cp_size, mixer.pg_collection = 1, copy.copy(self.pg_collection)
+            mixer.pg_collection.cp = Alone()
+            # since 0.19
+            if hasattr(self, "feat_dim_split"):
+                query, key, value, *others = self.in_proj_split_sections
+                mixer.feat_dim_split = (query + key + value, *others)
+        return _along(local)(mixer, hidden_states, attention_mask, *args, **kwargs)
 
 
-def _along(mask: TreeMask) -> Any:
+def _along(local: LocalForest) -> Any:
     """GatedDeltaNet's own forward, in which the name of its convolution means that of a tree."""
     forward = GatedDeltaNet.forward
-    names = forward.__globals__ | {"causal_conv1d": partial(_conv, mask)}
+    names = forward.__globals__ | {"causal_conv1d": partial(_conv, local)}
     made = FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -72,47 +79,76 @@ def _along(mask: TreeMask) -> Any:
 
 
 def _conv(
-    mask: TreeMask, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
+    local: LocalForest, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """As fla's causal_conv1d: x [1, T, D] -> [1, T, D]."""
-    return tree_conv(x[0], weight, bias, mask, activation)[None], None
+    """As fla's causal_conv1d: x [1, t, D] -> [1, t, D]."""
+    return _tree_conv(local, x[0], weight, bias, activation)[None], None
+
+
+def _tree_conv(local: LocalForest, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    if local.states is not None:
+        return local.states.conv(x, *args)
+    weight, bias, activation = args
+    return tree_conv(x, weight, bias, local.mask, activation)
 
 
 def _delta_rule(
-    mask: TreeMask, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
+    local: LocalForest, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """As fla's chunk_gated_delta_rule: [1, T, H, ...] -> [1, T, H, P]."""
-    return tree_delta_rule(query[0], key[0], value[0], g[0], beta[0], mask)[None], None
+    """As fla's chunk_gated_delta_rule: [1, t, H, ...] -> [1, t, H, P]."""
+    rows = query[0], key[0], value[0], g[0], beta[0]
+    if local.states is not None:
+        return local.states.delta_rule(*rows)[None], None
+    return tree_delta_rule(*rows, local.mask)[None], None
 
 
 class ForestMamba(_Mixer):
     """Stands before MambaMixer."""
 
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> Any:
+        """hidden_states [t, 1, d] of a forest, or a rank's part of them -> the same, a bias."""
+        mixer: Any = self
+        if isinstance(packed_seq_params, ForestParams) and self.cp.cp_size > 1:
+            mixer, alone = copy.copy(self), copy.copy(self.cp)
+            mixer.cp, alone.cp_size = alone, 1
+            alone.d_inner_local_tpcp = alone.d_inner_local_tp
+            alone.nheads_local_tpcp = alone.nheads_local_tp
+            alone.ngroups_local_tpcp = alone.ngroups_local_tp
+        kwargs["packed_seq_params"] = packed_seq_params
+        return MambaMixer.forward(mixer, hidden_states, *args, **kwargs)
+
     def _ssm_training(self, zxBCdt: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:
-        """[T, 1, what the projection gives] -> [T, 1, H P]; Megatron has one fused call here."""
+        """[t, 1, what the projection gives] -> [t, 1, H P]; Megatron has one fused call here."""
         if not isinstance(packed_seq_params, ForestParams):
             return super()._ssm_training(zxBCdt, packed_seq_params)
-        assert packed_seq_params.local is not None
-        mask, local = packed_seq_params.local.mask, self.cp
+        forest, local = packed_seq_params.local, self.cp
+        assert forest is not None
         groups, inner = local.ngroups_local_tpcp, local.d_inner_local_tpcp
         states = groups * self.d_state
         sizes = [inner, inner + 2 * states, local.nheads_local_tpcp]
         z, xBC, dt = zxBCdt[:, 0].split(sizes, -1)
         weight, bias = local.get_conv1d_weight()[:, 0], local.get_conv1d_bias()
-        xBC = tree_conv(xBC, weight, bias, mask, self.activation)
+        xBC = _tree_conv(forest, xBC, weight, bias, self.activation)
         x, B, C = xBC.split([inner, states, states], -1)
         D = local.get_D().float()
-        y = tree_ssd(
+        rows = (
             x.unflatten(-1, (-1, self.headdim)),
             dt,
             -local.get_A_log().float().exp(),
             B.unflatten(-1, (groups, -1)),
             C.unflatten(-1, (groups, -1)),
-            mask,
-            D=D.view(-1, self.headdim) if self.D_has_hdim else D,
-            dt_bias=local.get_dt_bias().float(),
-            dt_softplus=True,
         )
+        options = {
+            "D": D.view(-1, self.headdim) if self.D_has_hdim else D,
+            "dt_bias": local.get_dt_bias().float(),
+            "dt_softplus": True,
+        }
+        if forest.states is not None:
+            y = forest.states.ssd(*rows, **options)
+        else:
+            y = tree_ssd(*rows, forest.mask, **options)
         y = (y.flatten(1).float() * F.silu(z.float())).to(zxBCdt.dtype)[:, None]
         return self.norm(y) if self.rmsnorm else y
 
@@ -138,11 +174,6 @@ def check_state(name: str, mixer: Any) -> None:
     Raises:
         UnsupportedError: with the setting and the way to mend it.
     """
-    if (size := mixer.config.context_parallel_size) > 1:
-        raise UnsupportedError(
-            f"packed forests are not served with context_parallel_size={size} and {name}: states "
-            "are not handed on between ranks; set it to 1"
-        )
     if isinstance(mixer, ForestDeltaNet) and mixer.config.deterministic_mode:
         raise UnsupportedError(
             f"packed forests are not served with deterministic_mode=True and {name}: torch's "

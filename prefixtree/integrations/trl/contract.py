@@ -85,10 +85,7 @@ def check_dpo(trainer_class: type) -> None:
 def check_sft(trainer_class: type) -> None:
     """Refuses an `SFTTrainer` whose overridden method takes other arguments than those tested."""
     _check_version()
-    expected = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
-    check_parameters(
-        getattr(trainer_class, "compute_loss", None), "SFTTrainer.compute_loss", expected
-    )
+    _check_compute_loss(trainer_class, "SFTTrainer")
 
 
 def check_distillation(trainer_class: type) -> None:
@@ -107,10 +104,19 @@ def check_distillation(trainer_class: type) -> None:
 def check_gkd(trainer_class: type) -> None:
     """Refuses a `GKDTrainer` whose overridden method takes other arguments than those tested."""
     _check_version()
+    _check_compute_loss(trainer_class, "GKDTrainer")
+
+
+def check_gold(trainer_class: type) -> None:
+    """Refuses a `GOLDTrainer` whose overridden method takes other arguments than those tested."""
+    _check_version()
+    _check_compute_loss(trainer_class, "GOLDTrainer")
+
+
+def _check_compute_loss(trainer_class: type, name: str) -> None:
     expected = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
-    check_parameters(
-        getattr(trainer_class, "compute_loss", None), "GKDTrainer.compute_loss", expected
-    )
+    function = getattr(trainer_class, "compute_loss", None)
+    check_parameters(function, f"{name}.compute_loss", expected)
 
 
 def check_tree_attention(function: Callable[..., Any] | None, name: str) -> None:

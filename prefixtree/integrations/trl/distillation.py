@@ -1,5 +1,6 @@
-"""TRL's distillation, on policy (`DistillationTrainer`) and of given answers (`GKDTrainer`), with
-every distinct token of a micro-batch computed once, by the student and by the teacher.
+"""TRL's distillation, on policy (`DistillationTrainer`) and of given answers (`GKDTrainer`,
+`GOLDTrainer`), with every distinct token of a micro-batch computed once, by the student and by the
+teacher.
 
 Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions (padded right).
 """
@@ -16,10 +17,12 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 from trl import DistillationTrainer
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.gold import GOLDTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl.contract import check_distillation, check_gkd
+from prefixtree.integrations.trl.contract import check_distillation, check_gkd, check_gold
+from prefixtree.integrations.trl.fsdp import KeepsOutputs
 from prefixtree.integrations.trl.neighbours import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sft import check_single_samples
@@ -33,7 +36,7 @@ from prefixtree.scoring.teacher import Teacher
 _NO_LABEL = -100
 
 
-class PrefixTreeDistillationTrainer(KeepsNeighbours, DistillationTrainer):
+class PrefixTreeDistillationTrainer(KeepsOutputs, KeepsNeighbours, DistillationTrainer):
     """`trl.DistillationTrainer` on prefix forests.
 
     It gives the same losses, gradients and metrics, and computes each distinct token of a
@@ -90,7 +93,50 @@ class PrefixTreeDistillationTrainer(KeepsNeighbours, DistillationTrainer):
         return loss / _on(divisor, loss), entropy, count
 
 
-class PrefixTreeGKDTrainer(GKDTrainer):
+class _OfAnswers(KeepsOutputs):
+    """A trainer of TRL's experiments whose loss is a divergence at the labels of a batch. Stands
+    first of bases."""
+
+    def _check(self, recompute: Recompute) -> None:
+        """Behind TRL's constructor: refuses what is not verified, and prepares both models."""
+        this: Any = self
+        check_single_samples(this)
+        if this.compute_metrics is not None:
+            raise UnsupportedError(
+                "compute_metrics reads the logits of all rows: leave it out, or use TRL's trainer"
+            )
+        _prepare(this)
+        self._recompute = check_recompute(this, recompute)
+        self._sharing = SharingReport(this, DATA_SET_ADVICE)
+
+    def _loss_temperature(self) -> float:
+        """The divisor of the logits of both models in TRL's loss."""
+        return 1.0
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The divergence of a batch: input_ids, attention_mask and labels, [B, L], padded on either
+        side, labels -100 where a token is not scored. The outputs have no logits."""
+        scored = inputs["labels"] != _NO_LABEL
+        loss, count, _ = _divergence(
+            self,
+            model,
+            inputs["input_ids"],
+            inputs["attention_mask"],
+            scored,
+            self._loss_temperature(),
+        )
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = loss / _on(divisor, loss)
+        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+
+class PrefixTreeGKDTrainer(_OfAnswers, GKDTrainer):
     """`trl.experimental.gkd.GKDTrainer` on prefix forests.
 
     It gives the same losses and gradients, and computes each distinct token of a batch once, in the
@@ -109,32 +155,35 @@ class PrefixTreeGKDTrainer(GKDTrainer):
     def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
         check_gkd(GKDTrainer)
         super().__init__(*args, **kwargs)
-        check_single_samples(self)
-        if self.compute_metrics is not None:
-            raise UnsupportedError(
-                "compute_metrics reads the logits of all rows: leave it out, or use TRL's trainer"
-            )
-        _prepare(self)
-        self._recompute = check_recompute(self, recompute)
-        self._sharing = SharingReport(self, DATA_SET_ADVICE)
+        self._check(recompute)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The divergence of a batch: input_ids, attention_mask and labels, [B, L], padded on either
-        side, labels -100 where a token is not scored. The outputs have no logits."""
-        labels = inputs["labels"]
-        # TRL divides no logits by the temperature here
-        loss, count, _ = _divergence(
-            self, model, inputs["input_ids"], inputs["attention_mask"], labels != _NO_LABEL, 1.0
-        )
-        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss = loss / _on(divisor, loss)
-        return (loss, CausalLMOutput(loss=loss)) if return_outputs else loss
+
+class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
+    """`trl.experimental.gold.GOLDTrainer` on prefix forests, for a teacher with the student's
+    tokenizer.
+
+    As `PrefixTreeGKDTrainer`, for `GOLDTrainer`. A group of `num_generations` rows shares a prompt.
+
+    Args:
+        recompute: as in `prefixtree.sequence_logprobs`, of the student; all else is of
+            `GOLDTrainer`. Default: None, what `gradient_checkpointing` says.
+
+    Raises:
+        UnsupportedError: as `PrefixTreeDistillationTrainer`; use_uld_loss.
+    """
+
+    def __init__(self, *args: Any, recompute: Recompute = None, **kwargs: Any) -> None:
+        check_gold(GOLDTrainer)
+        super().__init__(*args, **kwargs)
+        if self.use_uld_loss:
+            raise UnsupportedError(
+                "use_uld_loss=True compares the teacher's tokens of another tokenizer, by spans of "
+                "them: set it to False, or use TRL's trainer"
+            )
+        self._check(recompute)
+
+    def _loss_temperature(self) -> float:
+        return self.temperature
 
 
 def divergence(teacher: Teacher, beta: float) -> Measure:
@@ -230,11 +279,7 @@ def _prepare(trainer: Any) -> None:
         )
     if trainer.teacher_model is None:
         raise UnsupportedError("there is no teacher_model: pass one")
-    if trainer.is_fsdp_enabled:
-        raise UnsupportedError(
-            "FSDP is not verified with distillation: use DDP (accelerate launch), or TRL's trainer"
-        )
-    prepare_trainer(trainer)
+    prepare_trainer(trainer, deepspeed=True)
 
 
 def _call(wrapper: nn.Module, original: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Any:

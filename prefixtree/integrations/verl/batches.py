@@ -58,6 +58,7 @@ def split(
     pictures: Pictures | None = None,
     borrow_cost: BorrowCost | None = None,
     has_backward: bool = True,
+    routes: Sequence[np.ndarray] | None = None,
 ) -> Sequence[MicroBatch]:
     """The micro-batches of a batch; as many on every rank of the group, a multiple of `multiple`.
 
@@ -65,8 +66,9 @@ def split(
     for each of the `ranks` that compute it together, with a fixed one `micro_batch_size_per_gpu`
     sequences. Either way sequences that share are brought together: every sequence is in one
     micro-batch, but not in the order given. With pictures, forests are of `pictures.sequences`.
-    With a `borrow_cost` (and a dynamic batch size) they keep their trunks, for `kept_trunks`, where
-    that computes less than cut trees on all ranks together; `has_backward` says what is counted.
+    `routes` are those of `PrefixForest.from_sequences`. With a `borrow_cost` (and a dynamic batch
+    size) they keep their trunks, for `kept_trunks`, where that computes less than cut trees on all
+    ranks together; `has_backward` says what is counted.
 
     Raises:
         ValueError: a sequence longer than that on any rank, or fewer sequences on
@@ -74,7 +76,7 @@ def split(
             fixed size does not divide, or that makes another number of micro-batches.
     """
     sequences = sequences_of(data) if pictures is None else pictures.sequences
-    forest = PrefixForest.from_sequences(sequences)
+    forest = PrefixForest.from_sequences(sequences, routes=routes)
     if not tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True):
         size = data["micro_batch_size_per_gpu"]
         if len(sequences) % size != 0:

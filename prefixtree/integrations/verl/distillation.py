@@ -11,12 +11,17 @@ distinct rows of an edge, k the teacher's tokens, r edges of a block, Q numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    set_ulysses_sequence_parallel_group,
+)
 
 from prefixtree.integrations.verl.batches import shifted_to_jagged
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
@@ -32,12 +37,12 @@ def wants_topk(data: TensorDict) -> bool:
 
 
 class TopK:
-    """The loss of a micro-batch's edges, as verl's engine asks its loss function for it.
+    """The loss of a batch's edges, as verl's engine asks its loss function for it.
 
     Args:
         loss_function: verl's, called with student_logits [1, r, V], which returns name -> [1, r].
-        micro_batch: teacher_ids and teacher_logprobs jagged [B, n, k]: row t is of the distribution
-            of token t + 1.
+        data: teacher_ids and teacher_logprobs jagged [B, n, k]: row t is of the distribution of
+            token t + 1.
         packed: its forest, on the device.
         loss_mask: bool [n] per sequence, the scored tokens. Default: all.
     """
@@ -45,14 +50,13 @@ class TopK:
     def __init__(
         self,
         loss_function: Callable[..., Any],
-        micro_batch: TensorDict,
+        data: TensorDict,
         packed: PackedForest,
         loss_mask: Sequence[torch.Tensor] | None,
     ) -> None:
         self._loss = loss_function
-        self._ids = micro_batch["teacher_ids"].values()
-        self._logprobs = micro_batch["teacher_logprobs"].values()
-        self._input_ids = micro_batch["input_ids"]
+        self._ids = data["teacher_ids"].values().to(packed.device)
+        self._logprobs = data["teacher_logprobs"].values().to(packed.device)
         self._names: list[str] = []
         edges = packed.edges(loss_mask)
         number = torch.full((packed.num_tokens,), -1, device=packed.device)
@@ -82,17 +86,25 @@ class TopK:
             found.append(torch.zeros_like(found[0]).index_copy(0, has, values))
         return torch.cat(found, 1)
 
-    def outputs(self, scores: SequenceScores) -> dict[str, torch.Tensor]:
-        """The entries that verl's engine puts beside log_probs: name -> jagged [B, n], each number
-        at the token before, 0 where nothing is scored."""
+    def outputs(
+        self, scores: SequenceScores, input_ids: torch.Tensor, sequences: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        """The entries that verl's engine puts beside log_probs: name -> jagged [b, n], each number
+        at the token before, 0 where nothing is scored.
+
+        Args:
+            scores: those of b sequences. input_ids: theirs, jagged [b, n].
+            sequences: which of the batch's they are.
+        """
         assert scores.measured is not None
         of_copies = []
-        for values, which in zip(scores.measured, self._which, strict=True):
+        for values, sequence in zip(scores.measured, sequences, strict=True):
+            which = self._which[sequence]
             each = values.unflatten(1, (self._rows.shape[1], -1))
             index = which[:, None, None].expand(-1, 1, each.shape[2])
             of_copies.append(each.gather(1, index)[:, 0])
         return {
-            name: shifted_to_jagged([values[:, at] for values in of_copies], self._input_ids)
+            name: shifted_to_jagged([values[:, at] for values in of_copies], input_ids)
             for at, name in enumerate(self._names)
         }
 
@@ -103,9 +115,22 @@ class TopK:
             name: torch.nested.nested_tensor_from_jagged(values[row], offsets)
             for name, values in (("teacher_ids", self._ids), ("teacher_logprobs", self._logprobs))
         }
-        found = self._loss(student_logits=logits[None], data=teacher)
+        with _all_rows():
+            found = self._loss(student_logits=logits[None], data=teacher)
         self._names = list(found)
         return torch.stack([value[0].to(logits.dtype) for value in found.values()], 1)
+
+
+@contextmanager
+def _all_rows() -> Iterator[None]:
+    """While open, verl's loss takes the teacher's rows as they are: of a batch that ranks compute
+    together (Ulysses) it would cut out a rank's share, and these are those of a rank's edges."""
+    group = get_ulysses_sequence_parallel_group()
+    set_ulysses_sequence_parallel_group(None)
+    try:
+        yield
+    finally:
+        set_ulysses_sequence_parallel_group(group)
 
 
 def _distinct(

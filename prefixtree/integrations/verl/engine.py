@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from prefixtree.integrations.verl.refusals import (
     check_settings,
     check_step,
 )
+from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
@@ -64,10 +66,12 @@ from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
+from prefixtree.scoring.kept_trunks import KeptScores, check_kept, kept_trunks
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 
+# from a micro-batch that is scored to what verl's loss reads
+_OutputsOf = Callable[[TensorDict], dict[str, Any]]
 # an entry with a vendor precedes the engines of verl
 _REGISTERED = {"backend": ["fsdp", "fsdp2"], "device": "cuda", "vendor": "nvidia"}
 
@@ -123,8 +127,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        alone = self.ulysses_parallel_group is None and not self.sees
-        serves_topk = alone and self.model_output == "log_probs"
+        serves_topk = self.model_output == "log_probs"
         check_step(data, loss_function, forward_only, self.sees, serves_topk)
         group = self.get_data_parallel_group()
         pictures = self._pictures_of(data, group) if self.sees else None
@@ -142,13 +145,13 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             group,
             self.ulysses_sequence_parallel_size,
             pictures=pictures,
-            borrow_cost=None if wants_topk(data) else self._borrow_cost(forward_only),
+            borrow_cost=self._borrow_cost(forward_only),
             has_backward=not forward_only,
         )
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         outputs = []
         no_graph = torch.no_grad() if forward_only else nullcontext()
-        with no_graph, self._kept(data, batches) as kept:
+        with no_graph, self._kept(data, batches, loss_function) as kept:
             for step, batch in enumerate(batches):
                 # backwards of trunks come in between, so each is reduced
                 last = step == len(batches) - 1 or kept is not None
@@ -158,12 +161,12 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
                     else self._gradient_sync_context(is_last_micro_batch=last),
                     torch.profiler.record_function(f"micro_batch{step}"),
                 ):
-                    scores = None
+                    outputs_of = None
                     if kept is not None:
                         with self._autocast():
-                            _, scores = next(kept)
+                            outputs_of = next(kept)
                     loss, output = self._step(
-                        data, batch, loss_function, forward_only, pictures, scores
+                        data, batch, loss_function, forward_only, pictures, outputs_of
                     )
                     if not forward_only:
                         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -189,8 +192,14 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         """The cost of a kept trunk's token; None where trees are cut instead."""
         return None
 
-    def _kept(self, data: TensorDict, batches: Sequence[MicroBatch]) -> Any:
-        """A context with the scores of micro-batches that keep trunks; with None for others."""
+    def _kept(
+        self,
+        data: TensorDict,
+        batches: Sequence[MicroBatch],
+        loss_function: Callable[..., Any] | None,
+    ) -> Any:
+        """A context with the outputs of micro-batches that keep trunks, as functions of the
+        micro-batch; with None for others."""
         return nullcontext()
 
     # ---- a micro-batch -----------------------------------------------------------------------
@@ -202,19 +211,19 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         loss_function: Callable[..., Any] | None,
         forward_only: bool,
         pictures: Pictures | None,
-        scores: SequenceScores | None,
+        outputs_of: _OutputsOf | None,
     ) -> Any:
         """Runs the model over one micro-batch of a batch, unless it is scored already, and verl's
         loss over what comes out."""
         micro_batch = rows_of(data, batch).to(get_device_id())
         device = get_device_name()
         with self._autocast():
-            if scores is None:
+            if outputs_of is None:
                 bucket = self.pad_to_length_bucket if self.pad_to_length else None
                 packed = pack(batch.forest, bucket).to(device)
                 model_output = self._model_output(micro_batch, packed, pictures, loss_function)
             else:
-                model_output = _outputs_of(scores, micro_batch)
+                model_output = outputs_of(micro_batch)
             if loss_function is None:
                 assert forward_only, "a training step needs a loss function"
                 loss, metrics = torch.tensor(1.0, device=device), {}
@@ -275,8 +284,7 @@ class PackedActorEngine(_FsdpEngine):
             group=self.ulysses_parallel_group,
             pictures=pictures,
         )
-        others = {} if top_k is None else top_k.outputs(scores)
-        return _outputs_of(scores, micro_batch) | others
+        return _outputs_of(scores, top_k, range(len(scores.logprobs)), micro_batch)
 
     def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
         if self.sees or self.pad_to_length or self.ulysses_parallel_group is not None:
@@ -293,19 +301,40 @@ class PackedActorEngine(_FsdpEngine):
 
     @contextmanager
     def _kept(
-        self, data: TensorDict, batches: Sequence[MicroBatch]
-    ) -> Iterator[Iterator[tuple[MicroBatch, SequenceScores]] | None]:
+        self,
+        data: TensorDict,
+        batches: Sequence[MicroBatch],
+        loss_function: Callable[..., Any] | None,
+    ) -> Iterator[Iterator[_OutputsOf] | None]:
         if getattr(batches, "trunks", None) is None:
             yield None
             return
+        top_k: TopK | None = None
+
+        def measure(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+            assert top_k is not None
+            return top_k.measure(logits, edges)
+
+        measured = loss_function if wants_topk(data) else None
         with ExitStack() as stack:
             # trunks run as the forwards of a micro-batch do
             with self._autocast():
                 scored = kept_trunks(
-                    self.module, batches, **_score_options(data), recompute=self.recompute
+                    self.module,
+                    batches,
+                    **_score_options(data),
+                    recompute=self.recompute,
+                    measure=None if measured is None else measure,
                 )
                 kept = stack.enter_context(scored)
-            yield kept
+            if measured is not None:
+                assert isinstance(kept, KeptScores)
+                # edges have their numbers in the forest of the whole batch
+                top_k = TopK(measured, data, kept.packed, scored_tokens(data))
+            yield (
+                partial(_outputs_of, scores, top_k, batch.sequence_indices.tolist())
+                for batch, scores in kept
+            )
 
 
 def _score_options(data: TensorDict) -> dict[str, Any]:
@@ -317,13 +346,19 @@ def _score_options(data: TensorDict) -> dict[str, Any]:
     }
 
 
-def _outputs_of(scores: SequenceScores, micro_batch: TensorDict) -> dict[str, torch.Tensor]:
-    """In verl's names and layout."""
+def _outputs_of(
+    scores: SequenceScores,
+    top_k: TopK | None,
+    sequences: Sequence[int],
+    micro_batch: TensorDict,
+) -> dict[str, torch.Tensor]:
+    """In verl's names and layout; with what a distillation loss gives, of these sequences of the
+    batch that it was made for."""
     input_ids = micro_batch["input_ids"]
     outputs = {"log_probs": shifted_to_jagged(scores.logprobs, input_ids)}
     if scores.entropy is not None:
         outputs["entropy"] = shifted_to_jagged(scores.entropy, input_ids)
-    return outputs
+    return outputs if top_k is None else outputs | top_k.outputs(scores, input_ids, sequences)
 
 
 @EngineRegistry.register(model_type="value_model", **_REGISTERED)

@@ -30,6 +30,7 @@ from verl.workers.engine.megatron.transformer_impl import (
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs, tree_spec
 from prefixtree.integrations.megatron.checks import find_model
+from prefixtree.integrations.megatron.replay import recording
 from prefixtree.integrations.verl.batches import (
     count_tokens,
     in_order,
@@ -49,6 +50,13 @@ from prefixtree.integrations.verl.refusals import (
     check_recompute,
     check_step,
 )
+from prefixtree.integrations.verl.routes import (
+    asks_for_routes,
+    is_recorded,
+    routes_of,
+    routes_of_batch,
+    to_jagged_routes,
+)
 from prefixtree.packing.layout import PackedForest, pack
 
 # an entry with a vendor precedes the engines of verl
@@ -57,6 +65,9 @@ _REGISTERED = {"backend": "megatron", "device": "cuda", "vendor": "nvidia"}
 
 class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
     """The common part of actor, reference and critic."""
+
+    # what routers chose in the micro-batches of a forward that is to record it
+    _recorded: list[torch.Tensor] | None = None
 
     def __init__(
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any
@@ -96,11 +107,16 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         """
         if not self.packs:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        check_step(data, loss_function, forward_only)
+        check_step(data, loss_function, forward_only, replays=True)
+        config, mode = self.tf_config, self.engine_config.router_replay.mode
+        records, routes = is_recorded(data, mode, forward_only), None
+        if asks_for_routes(data) and not records:
+            routes = routes_of(data, mode, config)
+        self._recorded = [] if records else None
         group = self.get_data_parallel_group()
         stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        multiple = self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1
-        batches = split(data, group, multiple=multiple)
+        multiple = config.microbatch_group_size_per_vp_stage if stages > 1 else 1
+        batches = split(data, group, multiple=multiple, routes=routes)
         tu.assign_non_tensor(
             data,
             sp_size=1,
@@ -109,7 +125,6 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             num_micro_batch=len(batches),
         )
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
-        config = self.tf_config
         size = config.tensor_model_parallel_size if config.sequence_parallel else None
         # packed once, for all virtual stages
         micro_batches = [(rows_of(data, batch), pack(batch.forest, size)) for batch in batches]
@@ -132,9 +147,16 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        recorded = None
+        if self._recorded is not None:
+            recorded = routes_of_batch(self._recorded, batches, config)
+            self._recorded = None
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return {}
-        return in_order(outputs, batches)
+        results = in_order(outputs, batches)
+        if recorded is not None:
+            results["model_output"]["routed_experts"] = recorded
+        return results
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
@@ -151,8 +173,13 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
                 batch_iter, model, logits_processor_func, postprocess_micro_batch_func
             )
         batch, packed = next(batch_iter)
-        batch = batch.to(get_device_id())
-        output = self._outputs(model, batch, packed.to(get_device_name()))
+        batch, packed = batch.to(get_device_id()), packed.to(get_device_name())
+        if self._recorded is None:
+            output = self._outputs(model, batch, packed)
+        else:
+            with recording(find_model(model)) as chosen:
+                output = self._outputs(model, batch, packed)
+            self._recorded.append(to_jagged_routes(packed.unpack(chosen())))
         return output, partial(postprocess_micro_batch_func, data=batch)
 
     def _outputs(self, model: Any, batch: TensorDict, packed: PackedForest) -> Any:

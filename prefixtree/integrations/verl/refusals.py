@@ -123,9 +123,15 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
             "use_megatron_fsdp=True is not verified on packed forests; set it to False",
         ),
         (
-            replay != "disabled",
-            f"router_replay.mode={replay}: its rows are tokens of the batch, a forest has one per "
-            "distinct token; set it to disabled",
+            replay != "disabled" and model_config.model_type != "language_model",
+            f"router_replay.mode={replay} of a critic, for which verl records no routes; set it to "
+            "disabled",
+        ),
+        (
+            replay == "R2" and (engine_config.virtual_pipeline_model_parallel_size or 1) > 1,
+            "router_replay.mode=R2 with virtual_pipeline_model_parallel_size="
+            f"{engine_config.virtual_pipeline_model_parallel_size}: what virtual stages record was "
+            "not compared; set it to null, or router_replay.mode to R3",
         ),
         (
             model_config.mtp.enable,
@@ -224,13 +230,16 @@ def check_pictures(engine_config: Any) -> None:
         )
 
 
-def check_batch(data: TensorDict, sees: bool = False, serves_topk: bool = False) -> None:
+def check_batch(
+    data: TensorDict, sees: bool = False, serves_topk: bool = False, replays: bool = False
+) -> None:
     """Refuses batches, before they are split.
 
     Args:
         data: verl's batch; input_ids and position_ids jagged [B, n], or position_ids [B, 4, n].
         sees: whether the model takes pictures. Then the engine checks the other rows of positions.
         serves_topk: whether the engine computes losses of the teacher's top k.
+        replays: whether the engine runs recorded experts.
 
     Raises:
         UnsupportedError: with the setting to change.
@@ -246,8 +255,9 @@ def check_batch(data: TensorDict, sees: bool = False, serves_topk: bool = False)
         ),
         (
             (flag("distillation_use_topk") or flag("distillation_only")) and not serves_topk,
-            "distillation from the teacher's top-k needs an FSDP engine, a text model and a rank's "
-            "whole logits; set ulysses_sequence_parallel_size=1, or an estimator (loss_mode=k3)",
+            "distillation from the teacher's top-k needs a rank's whole logits of a language "
+            "model, which the actors of the FSDP engines have: take one, or an estimator "
+            "(loss_mode=k3)",
         ),
         (
             flag("calculate_sum_pi_squared"),
@@ -263,7 +273,7 @@ def check_batch(data: TensorDict, sees: bool = False, serves_topk: bool = False)
             "batches must be without padding (pad_mode=no_padding, jagged input_ids)",
         ),
         (
-            data.get("routed_experts", None) is not None,
+            data.get("routed_experts", None) is not None and not replays,
             "the batch has routed_experts, which verl's FSDP engine ignores (its Megatron and "
             "VeOmni engines replay them): set actor_rollout_ref.rollout."
             "enable_rollout_routing_replay=False; to replay routes on packed forests, call "
@@ -286,9 +296,10 @@ def check_step(
     forward_only: bool,
     sees: bool = False,
     serves_topk: bool = False,
+    replays: bool = False,
 ) -> None:
     """`check_batch`, and for a step with a backward `check_loss`."""
-    check_batch(data, sees, serves_topk)
+    check_batch(data, sees, serves_topk, replays)
     if not forward_only:
         dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)
         check_loss(loss_function, dynamic)

@@ -17,25 +17,22 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from packaging.version import Version
 
 from prefixtree import PrefixForest, pack
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.integrations.megatron import tree_logprobs, tree_outputs
-from prefixtree.integrations.megatron.version import installed
 from prefixtree.packing.layout import PackedForest
+from prefixtree.parallel import state_heads
 from prefixtree.parallel.ranks import RankExchange
-from tests.integrations.megatron import router_runs
+from prefixtree.parallel.state_heads import StatesByHeads
+from tests.integrations.megatron import context_stages, router_runs, state_runs
 from tests.integrations.megatron.replay_runs import routes_of
 from tests.integrations.megatron.router_runs import BIAS, Z, losses
 from tests.integrations.megatron.runs import (
+    NEWEST,
     TEMPERATURE,
     Case,
     Weights,
@@ -45,15 +42,20 @@ from tests.integrations.megatron.runs import (
     latent,
     moe,
     packed_of,
+    wrapped,
 )
+from tests.integrations.megatron.state_runs import DELTA, MAMBA
 from tests.integrations.megatron.test_one_process import FULL
 from tests.support.megatron_cpu import in_float64
+from tests.support.megatron_states import stand_in_for_kernels
 
 SP = {"sequence_parallel": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
-#: The older version differs in nothing that context parallelism meets.
-NEWEST = Version(installed()) >= Version("0.19")
 ROUTERS = losses("aux_loss", "global_aux_loss", **BIAS, **Z)
+NORM_RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["gdn_norm_out"],
+}
 #: Two ranks with parts, and two with other data.
 DATA = {
     "CP 2, DP 2": Case(),
@@ -61,10 +63,16 @@ DATA = {
         {"window_size": (6, 0)} | FULL | PER_TOKEN
     ),
     "CP 2, DP 2, latent attention, router losses": Case(latent() | ROUTERS),
+    "CP 2, DP 2, gated delta rule": Case(DELTA),
+    "CP 2, DP 2, Mamba, recompute": Case(MAMBA | FULL, model="hybrid"),
 }
 TENSOR = {
     "CP 2, TP 2 + SP, hybrid, tied": Case(SP, model="hybrid", tied=True),
     "CP 2, TP 2 + SP, router losses, recompute": Case(SP | ROUTERS | FULL),
+    "CP 2, TP 2 + SP, gated delta rule, its norm recomputed": Case(
+        SP | DELTA | {"linear_num_key_heads": 4} | NORM_RECOMPUTED
+    ),
+    "CP 2, TP 2 + SP, Mamba": Case(SP | MAMBA, model="hybrid"),
 }
 #: Experts on the ranks of a group with parts.
 EXPERT = {"CP 2, DP 2, EP 2, router losses": Case(ROUTERS)}
@@ -76,6 +84,10 @@ if not NEWEST:
     TENSOR.clear()
 SEQUENCES = router_runs.make_sequences()
 TOKENS = sum(len(s) - 1 for s in SEQUENCES)
+
+
+def _has_states(case: Case) -> bool:
+    return bool({*DELTA, *MAMBA} & {*(case.config or {})})
 
 
 def weights() -> Weights:
@@ -136,13 +148,10 @@ def run(case: Case, step: Any, wrap: Callable[[Any], Any] | None = None) -> dict
     places = router_runs.positions_of(SEQUENCES)
     in_one_row = wrap and "num_moe_experts" in (case.config or {})
     positions = router_runs.restarting(places) if in_one_row else contextlib.nullcontext()
-    with in_float64(), positions:
-        model = build(case, *([wrap] if wrap else []))
-        # whole gradients on each rank; the distributed optimizer's has a shard
-        settings = DistributedDataParallelConfig(
-            use_distributed_optimizer=False, grad_reduce_in_fp32=False, overlap_grad_reduce=False
-        )
-        ddp = DistributedDataParallel(model.config, settings, model)
+    made = state_runs.build if _has_states(case) else build
+    with in_float64(), positions, stand_in_for_kernels():
+        model = made(case, *([wrap] if wrap else []))
+        ddp = wrapped(model, whole=True)
         (logged,) = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=None,
@@ -193,9 +202,34 @@ def summed_over_ranks() -> Any:
     return patch.object(torch.Tensor, "register_hook", lambda *_: None)
 
 
-MISTAKES: dict[str, Callable[[], Any]] = {
+def tails_without_gradient() -> Any:
+    """A convolution gives nothing back for the tokens above its own that another rank has."""
+
+    def kept(self: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.index_select(0, self.own_rows)
+
+    return patch.object(state_heads._Tails, "part", kept)
+
+
+def decay_without_gradient() -> Any:
+    rule = StatesByHeads.delta_rule
+
+    def cut(self: Any, query: Any, key: Any, value: Any, g: Any, beta: Any) -> torch.Tensor:
+        return rule(self, query, key, value, g.detach(), beta)
+
+    return patch.object(StatesByHeads, "delta_rule", cut)
+
+
+#: Name -> the case that shows it, and the mistake.
+MISTAKES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "lent keys without gradient": ("CP 2, DP 2", lent_keys_without_gradient),
+    "gradients of scores summed over ranks": ("CP 2, DP 2", summed_over_ranks),
+    "tails without gradient": ("CP 2, DP 2, gated delta rule", tails_without_gradient),
+    "decay without gradient": ("CP 2, DP 2, gated delta rule", decay_without_gradient),
+}
+ON_STAGES: dict[str, Callable[[], Any]] = {
     "lent keys without gradient": lent_keys_without_gradient,
-    "gradients of scores summed over ranks": summed_over_ranks,
+    "other positions": context_stages.other_positions,
 }
 
 
@@ -264,12 +298,12 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         parallel_state.initialize_model_parallel(**sizes, context_parallel_size=2)
         for name, case in cases.items():
             results[name] = errors(run(case, forest), expected[name])
-            if len(results) == 1:
-                for mistake, planted in MISTAKES.items():
+            for mistake, (of_case, planted) in MISTAKES.items():
+                if name == of_case:
                     with planted():
                         results[mistake] = errors(run(case, forest), expected[name])
         if cases is DATA:
             results["outputs"] = errors(outputs() | routed(), wanted)
             results["refused"] = refused()
         parallel_state.destroy_model_parallel()
-    return results
+    return results | context_stages.results(errors, ON_STAGES)

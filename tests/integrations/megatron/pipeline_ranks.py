@@ -83,7 +83,9 @@ def _sent_on(output: Any) -> tuple[Any, Any]:
 def scored(batches: Any, model: Any) -> Any:
     """A forward_step with scored edges. The schedule divides by the number of micro-batches."""
     at = next(batches)
-    output = tree_logprobs(model, packed_of(GROUPS[at]), TEMPERATURE, return_entropy=True)
+    # stages take the parts of context-parallel ranks for equal shares, unless shapes are exchanged
+    packed = packed_of(GROUPS[at], parallel_state.get_context_parallel_world_size())
+    output = tree_logprobs(model, packed, TEMPERATURE, return_entropy=True)
     if isinstance(output, torch.Tensor):
         return _sent_on(output)
     return _with_loss(WEIGHTS[at].loss(output.logprobs, output.entropy) * len(GROUPS))
@@ -120,9 +122,11 @@ def replicated_row(batches: Any, model: Any) -> Any:
     return _with_loss(WEIGHTS[at].loss(*router_runs.scored(output, GROUPS[at])) * len(GROUPS))
 
 
-def run(chunks: list[Any], step: Any, count: int, length: int) -> tuple[dict[str, Any], float]:
-    """Gradients of this stage, and on the last stage the loss."""
-    models = [wrapped(chunk) for chunk in chunks]
+def run(
+    chunks: list[Any], step: Any, count: int, length: int, whole: bool = False
+) -> tuple[dict[str, Any], float]:
+    """Gradients of this stage, and on the last stage the loss; `whole` as in `wrapped`."""
+    models = [wrapped(chunk, whole) for chunk in chunks]
     batches = [iter(range(count)) for _ in models]
     losses = get_forward_backward_func()(
         forward_step_func=step,

@@ -11,11 +11,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from prefixtree import PrefixForest, pack
-from prefixtree.integrations.megatron import routers, tree_logprobs
+from prefixtree.integrations.megatron import replay, routers, tree_logprobs
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.runs import TEMPERATURE, Case, Result, Weights, make_sequences
 from tests.support.megatron_cpu import DEVICE, in_float64
@@ -90,6 +93,35 @@ def compared(case: Case) -> runs.Errors:
         return runs.errors(run_forest(model, sequences, routes, weights), expected)
 
 
+def recorded(case: Case) -> dict[str, Any]:
+    """Experts that a forest's forward records, and those that Megatron records of each sequence
+    alone: the rows, and how many differ."""
+    config, sequences = case.config or {}, make_sequences()
+    with in_float64(), torch.no_grad():
+        RouterReplay.clear_global_router_replay_instances()
+        plain = runs.build(Case(config | {"moe_enable_routing_replay": True}), lambda spec: spec)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        multiple = runs.padded_to() if plain.config.sequence_parallel else None
+        expected = []
+        for sequence in sequences:
+            runs.alone(plain, sequence, multiple)
+            experts = torch.stack(RouterReplay.get_recorded_data(), 1)
+            if plain.config.sequence_parallel:
+                experts = gather_from_sequence_parallel_region(experts)
+            expected.append(experts[: len(sequence)])
+        model = runs.build(case)
+        packed = runs.packed_of(sequences, multiple)
+        with replay.recording(model) as chosen:
+            tree_logprobs(model, packed)
+        got = packed.unpack(chosen())
+    assert all(vars(r)["router_replay"] is None for r in routers.routers_of(model).values())
+    off = [
+        (a.sort(-1).values != b.sort(-1).values).any((1, 2))
+        for a, b in zip(got, expected, strict=True)
+    ]
+    return {"rows": len(torch.cat(off)), "other": int(torch.cat(off).sum())}
+
+
 def next_layers_routes() -> Any:
     """Routers read another layer's column."""
     made = routers.RoutedTokens.__init__
@@ -103,9 +135,9 @@ def next_layers_routes() -> Any:
 
 def weights_without_gradient() -> Any:
     """The recorded experts' weights are constants."""
-    replay = routers.Recorded.get_replay_topk
+    taken = routers.Recorded.get_replay_topk
 
     def cut(self: Any, scores: torch.Tensor, *given: Any, **more: Any) -> Any:
-        return replay(self, scores.detach(), *given, **more)
+        return taken(self, scores.detach(), *given, **more)
 
     return patch.object(routers.Recorded, "get_replay_topk", cut)

@@ -26,11 +26,15 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from packaging.version import Version
 
 from prefixtree import MeasuredEdges, PackedForest, PrefixForest, pack
 from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
+from prefixtree.integrations.megatron.version import installed
 from tests.support.megatron_cpu import DEVICE, Norm, with_norms
 
+#: The older version differs in nothing that context parallelism meets.
+NEWEST = Version(installed()) >= Version("0.19")
 VOCABULARY = 256
 # exact in float32
 TEMPERATURE = 0.75
@@ -219,10 +223,11 @@ def build(case: Case, wrap: Callable[[Any], Any] = tree_spec, vp_stage: int | No
     return model.to(DEVICE).train()
 
 
-def wrapped(model: Any) -> DistributedDataParallel:
-    """Megatron's DDP, in the gradient buffers of its distributed optimizer."""
+def wrapped(model: Any, whole: bool = False) -> DistributedDataParallel:
+    """Megatron's DDP, in the gradient buffers of its distributed optimizer; or with whole gradients
+    on each rank, of which that has a shard."""
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=False, overlap_grad_reduce=False
+        use_distributed_optimizer=not whole, grad_reduce_in_fp32=False, overlap_grad_reduce=False
     )
     return DistributedDataParallel(model.config, config, model)
 

@@ -140,6 +140,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     results |= {name: router_runs.compared(case) for name, case in ROUTERS.items()}
     results |= {name: vars(state_runs.compared(case)) for name, case in STATES.items()}
     results |= {name: vars(replay_runs.compared(case)) for name, case in REPLAY.items()}
+    results["records"] = replay_runs.recorded(Case(SP | moe()))
     model = build(TENSOR["TP + SP"])
     results["shape of the output layer"] = tuple(model.output_layer.weight.shape)
     results["sequence parallel"] = bool(model.output_layer.sequence_parallel)

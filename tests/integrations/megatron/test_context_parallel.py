@@ -1,4 +1,4 @@
-"""Four ranks of a gloo group: context parallelism beside data and tensor parallelism."""
+"""Four ranks of a gloo group: context parallelism beside data, tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.megatron.context_ranks import DATA, EXPERT, MISTAKES, TENSOR
+from tests.integrations.megatron import context_stages
+from tests.integrations.megatron.context_ranks import DATA, EXPERT, MISTAKES, ON_STAGES, TENSOR
 from tests.support.spawn import run_ranks
 
 
@@ -23,7 +24,20 @@ def test_equals_sequences(ranks: list[dict[str, Any]], name: str) -> None:
         assert rank[name]["worst"] < 1e-13, rank[name]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", context_stages.CASES)
+def test_equals_sequences_on_pipeline_stages(ranks: list[dict[str, Any]], name: str) -> None:
+    # the ranks of a context-parallel group are neighbours
+    assert [rank[name]["has loss"] for rank in ranks] == [False, False, True, True]
+    for rank in ranks:
+        assert rank[name]["worst"] < 1e-13, rank[name]
+
+
+def test_stages_without_shapes_refuse_unequal_parts(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "ranks have [56, 55] tokens" in rank["unequal shares"]
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *(f"CP 2, PP 2: {name}" for name in ON_STAGES)])
 def test_a_mistake_is_seen(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         assert rank[name]["worst"] > 1e-2

@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -327,6 +328,10 @@ def test_layers_with_a_state() -> None:
     assert "packed_seq_params" in names(GatedDeltaNet.forward)
     assert names(MambaMixer._ssm_training) == ["self", "zxBCdt", "packed_seq_params"]
     assert "_ssm_training" in MambaMixer.forward.__code__.co_names
+    # a copy of a mixer takes itself for the only context-parallel rank
+    assert "cp_size" in code.co_names and "pg_collection" in code.co_names
+    for method in ("pre_conv_ssm", "_slice_conv_param", "_slice_vector_param"):
+        assert "cp_size" in getattr(MambaContextParallel, method).__code__.co_names
 
 
 def test_layers_of_experts_have_a_router_in_their_submodules() -> None:

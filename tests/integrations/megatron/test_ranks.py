@@ -63,6 +63,11 @@ def test_router_losses_and_counts(ranks: list[dict[str, Any]], name: str) -> Non
         assert max(found["scores"], found["gradients"], found["routers"]) < 1e-13, found
 
 
+def test_recorded_routes_are_those_of_sequences(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["records"]["rows"] > 100 and rank["records"]["other"] == 0
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_seen(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:

@@ -23,7 +23,6 @@ from prefixtree import PrefixForest, UnsupportedError, pack
 from prefixtree.errors import ForestError
 from prefixtree.integrations.megatron import (
     check_model,
-    checks,
     pack_batches,
     refusals,
     tree_logprobs,
@@ -205,13 +204,6 @@ def test_parts_of_batches(two_ranks: Any) -> None:
         pack_batches(two_ranks)
 
 
-def test_states_of_parts(two_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixer = SimpleNamespace(config=two_ranks.config)
-    monkeypatch.setattr(checks, "state_of", lambda layer: mixer)
-    with pytest.raises(UnsupportedError, match=r"context_parallel_size=2 and decoder.*states"):
-        check_model(two_ranks)
-
-
 def test_another_group_than_the_configurations(model: Any) -> None:
     """A forest would be divided otherwise than losses and gradients are."""
     model.config.context_parallel_size = 2
@@ -219,10 +211,11 @@ def test_another_group_than_the_configurations(model: Any) -> None:
     refused_everywhere(model, message, shared=False)
 
 
-def test_parts_on_pipeline_stages(two_ranks: Any) -> None:
-    two_ranks.config.pipeline_model_parallel_size = 2
-    with pytest.raises(UnsupportedError, match="context_parallel_size=2 with pipeline_model_par"):
-        check_model(two_ranks)
+def test_megatrons_packed_batch_beside_a_forest(model: Any) -> None:
+    packed = packed_of(SEQUENCES)
+    params = thd(SEQUENCES)["packed_seq_params"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'packed_seq_params'"):
+        tree_logprobs(model, packed, packed_seq_params=params)  # type: ignore[call-arg]
 
 
 def test_megatrons_own_attention_of_parts() -> None:

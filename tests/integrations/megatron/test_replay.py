@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from prefixtree import PrefixForest, UnsupportedError, pack
-from prefixtree.integrations.megatron import pack_batches, tree_logprobs
+from prefixtree.integrations.megatron import pack_batches, replay, tree_logprobs
 from prefixtree.integrations.megatron.replay import ordinals_of
 from tests.integrations.megatron import replay_runs
 from tests.integrations.megatron.replay_runs import compared, routes_of
@@ -41,6 +41,19 @@ def test_equals_megatrons_replay(name: str) -> None:
 def test_a_mistake_is_seen(mistake: str) -> None:
     with getattr(replay_runs, mistake)():
         assert compared(Case(moe())).gradients > 1e-2
+
+
+@pytest.mark.parametrize("config", [moe(), moe(**SIGMOID)], ids=["softmax", "sigmoid, bias"])
+def test_what_a_forest_records(config: dict[str, Any]) -> None:
+    """Each sequence has the experts that Megatron records of it alone."""
+    found = replay_runs.recorded(Case(config))
+    assert found["rows"] > 100 and found["other"] == 0
+
+
+def test_a_router_that_chooses_unseen_is_not_recorded() -> None:
+    model = build(Case(moe()))
+    with replay.recording(model) as chosen, pytest.raises(UnsupportedError, match="cannot be rec"):
+        chosen()
 
 
 def test_prefixes_part_where_routes_differ() -> None:

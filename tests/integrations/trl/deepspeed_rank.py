@@ -26,8 +26,10 @@ from trl import GRPOTrainer
 import prefixtree as pt
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
 from tests.integrations.trl.launch import report
 from tests.integrations.trl.runs import SameOrder, make, parameters, rollouts, worst_metric
+from tests.integrations.trl.sample_runs import ratios
 
 ARGUMENTS: dict[str, Any] = {
     "optim": "sgd",
@@ -172,6 +174,39 @@ def _differences(ours: GRPOTrainer, theirs: GRPOTrainer, start: Weights) -> dict
     }
 
 
+def distilled(case: Case, folder: Path) -> dict[str, Any]:
+    """The trainers for distillation against TRL's; the teacher is saved, so that every one of them
+    loads it as DeepSpeed wants it."""
+    found = {}
+    for name, maker in (("on policy", DISTILLATION), ("gkd", GKD)):
+        runs = []
+        for kind in (maker.ours, maker.stock):
+            config = {k: dict(v) if isinstance(v, dict) else v for k, v in case.config.items()}
+            runs.append(
+                maker.make(
+                    kind,
+                    folder,
+                    model=str(folder),
+                    options={"teacher_model": str(folder / "teacher")},
+                    deepspeed=config,
+                    **case.arguments,
+                )
+            )
+            random.seed(0)
+            runs[-1].train()
+        parts = [*runs[0].teacher_model.parameters()]
+        found[name] = {
+            "parameters": largest_difference(*map(whole, runs)),
+            "moved": largest_difference(whole(runs[1]), case.starting_weights(folder)),
+            "teacher": type(runs[0].teacher_model).__name__,
+            "partitioned": sum(p.shape == (0,) for p in parts) / len(parts),
+            "ratio": min(ratios(runs[0])),
+        }
+        if dist.get_rank() == 0:
+            found[name]["metrics"] = worst_metric(*runs)[0]
+    return found
+
+
 def resume(case: Case, folder: Path) -> dict[str, Any]:
     """Four steps at once against two from the checkpoint of the second, and what files hold."""
     out = folder / f"saved-{case.config['zero_optimization']['stage']}"
@@ -274,6 +309,12 @@ SHORT = {"max_completion_length": 10}
 # with the load-balancing loss
 BALANCED = {"router_aux_loss_coef": 3.0}
 TRUNCATED = {"mask_truncated_completions": True}
+DISTIL = {
+    "use_cpu": False,
+    "per_device_train_batch_size": 3,
+    "model_init_kwargs": {"dtype": "float32"},
+    "temperature": 0.7,
+}
 CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "stage 1": (compare, Case(zero(1), SHORT, None)),
     "stage 2": (compare, Case(zero(2), LONG)),
@@ -286,6 +327,8 @@ CASES: dict[str, tuple[Callable[..., dict[str, Any]], Case]] = {
     "experts": (compare, Case(zero(3), BALANCED, rollouts, "experts")),
     "lora 2": (compare, Case(zero(2), {"learning_rate": 1.0}, lora=True)),
     "lora 3": (compare, Case(zero(3), {"learning_rate": 1.0, **SHORT}, None, lora=True)),
+    "distillation 2": (distilled, Case(zero(2), DISTIL)),
+    "distillation 3": (distilled, Case(zero(3), DISTIL)),
     "resume 2": (resume, Case(zero(2), SAVING, by_step)),
     "resume 3": (resume, Case(zero(3), SAVING, by_step)),
     # one iteration: a token that rounding puts on the other side of a clip drowns the rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from prefixtree.integrations.trl.distillation import (
     PrefixTreeDistillationTrainer,
     PrefixTreeGKDTrainer,
+    PrefixTreeGOLDTrainer,
 )
 from prefixtree.integrations.trl.neighbours import KeepsNeighbours
 from tests.integrations.trl.runs import tiny_config
@@ -74,25 +77,21 @@ def make_distillation(
     )
 
 
-def make_gkd(
-    trainer: type[GKDTrainer],
+def make_of_answers(
+    config: type,
+    small: dict[str, Any],
+    trainer: type,
     folder: Path,
     *,
     model: Any = None,
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Steps of two batches, each of two conversations of three turns; one in two is sampled."""
-    small = {
-        "per_device_train_batch_size": 6,
-        "max_steps": 3,
-        "max_new_tokens": 8,
-        "train_sampling_strategy": "sequential",
-        "output_dir": str(folder / "out"),
-    }
+    """Steps of two batches, each of two conversations of three turns."""
+    arguments = {"max_steps": 3, "output_dir": str(folder / "out"), **small, **arguments}
     return trainer(
         model=AutoModelForCausalLM.from_pretrained(folder) if model is None else model,
-        args=GKDConfig(**{**SMALL, **small, **arguments}),
+        args=config(**{**SMALL, "per_device_train_batch_size": 6, **arguments}),
         **{
             "teacher_model": teacher(),
             "processing_class": AutoTokenizer.from_pretrained(folder, pad_token="<|im_end|>"),
@@ -102,5 +101,16 @@ def make_gkd(
     )
 
 
+# one batch in two is sampled
+make_gkd = partial(
+    make_of_answers, GKDConfig, {"max_new_tokens": 8, "train_sampling_strategy": "sequential"}
+)
+# two samples of each prompt
+make_gold = partial(
+    make_of_answers,
+    GOLDConfig,
+    {"max_completion_length": 8, "max_length": 512, "num_generations": 2, "lmbda": 1.0},
+)
 DISTILLATION = Maker(make_distillation, PrefixTreeDistillationTrainer, SameOrder, chats)
 GKD = Maker(make_gkd, PrefixTreeGKDTrainer, GKDTrainer, conversations)
+GOLD = Maker(make_gold, PrefixTreeGOLDTrainer, GOLDTrainer, conversations)

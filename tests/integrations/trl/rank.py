@@ -202,15 +202,19 @@ def in_bfloat16(case: Case, folder: Path) -> dict[str, Any]:
 
 def samples(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for DPO and SFT against TRL's."""
-    arguments: dict[str, Any] = dict(case.arguments)
-    if case.fsdp is not None:
-        arguments |= {"fsdp": True, "fsdp_config": dict(case.fsdp)}
-    return compare_on_ranks(folder, **arguments)
+    return compare_on_ranks(folder, **_sharded(case))
 
 
 def distilled(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for distillation against TRL's."""
-    return compare_on_ranks(folder, {"on policy": DISTILLATION, "gkd": GKD}, **case.arguments)
+    return compare_on_ranks(folder, {"on policy": DISTILLATION, "gkd": GKD}, **_sharded(case))
+
+
+def _sharded(case: Case) -> dict[str, Any]:
+    """The arguments of trainers of samples."""
+    if case.fsdp is None:
+        return dict(case.arguments)
+    return {**case.arguments, "fsdp": True, "fsdp_config": dict(case.fsdp)}
 
 
 def _plain(name: str) -> str:
@@ -289,6 +293,10 @@ CASES: dict[str, tuple[Ask, Case]] = {
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
     "distillation": (distilled, Case({"per_device_train_batch_size": 3})),
+    "distillation, sharded": (
+        distilled,
+        Case({"per_device_train_batch_size": 3, "temperature": 0.7, "beta": 0.5}, {}),
+    ),
     # four ranks: the prompts suffice for one micro-batch per rank
     "hsdp": (
         compare,

@@ -22,6 +22,7 @@ from trl import (
     SFTTrainer,
 )
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.gold import GOLDTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -101,9 +102,10 @@ def test_signatures() -> None:
 
 def test_distillation() -> None:
     """The student is called in one place, which gets the wrapper here; GKD's loss divides no logits
-    by the temperature."""
+    by the temperature, GOLD's does."""
     contract.check_distillation(DistillationTrainer)
     contract.check_gkd(GKDTrainer)
+    contract.check_gold(GOLDTrainer)
     (call,) = calls(DistillationTrainer.compute_loss, "_forward_redirection")
     assert [ast.unparse(a) for a in call.args] == [
         *("model", "unwrapped_student", "self._compute_loss"),
@@ -113,10 +115,11 @@ def test_distillation() -> None:
         "compute_loss": 1,
         "_compute_loss": 1,
     }
+    expected = {"student_logits", "teacher_logits", "labels", "beta", "num_items_in_batch"}
     (loss,) = calls(GKDTrainer.compute_loss, "generalized_jsd_loss")
-    assert keywords(loss).keys() == {
-        *("student_logits", "teacher_logits", "labels", "beta", "num_items_in_batch")
-    }
+    assert keywords(loss).keys() == expected
+    (loss,) = calls(GOLDTrainer.compute_loss, "generalized_jsd_loss")
+    assert keywords(loss).keys() == {*expected, "temperature"}
 
 
 def test_all_scores_come_from_one_method() -> None:

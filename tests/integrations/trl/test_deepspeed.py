@@ -13,6 +13,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.trl.deepspeed import check_deepspeed
+from tests.integrations.trl.distillation_runs import teacher
 from tests.integrations.trl.launch import ROOT, launch
 from tests.integrations.trl.runs import save_model, tiny_config, tiny_hybrid, tiny_mixture
 
@@ -33,6 +34,7 @@ COMPARED = {
     "lora 2": 2,
     "lora 3": 3,
 }
+DISTILLED = {"distillation 2": 2, "distillation 3": 3}
 RESUMED = {"resume 2": 2, "resume 3": 3}
 Results = dict[str, dict[str, Any]]
 
@@ -44,6 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "tied", tiny_config(tie_word_embeddings=True))
     save_model(folder / "hybrid", tiny_hybrid("qwen3_5_text"))
     save_model(folder / "experts", tiny_mixture())
+    teacher().save_pretrained(folder / "teacher")
     return folder
 
 
@@ -51,7 +54,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(models: Path) -> Results:
     """Of two ranks, which start once for all cases."""
     return launch(
-        RANK, models, *COMPARED, *RESUMED, "bfloat16", "without hooks", DS_ACCELERATOR="cpu"
+        RANK,
+        models,
+        *(*COMPARED, *DISTILLED, *RESUMED, "bfloat16", "without hooks"),
+        DS_ACCELERATOR="cpu",
     )
 
 
@@ -94,6 +100,17 @@ def test_generation_layer_by_layer(results: Results) -> None:
 def test_a_rank_with_nothing_to_score(results: Results, case: str) -> None:
     scored = results[case]["scored"]
     assert scored[0] > 0 and scored[1] == 0
+
+
+@pytest.mark.parametrize("case", DISTILLED)
+def test_distillation(results: Results, case: str) -> None:
+    """The teacher is whole on every rank at stage 2, and in parts at stage 3."""
+    for found in results[case].values():
+        print(case, found)
+        assert found["teacher"] == "DeepSpeedEngine"
+        assert found["partitioned"] == float(DISTILLED[case] == 3)
+        assert found["moved"] > 1e-3 and found["ratio"] > 1.4
+        assert found["metrics"] < 1e-5 and found["parameters"] < 1e-5
 
 
 @pytest.mark.parametrize("case", RESUMED)

@@ -16,15 +16,18 @@ from prefixtree.integrations.trl import distillation
 from prefixtree.integrations.trl.distillation import (
     PrefixTreeDistillationTrainer,
     PrefixTreeGKDTrainer,
+    PrefixTreeGOLDTrainer,
 )
 from tests.integrations.trl.distillation_runs import (
     DISTILLATION,
     GKD,
+    GOLD,
     SameOrder,
     chats,
     conversations,
     make_distillation,
     make_gkd,
+    make_gold,
     teacher,
 )
 from tests.integrations.trl.runs import (
@@ -62,7 +65,7 @@ def test_a_run_on_policy_is_trls_own(folder: Path) -> None:
     assert min(ratios(ours)) > 2
 
 
-@pytest.mark.parametrize("maker", [DISTILLATION, GKD], ids=["on policy", "gkd"])
+@pytest.mark.parametrize("maker", [DISTILLATION, GKD, GOLD], ids=["on policy", "gkd", "gold"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_divergences(folder: Path, maker: Maker, beta: float) -> None:
     """By a teacher that caps its logits, with moments."""
@@ -75,6 +78,7 @@ def test_divergences(folder: Path, maker: Maker, beta: float) -> None:
     )
     assert moved(runs[1], folder) > 5e-4
     assert_equal_runs(*runs)
+    assert min(ratios(runs[0])) > 1.3
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,21 @@ def test_gkd(folder: Path, arguments: dict[str, Any]) -> None:
     assert moved(theirs, folder) > 1e-3
     assert_equal_runs(ours, theirs)
     assert arguments.get("seq_kd") or min(ratios(ours)) > 1.3
+
+
+def test_gold_on_given_answers(folder: Path) -> None:
+    """At another temperature, with evaluations and a smaller last batch."""
+    ours, theirs = GOLD.trained(
+        folder,
+        lmbda=0.0,
+        num_generations=1,
+        temperature=0.6,
+        eval_strategy="steps",
+        eval_steps=2,
+        options={"eval_dataset": conversations(turns(2))},
+    )
+    assert moved(theirs, folder) > 1e-3
+    assert_equal_runs(ours, theirs)
 
 
 @pytest.mark.parametrize("maker", [DISTILLATION, GKD], ids=["on policy", "gkd"])
@@ -156,14 +175,14 @@ def test_what_the_trainers_refuse(folder: Path) -> None:
             make(kind, folder, options=other)
         with pytest.raises(UnsupportedError, match="fp16=True: not verified"):
             make(kind, folder, fp16=True)
-    spread = SimpleNamespace(_is_vlm=False, teacher_model=teacher(), is_fsdp_enabled=True)
-    with pytest.raises(UnsupportedError, match="FSDP is not verified with distillation"):
-        distillation._prepare(spread)
     with pytest.raises(UnsupportedError, match="images are not verified with distillation"):
         distillation._prepare(SimpleNamespace(_is_vlm=True))
     with pytest.raises(UnsupportedError, match="compute_metrics reads the logits"):
         metrics = {"compute_metrics": lambda prediction: {}}
         make_gkd(PrefixTreeGKDTrainer, folder, options=metrics)
+    with pytest.raises(UnsupportedError, match="use_uld_loss=True compares"):
+        uld = {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(folder)}
+        make_gold(PrefixTreeGOLDTrainer, folder, **uld)
     with pytest.raises(UnsupportedError, match="there is no teacher_model"):
         make_distillation(PrefixTreeDistillationTrainer, folder, options={"teacher_model": None})
 

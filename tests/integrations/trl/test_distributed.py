@@ -65,7 +65,7 @@ TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
 EVERY_TIME = (
     *("ddp", "generation", "unequal ranks", "FSDP's checkpointing", "lora"),
     *("cut groups", "cut groups, sharded"),
-    *("resume, full", "dpo and sft, sharded", "distillation"),
+    *("resume, full", "dpo and sft, sharded", "distillation", "distillation, sharded"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integrations.verl.runs import Settings
+from tests.integrations.verl.cases import Settings
 
 # what verl averages over micro-batches, however many tokens each has
 _MEANS = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "vf_clipfrac", "vpred_mean", "kl_coef")

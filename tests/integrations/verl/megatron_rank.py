@@ -30,19 +30,22 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     cases = CASES if ranks == 1 else PARALLEL
     results: dict[str, Any] = {name: _compared(case, paths) for name, case in cases.items()}
     if ranks == 1:
-        results["refusals"] = {name: _refused(s, paths["qwen3"]) for name, s in REFUSED.items()}
+        path = paths["qwen3"]
+        results["refusals"] = {name: _refused(name, s, path) for name, s in REFUSED.items()}
         results["not packed"] = _not_packed(paths["qwen3"])
     return results
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: the role, the model, changes to the batch and to McoreEngineConfig."""
+    """One comparison: the role, the model, changes to the batch and to McoreEngineConfig, and the
+    mode of router replay."""
 
     role: str = "actor"
     model: str = "qwen3"
     batch: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    replay: str | None = None
 
 
 CASES = {
@@ -51,6 +54,9 @@ CASES = {
     "actor, fixed size": Case(batch={"use_dynamic_bsz": False}),
     "actor, experts": Case(model="qwen3_moe"),
     "critic": Case("critic"),
+    # last, as verl patches Megatron's routers for the rest of the process
+    "actor, R3": Case(model="qwen3_moe", replay="R3"),
+    "actor, R2": Case(model="qwen3_moe", replay="R2"),
 }
 _TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 _STAGES = {"pipeline_model_parallel_size": 2}
@@ -60,21 +66,34 @@ PARALLEL = {
     "critic, TP 2 + SP": Case("critic", engine=_TENSOR),
     "actor, PP 2": Case(engine=_STAGES),
     "critic, PP 2": Case("critic", engine=_STAGES),
+    "actor, PP 2, R2": Case(model="qwen3_moe", engine=_STAGES, replay="R2"),
 }
 
 
 def _compared(case: Case, paths: dict[str, Path]) -> dict[str, Any]:
     """Engine -> what it gave."""
     from megatron.core import parallel_state
+    from verl.workers.config import EngineRouterReplayConfig
 
     from tests.integrations.verl import megatron_runs as runs
 
     found = {}
     for vendor in ("stock", "prefixtree"):
-        engine = runs.make_engine(vendor, case.role, paths[case.model], **case.engine)
-        inferred = runs.infer(engine, **case.batch)
-        metrics = engine.infer_batch(runs.make_batch(**case.batch)).get("metrics", {})
-        gradients, trained = runs.train(engine, case.role, **case.batch)
+        options, batch = dict(case.engine), dict(case.batch)
+        if case.replay is not None:
+            options["router_replay"] = EngineRouterReplayConfig(mode=case.replay)
+            options["pad_bshd_to_minibatch_max"] = False
+            batch |= runs.replaying(case.replay, alone=vendor == "stock")
+        engine = runs.make_engine(vendor, case.role, paths[case.model], **options)
+        inferred = runs.infer(engine, **batch)
+        metrics = engine.infer_batch(runs.make_batch(**batch)).get("metrics", {})
+        recorded = None
+        if case.replay == "R2":
+            # the update has other weights, with which routers would choose otherwise
+            recorded = runs.recorded(engine, **batch)
+            runs.turn_routers(engine)
+            batch["routed_experts"] = recorded
+        gradients, trained = runs.train(engine, case.role, **batch)
         layers = engine.module[0].module.decoder.layers
         found[vendor] = {
             "scores": inferred,
@@ -85,18 +104,24 @@ def _compared(case: Case, paths: dict[str, Path]) -> dict[str, Any]:
             "layers": len(layers),
             "packing": {n: v for n, v in metrics.items() if n.startswith("prefixtree/")},
         }
+        if recorded is not None:
+            found[vendor]["routes"] = [route.sort(-1).values for route in recorded.unbind()]
+        if case.replay is not None and vendor == "prefixtree":
+            without = {**batch, "enable_routing_replay": False}
+            found[vendor]["not replayed"] = runs.train(engine, case.role, **without)[0]
         parallel_state.destroy_model_parallel()
     return found
 
 
-def _refused(setting: tuple[int, str, Any], path: Path) -> str:
-    from prefixtree.integrations.verl.megatron import PackedMegatronActorEngine
+def _refused(name: str, setting: tuple[int, str, Any], path: Path) -> str:
     from tests.integrations.verl import megatron_runs as runs
 
-    config = runs.configs("prefixtree", "actor", path)
-    _set(config, setting)
+    role = "critic" if "critic" in name else "actor"
+    config = runs.configs("prefixtree", role, path)
+    for one in (setting, *BESIDE.get(name, ())):
+        _set(config, one)
     try:
-        PackedMegatronActorEngine(*config)._build_tf_config()
+        runs.ENGINES["prefixtree", role](*config)._build_tf_config()
     except NotImplementedError as error:
         return str(error)
     return "not refused"
@@ -123,7 +148,8 @@ REFUSED: dict[str, tuple[int, str, Any]] = {
     "context_parallel_size": (1, "context_parallel_size", 2),
     "use_fused_kernels": (1, "use_fused_kernels", True),
     "use_megatron_fsdp": (1, "use_megatron_fsdp", True),
-    "router_replay": (1, "router_replay.mode", "R2"),
+    "router_replay.mode=R2 of a critic": (1, "router_replay.mode", "R2"),
+    "R2 with virtual_pipeline_model_parallel_size": (1, "router_replay.mode", "R2"),
     "mtp": (0, "mtp.enable", True),
     "lora": (0, "lora", {"rank": 8}),
     "calculate_per_token_loss": (
@@ -132,6 +158,14 @@ REFUSED: dict[str, tuple[int, str, Any]] = {
         {"calculate_per_token_loss": True},
     ),
     "takes images": (0, "hf_config.vision_config", object()),
+}
+
+
+#: What a setting is refused together with.
+BESIDE = {
+    "R2 with virtual_pipeline_model_parallel_size": [
+        (1, "virtual_pipeline_model_parallel_size", 2),
+    ],
 }
 
 

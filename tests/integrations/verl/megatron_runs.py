@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -40,6 +41,7 @@ from prefixtree.integrations.verl.megatron import (
 from tests.integrations.verl.runs import batch_of, jagged, rollouts
 from tests.support.megatron_cpu import ON_CPU, with_norms
 
+EXPERTS = 4
 ENGINES = {
     ("stock", "actor"): MegatronEngineWithLMHead,
     ("stock", "critic"): MegatronEngineWithValueHead,
@@ -125,13 +127,46 @@ def make_batch(**extra: Any) -> Any:
         returns=random(1.0),
         temperature=0.75,
         global_token_num=None,
-        micro_batch_size_per_gpu=4,
         max_token_len_per_gpu=120,
         use_fused_kernels=False,
         global_batch_size=12,
         calculate_entropy=True,
-        **{"use_dynamic_bsz": True, **extra},
+        **{"use_dynamic_bsz": True, "micro_batch_size_per_gpu": 4, **extra},
     )
+
+
+def replaying(mode: str, alone: bool) -> dict[str, Any]:
+    """What a batch has for router replay. verl's engine replays rows of packed batches, which are
+    those of its padded ones where a micro-batch is one sequence (`alone`)."""
+    found: dict[str, Any] = {"enable_routing_replay": True}
+    if alone:
+        found |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    if mode == "R3":
+        found["routed_experts"] = jagged([_routes(ids) for ids in make_batch()["input_ids"]])
+    return found
+
+
+def _routes(ids: torch.Tensor) -> torch.Tensor:
+    """By token, place and layer, as a rollout engine records them: int16 [n - 1, layers, k]."""
+    place = torch.arange(len(ids))
+    first = torch.stack([(ids * 3 + place + 5 * layer) % EXPERTS for layer in range(2)], 1)
+    return torch.stack([first, (first + 1) % EXPERTS], -1)[:-1].to(torch.int16)
+
+
+def recorded(engine: Any, **extra: Any) -> torch.Tensor:
+    """The experts that a forward of old log-probabilities records; every stage has those of all."""
+    output = engine.infer_batch(make_batch(**extra)).get("model_output", {})
+    found = [output.get("routed_experts")] * dist.get_world_size()
+    dist.all_gather_object(found, output.get("routed_experts"))
+    return next(routes for routes in found if routes is not None)
+
+
+def turn_routers(engine: Any) -> None:
+    """Routers that choose otherwise, the same in both engines."""
+    with torch.no_grad():
+        for name, parameter in engine.module[0].named_parameters():
+            if "router" in name:
+                parameter.copy_(parameter.flip(0))
 
 
 def loss_of(role: str) -> Any:
@@ -158,6 +193,8 @@ def infer(engine: Any, **extra: Any) -> dict[str, torch.Tensor]:
             ]
         )
         for name, value in outputs.items()
+        # compared whole
+        if name != "routed_experts"
     }
 
 

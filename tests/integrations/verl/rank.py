@@ -95,15 +95,16 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
-    from tests.integrations.verl.cpu_platform import register_engines
-    from tests.integrations.verl.runs import (
+    from tests.integrations.verl.cases import (
         CASES,
         HYBRID_CASES,
         HYBRID_SEQUENCE_PARALLEL_CASES,
         SEQUENCE_PARALLEL_CASES,
         TRUNK_CASES,
-        run,
     )
+    from tests.integrations.verl.cpu_platform import register_engines
+    from tests.integrations.verl.distillation_runs import RANK_CASES, run_distillation
+    from tests.integrations.verl.runs import run
     from tests.integrations.verl.vision_cases import VISION_CASES
 
     register_engines()
@@ -111,10 +112,14 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     cases |= HYBRID_SEQUENCE_PARALLEL_CASES
     results: dict[Any, Any] = {"steps": steps(rank)}
     for name in names:
-        for vendor in dict.fromkeys((cases[name].beside, "prefixtree")):
+        distils = RANK_CASES.get(name)
+        case: Any = distils or cases[name]
+        vendors = (case.beside, "prefixtree", *(["lost"] if distils and distils.red else []))
+        for vendor in dict.fromkeys(vendors):
+            run_one: Any = run if distils is None else run_distillation
             try:
                 with counted_exchanges() as calls:
-                    results[name, vendor] = run(vendor, folder, cases[name], rank, world)
+                    results[name, vendor] = run_one(vendor, folder, case, rank, world)
                 results[name, vendor]["exchanges"] = dict(calls)
             except Exception:
                 results[name, vendor] = traceback.format_exc()

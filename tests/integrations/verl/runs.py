@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from verl.workers.utils.padding import (
     response_to_nested,
 )
 
+from tests.integrations.verl.cases import TWO_RANKS, Settings
 from tests.integrations.verl.cpu_platform import VARLEN
 from tests.integrations.verl.picture_runs import (
     VISION,
@@ -166,182 +167,6 @@ def batch_of(rows: dict[str, list[Any]], **extra: Any) -> Any:
     return tu.get_tensordict(tensors, rest)
 
 
-# ---- what is compared ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One comparison: everything that both engines are given.
-
-    Attributes:
-        algorithm: "grpo" (reference, KL and entropy loss) or "ppo" (critic, entropy loss).
-        tokens: max_token_len_per_gpu, or None for a fixed size of micro-batches.
-        size: micro_batch_size_per_gpu where tokens is None.
-        temperatures: a temperature a sample, unlike within a group.
-        even: ranks get rollouts alike; otherwise the last one's share nothing.
-        same_steps: both engines make the same micro-batches, so that every metric must agree;
-            otherwise those are left out that verl averages over micro-batches.
-        pictures: whose rollouts hold pictures, "all" ranks' or the "first" one's, or None.
-        beside: the engine to compare with: verl's ("stock"), verl's on ranks that compute the same
-            batch each, as it hands no states on ("undivided"), or each sequence "alone".
-        epochs: of two updates each.
-        tolerance: of parameters and metrics.
-        score_tolerance: of log-probabilities, entropies and values.
-    """
-
-    model: str = "qwen3"
-    algorithm: str = "grpo"
-    tokens: int | None = 60
-    size: int = 4
-    checkpointing: bool = True
-    temperatures: bool = False
-    even: bool = True
-    same_steps: bool = False
-    pictures: str | None = None
-    beside: str = "stock"
-    optimizer: str = "SGD"
-    lr: float = 0.1
-    weight_decay: float = 0.0
-    epochs: int = 2
-    tolerance: float = 1e-5
-    score_tolerance: float = 1e-5
-    loss_agg_mode: str = "token-mean"
-    engine: dict[str, Any] = field(default_factory=dict)
-    model_options: dict[str, Any] = field(default_factory=dict)
-
-
-CASES: dict[str, Settings] = {
-    "grpo": Settings(),
-    "grpo, a temperature a sample": Settings(
-        temperatures=True, loss_agg_mode="seq-mean-token-mean"
-    ),
-    "grpo, one micro-batch": Settings(tokens=10000, same_steps=True, checkpointing=False),
-    "grpo, ranks unlike": Settings(even=False, tokens=50),
-    "grpo, fixed size": Settings(tokens=None, size=2, loss_agg_mode="seq-mean-token-sum"),
-    "grpo, experts": Settings(model="qwen3_moe"),
-    "grpo, padded to buckets": Settings(
-        engine={"pad_to_length": True, "pad_to_length_bucket": 32}, same_steps=True, tokens=10000
-    ),
-    "grpo, gradients reduced every time": Settings(
-        engine={"use_no_sync_for_gradient_accumulation": False, "reshard_after_forward": False}
-    ),
-    "grpo, offloaded": Settings(
-        engine={"param_offload": True, "optimizer_offload": True}, optimizer="AdamW", lr=1e-3
-    ),
-    "grpo, offload policy": Settings(engine={"offload_policy": True}),
-    "grpo, lora": Settings(model_options={"lora_rank": 4, "lora_alpha": 8}, lr=1.0),
-    # Adam divides by the gradient's own size: where that is rounding, so is the step
-    "grpo, AdamW": Settings(optimizer="AdamW", lr=1e-3),
-    "ppo": Settings(algorithm="ppo"),
-    "ppo, fsdp1": Settings(algorithm="ppo", model="qwen3_tied", engine={"strategy": "fsdp"}),
-    "ppo, fsdp1, original parameters": Settings(
-        algorithm="ppo", model="qwen3_tied", engine={"strategy": "fsdp", "use_orig_params": True}
-    ),
-    "ppo, tied": Settings(
-        algorithm="ppo", model="qwen3_tied", tokens=None, size=8, same_steps=True
-    ),
-    "ppo, experts": Settings(algorithm="ppo", model="qwen3_moe", tokens=None, size=4),
-}
-_TWO_RANKS = {"ulysses_sequence_parallel_size": 2}
-# on four ranks, two of which have the same data and compute each forest together
-SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
-    "grpo, two ranks a forest": Settings(model="qwen3_moe", engine=_TWO_RANKS, tokens=30),
-    "grpo, two ranks a forest, lora": Settings(
-        model_options={"lora_rank": 4, "lora_alpha": 8},
-        lr=1.0,
-        engine={**_TWO_RANKS, "pad_to_length": True, "pad_to_length_bucket": 32},
-        tokens=10000,
-        same_steps=True,
-    ),
-    "ppo, two ranks a forest": Settings(algorithm="ppo", engine=_TWO_RANKS, tokens=None),
-    "ppo, two ranks a forest, fsdp1": Settings(
-        algorithm="ppo",
-        model="qwen3_tied",
-        engine={**_TWO_RANKS, "strategy": "fsdp"},
-        checkpointing=False,
-    ),
-}
-# a budget below the longest sequence, which verl's own engine refuses
-TRUNK_CASES: dict[str, Settings] = {
-    "grpo, long sequences": Settings(tokens=20, beside="alone", even=False),
-    "grpo, long sequences, lora, nothing recomputed": Settings(
-        tokens=24,
-        beside="alone",
-        model_options={"lora_rank": 4, "lora_alpha": 8},
-        checkpointing=False,
-        lr=1.0,
-        engine={"use_no_sync_for_gradient_accumulation": False},
-    ),
-}
-# models with recurrent layers, of a newer transformers than verl asks for
-HYBRID_CASES: dict[str, Settings] = {
-    "grpo, nemotron_h": Settings(model="nemotron_h"),
-    "grpo, nemotron_h, long sequences": Settings(
-        model="nemotron_h", beside="alone", tokens=24, even=False
-    ),
-    # on these rollouts verl's own float32 scores are 5e-5 from float64, the packed ones 6e-6
-    "grpo, qwen3_5_text": Settings(model="qwen3_5_text", score_tolerance=1e-4),
-    # a critic is a token classifier, which neither of the two has. Gradients of norm 11: what
-    # rounding leaves grows fivefold per update (3e-7 to 4e-5 on one kind of CPU)
-    "ppo, qwen3_next": Settings(
-        algorithm="ppo", model="qwen3_next", tolerance=1e-4, score_tolerance=5e-5
-    ),
-    # of all linear layers; PEFT refuses that of Mamba's out_proj
-    "grpo, qwen3_5_text, lora": Settings(
-        model="qwen3_5_text",
-        model_options={"lora_rank": 4, "lora_alpha": 8},
-        lr=1.0,
-        score_tolerance=1e-4,
-    ),
-    "grpo, nemotron_h, lora": Settings(
-        model="nemotron_h",
-        model_options={
-            "lora_rank": 4,
-            "lora_alpha": 8,
-            "target_modules": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj"],
-        },
-        lr=1.0,
-    ),
-    # without a reference, which FSDP1 offloads, and torch then asks for an accelerator
-    "ppo, qwen3_next, fsdp1": Settings(
-        algorithm="ppo",
-        model="qwen3_next_tied",
-        engine={"strategy": "fsdp"},
-        score_tolerance=5e-5,
-    ),
-    # with a vision tower, where verl's own engine fails (ImportError in its patch)
-    **{
-        f"grpo, {model}, {'pictures' if pictures else 'text'}": Settings(
-            model=model,
-            beside="alone",
-            pictures=pictures,
-            tokens=120,
-            lr=0.3,
-            # gradients of norm 40: what rounding leaves grows tenfold per update
-            epochs=1,
-            score_tolerance=1e-4,
-            tolerance=1e-4,
-        )
-        for model in ("qwen3_5", "qwen3_5_moe")
-        for pictures in (None, "all")
-    },
-}
-# on two ranks that compute each forest together
-HYBRID_SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
-    "grpo, nemotron_h, two ranks a forest": Settings(
-        model="nemotron_h", beside="undivided", engine=_TWO_RANKS
-    ),
-    "ppo, qwen3_next, two ranks a forest": Settings(
-        algorithm="ppo",
-        model="qwen3_next",
-        beside="undivided",
-        engine=_TWO_RANKS,
-        tolerance=1e-4,
-        score_tolerance=5e-5,
-    ),
-}
-
-
 # ---- workers ---------------------------------------------------------------------------------
 
 
@@ -359,7 +184,7 @@ def worker_config(
     packs = vendor == "prefixtree"
     theirs = "eager" if vendor == "alone" else "sdpa"
     if vendor == "undivided":
-        engine = {k: v for k, v in settings.engine.items() if k not in _TWO_RANKS}
+        engine = {k: v for k, v in settings.engine.items() if k not in TWO_RANKS}
         settings = replace(settings, engine=engine)
     ranks = settings.engine.get("ulysses_sequence_parallel_size", 1)
     stock = theirs if ranks == 1 else VARLEN

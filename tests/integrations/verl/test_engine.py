@@ -30,9 +30,9 @@ from prefixtree.integrations.verl.metrics import Work, work_metrics
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batch import micro_batch_of
 from prefixtree.recompute import trace as recompute_trace
+from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.runs import (
-    CASES,
     FULL,
     actor_loss,
     batch_of,

@@ -15,15 +15,9 @@ import transformers
 from packaging import version
 
 from prefixtree.errors import UnsupportedError
+from tests.integrations.verl.cases import HYBRID_CASES, HYBRID_SEQUENCE_PARALLEL_CASES
 from tests.integrations.verl.compare import check_same
-from tests.integrations.verl.runs import (
-    HYBRID_CASES,
-    HYBRID_SEQUENCE_PARALLEL_CASES,
-    make_worker,
-    run,
-    run_ranks,
-    save_model,
-)
+from tests.integrations.verl.runs import make_worker, run, run_ranks, save_model
 from tests.support.full import asked_for, mostly
 from tests.support.hybrid_configs import OLDEST_WITH_STATES
 

@@ -24,10 +24,9 @@ from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.borrow_cost import BorrowCost
+from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
-    CASES,
-    TRUNK_CASES,
     actor_loss,
     batch_of,
     jagged,

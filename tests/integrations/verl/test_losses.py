@@ -24,7 +24,8 @@ from verl.workers.utils.losses import ppo_loss, value_loss
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl.refusals import check_loss
-from tests.integrations.verl.runs import CASES, batch_of, jagged, make_worker, rollouts
+from tests.integrations.verl.cases import CASES
+from tests.integrations.verl.runs import batch_of, jagged, make_worker, rollouts
 
 # two cuts of 8 samples, into micro-batches of any size and of one size
 DYNAMIC = ([[0, 1, 2, 3, 4, 5, 6, 7]], [[6, 1, 4], [0, 3, 5, 7], [2]])

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from prefixtree import UnsupportedError
 from tests.support.spawn import run_ranks
 
 if importlib.util.find_spec("megatron") is None:
@@ -66,6 +69,27 @@ def _check(case: Case, found: dict[str, Any]) -> None:
         assert gradient.any() and largest(ours["gradients"][parameter], gradient) < 1e-4, parameter
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.replay])
+def test_router_replay(found: dict[str, Any], name: str) -> None:
+    _check_replay(CASES[name], found[name])
+
+
+@pytest.mark.parametrize("name", [name for name, case in PARALLEL.items() if case.replay])
+def test_router_replay_on_two_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        _check_replay(PARALLEL[name], rank[name])
+
+
+def _check_replay(case: Case, found: dict[str, Any]) -> None:
+    """Without the routes the gradients are others; those that a forward records are verl's."""
+    ours, theirs = found["prefixtree"], found["stock"]
+    off = [largest(ours["not replayed"][n], g) for n, g in theirs["gradients"].items()]
+    assert max(off) > 0.1
+    assert ("routes" in ours) == (case.replay == "R2")
+    for mine, other in zip(ours.get("routes", []), theirs.get("routes", []), strict=True):
+        assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_metrics_of_packing(found: dict[str, Any], name: str) -> None:
     assert not found[name]["stock"]["packing"]
@@ -82,6 +106,47 @@ def test_verls_metrics_are_there(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_settings(found: dict[str, Any], name: str) -> None:
     assert name in found["refusals"][name]
+
+
+ROUTES = [torch.tensor([[[1, 2], [2, 3]]] * n, dtype=torch.int16) for n in (3, 2)]
+
+
+def _batch(routes: list[torch.Tensor] | None) -> Any:
+    """The second sequence has no response, as verl's padding."""
+    masks = [torch.tensor([1, 1]), torch.tensor([0])]
+    data: dict[str, Any] = {
+        "response_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged)
+    }
+    if routes is not None:
+        data["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
+    return data
+
+
+def test_what_nobody_recorded_has_any_experts() -> None:
+    """Of padding verl's rollouts have zeros, which no model would choose."""
+    from prefixtree.integrations.verl.routes import routes_of
+
+    config = SimpleNamespace(num_layers=2, moe_layer_freq=1)
+    zeros = _batch([ROUTES[0], torch.zeros_like(ROUTES[1])])
+    replayed, padding = routes_of(zeros, "R3", config)
+    assert replayed.tolist() == ROUTES[0].tolist() and padding.tolist() == [[[0, 1]] * 2] * 2
+    assert [r.tolist() for r in routes_of(_batch(ROUTES), "R2", config)] == [
+        r.tolist() for r in ROUTES
+    ]
+
+
+def test_routes_of_layers_without_experts() -> None:
+    from prefixtree.integrations.verl.routes import routes_of
+
+    config = SimpleNamespace(num_layers=2, moe_layer_freq=[0, 1])
+    assert routes_of(_batch(ROUTES), "R3", config)[0].tolist() == ROUTES[0][:, 1:].tolist()
+
+
+def test_a_batch_without_routes() -> None:
+    from prefixtree.integrations.verl.routes import routes_of
+
+    with pytest.raises(UnsupportedError, match="mode=R2: the batch has no jagged"):
+        routes_of(_batch(None), "R2", SimpleNamespace(num_layers=2))
 
 
 def test_without_the_attention_nothing_is_packed(found: dict[str, Any]) -> None:
@@ -107,5 +172,9 @@ def test_what_the_engines_rely_on() -> None:
     assert "self.provider = provider" in source
     scaled = inspect.getsource(engine.postprocess_micro_batch_func)
     assert 'loss * data["num_micro_batch"]' in scaled
+    # what a forward of old log-probabilities records, and when
+    source = inspect.getsource(engine.forward_backward_batch)
+    assert 'output["model_output"]["routed_experts"] = layers_topk_idx' in source
+    assert 'key="enable_routing_replay"' in source and 'router_replay.mode == "R2"' in source
     critic = transformer_impl.MegatronEngineWithValueHead.prepare_model_outputs
     assert critic(None, "values", None) == {"values": "values"}

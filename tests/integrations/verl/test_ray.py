@@ -17,16 +17,10 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.utils import tensordict_utils as tu
 
 import prefixtree.integrations.verl.trainer  # noqa: F401  (registers the trainers)
+from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.compare import difference
 from tests.integrations.verl.ray_worker import CpuActorWorker, CpuTrainingWorker
-from tests.integrations.verl.runs import (
-    CASES,
-    actor_loss,
-    batch_of,
-    jagged,
-    rollouts,
-    worker_config,
-)
+from tests.integrations.verl.runs import actor_loss, batch_of, jagged, rollouts, worker_config
 from tests.integrations.verl.test_hydra import FLAGS, STOCK, configuration
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,9 @@ from prefixtree.integrations.verl import refusals
 from prefixtree.integrations.verl.batches import shown_of
 from prefixtree.integrations.verl.pictures import pictures_of
 from prefixtree.integrations.verl.version import check_version
+from tests.integrations.verl.cases import CASES, Settings
 from tests.integrations.verl.picture_runs import patches_taken_back, shown
-from tests.integrations.verl.runs import CASES, Settings, batch_of, jagged, make_worker, rollouts
+from tests.integrations.verl.runs import batch_of, jagged, make_worker, rollouts
 
 SETTINGS = CASES["grpo"]
 VISION = Settings(model="qwen3_vl", tokens=120)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.verl.cases import CASES, SEQUENCE_PARALLEL_CASES
 from tests.integrations.verl.compare import check_same
-from tests.integrations.verl.runs import CASES, SEQUENCE_PARALLEL_CASES, run, run_ranks
+from tests.integrations.verl.runs import run, run_ranks
 from tests.support.full import asked_for, mostly
 
 # every time: each algorithm, model and strategy, on one rank or on two

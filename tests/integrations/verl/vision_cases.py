@@ -3,7 +3,7 @@ are in `runs.HYBRID_CASES`."""
 
 from __future__ import annotations
 
-from tests.integrations.verl.runs import Settings
+from tests.integrations.verl.cases import Settings
 
 VISION_CASES: dict[str, Settings] = {
     # verl's own engine fails here (BaseModelOutputWithPooling has no mean)

@@ -1,0 +1,95 @@
+"""verl's router replay on its Megatron engines: recorded experts in and out of a batch.
+
+With router_replay.mode=R3 a batch comes with the experts that the rollout engine recorded, and both
+forwards run them. With R2 the forward of old log-probabilities records its own, and the update runs
+these. Either way a forest has the routes as data of its tokens, so prefixes part where they differ;
+those of R2 were chosen once per distinct token.
+
+Legend: B sequences, n tokens of one, L layers of experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.megatron.router_replay_utils import (
+    is_moe_layer,
+    merge_nested_router_maps,
+    pp_gather,
+)
+from verl.utils.seqlen_balancing import restore_dynamic_batch
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.planning.micro_batch import MicroBatch
+
+
+def asks_for_routes(data: TensorDict) -> bool:
+    """Whether this forward is to replay or to record: verl's reference is not."""
+    flag: bool = tu.get_non_tensor_data(data=data, key="enable_routing_replay", default=False)
+    return flag
+
+
+def is_recorded(data: TensorDict, mode: str, forward_only: bool) -> bool:
+    """Whether this forward is to record the experts of a batch."""
+    asked = asks_for_routes(data) and mode == "R2" and forward_only
+    return asked and data.get("routed_experts", None) is None
+
+
+def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
+    """The experts of every sequence, integers [n or n - 1, L, k], as `PrefixForest` takes them.
+
+    Args:
+        data: verl's batch.
+        mode: "R2" or "R3".
+        config: of the model.
+
+    Raises:
+        UnsupportedError: a batch without them.
+    """
+    routed = data.get("routed_experts", None)
+    if routed is None or not routed.is_nested:
+        raise UnsupportedError(
+            f"router_replay.mode={mode}: the batch has no jagged routed_experts, which "
+            "compute_log_prob (R2) or the rollout engine (R3) records; for R3 set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    values = routed.values().cpu().numpy()
+    if values.shape[1] == config.num_layers:
+        # engines may name layers without experts too
+        values = values[:, [is_moe_layer(config, at) for at in range(config.num_layers)]]
+    routes = np.split(values, routed.offsets()[1:-1].cpu().numpy())
+    if mode == "R3":
+        # verl routes what has no response anew, such as its padding, of which nobody reads anything
+        anything = np.arange(values.shape[2], dtype=values.dtype)
+        for at, mask in enumerate(data["response_mask"].unbind()):
+            if not mask.any():
+                routes[at] = np.broadcast_to(anything, routes[at].shape)
+    return routes
+
+
+def to_jagged_routes(chosen: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, L, k] of each sequence of a micro-batch -> verl's jagged int16 [B, n, L, k]."""
+    rows = [experts.cpu().to(torch.int16) for experts in chosen]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def routes_of_batch(
+    recorded: list[torch.Tensor], batches: Sequence[MicroBatch], config: Any
+) -> torch.Tensor:
+    """The routes that forwards of all stages recorded, jagged [B, n, L, k] in the order of the
+    batch. All stages must call it.
+
+    Args:
+        recorded: of this rank, as `to_jagged_routes` gives it, micro-batch by micro-batch.
+        batches: the micro-batches.
+        config: of the model.
+    """
+    whole: torch.Tensor = pp_gather(merge_nested_router_maps(recorded), config)
+    indices = [batch.sequence_indices.tolist() for batch in batches]
+    restored: torch.Tensor = restore_dynamic_batch(whole, indices)
+    return restored

@@ -1,0 +1,207 @@
+"""The model types that run exactly, and what is special about each.
+
+A type is here because a test compares it with eager attention, log-probabilities and all parameter
+gradients (tests/models/test_families.py). Nothing is inferred from what a class declares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# transformers' names of layers that only attend, whose indexer chooses keys or blocks of them, that
+# attend to compressed keys, that attend, and that carry a state
+ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+INDEXED, INDEXED_BLOCKS = "indexed_attention", "minimax_m3_sparse"
+COMPRESSED_TYPES = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+INDEXED_TYPES = frozenset({INDEXED, INDEXED_BLOCKS}) | COMPRESSED_TYPES
+ATTENDING_TYPES = ATTENTION_TYPES | {"hybrid"} | INDEXED_TYPES
+_RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
+# a kernel of all of a layer, which is left out along the tree
+FUSED = "mamba2_split_conv1d_scan_combined"
+OLDEST_WITH_STATES = "5.17"
+# earlier ones call layers with indexers otherwise
+OLDEST_WITH_INDEXERS = "5.23"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family turns its lm_head's output into logits, besides the lm_head itself.
+
+    Attributes:
+        softcap: config attribute holding c in c tanh(logits / c), or None.
+        scale: attribute logits are multiplied by, or None: of the first that has it of the model,
+            its base model and the configuration.
+        divisor: config attribute logits are divided by, or None.
+        position_rows: rows of position_ids that the text model takes: those of the text, which
+            its attention gets, and those of a multi-dimensional RoPE.
+        ignores_window: its layers attend to everything whatever sliding_window says.
+        hides_positions: its layers are not shown position_ids, whatever they do with them.
+        layer_types: what config.layer_types may name.
+        rules: functions that its recurrent layers call, which `models.hybrids` replaces by
+            those along the tree; none where no layer carries a state.
+        is_tested: False for what a user let through.
+    """
+
+    softcap: str | None = None
+    scale: str | None = None
+    divisor: str | None = None
+    position_rows: int = 1
+    ignores_window: bool = False
+    hides_positions: bool = False
+    layer_types: frozenset[str] = ATTENTION_TYPES
+    rules: tuple[str, ...] = ()
+    is_tested: bool = True
+
+    @property
+    def recurrent_types(self) -> frozenset[str]:
+        """Layer types that carry a state."""
+        return self.layer_types & _RECURRENT_TYPES
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether indexers choose keys in it, which `models.indexers` teaches the tree."""
+        return not self.layer_types.isdisjoint(INDEXED_TYPES)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those of `rules` that a recurrent layer calls once per packed forward."""
+        return tuple(rule for rule in self.rules if rule != FUSED)
+
+
+def _hybrid(rules: tuple[str, ...], *layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({"full_attention", *layer_types}), rules=rules, **more)
+
+
+def _indexed(*layer_types: str, **more: Any) -> Family:
+    return Family(layer_types=frozenset({INDEXED, *layer_types}), **more)
+
+
+_CONV = ("causal_conv1d_fn",)
+_DELTA_RULE = (*_CONV, "torch_chunk_gated_delta_rule")
+_KIMI = (*_CONV, "chunk_kimi_delta_attention")
+_SSD = (*_CONV, "mamba2_chunk_scan", FUSED)
+
+#: by `config.model_type`; `allow_model_type` adds to it
+FAMILIES: dict[str, Family] = {
+    "afmoe": Family(),
+    "apertus": Family(),
+    "apertus1p5_text": Family(),
+    "arcee": Family(),
+    "aria_text": Family(),
+    "axk1": Family(),
+    "axk2": _indexed(hides_positions=True),
+    "bailing_hybrid": _hybrid(_KIMI, "linear_attention"),
+    "bamba": _hybrid(_SSD, "linear_attention"),
+    "beam": Family(softcap="final_logit_softcapping"),
+    "bitnet": Family(),
+    "cohere": Family(scale="logit_scale"),
+    "cohere2": Family(scale="logit_scale"),
+    "cohere2_moe": Family(scale="logit_scale"),
+    "cwm": Family(),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "deepseek_v32": _indexed(hides_positions=True),
+    "deepseek_v4": Family(
+        layer_types=frozenset({"sliding_attention"}) | COMPRESSED_TYPES, hides_positions=True
+    ),
+    "dots1": Family(),
+    "dots3_note_text": _indexed("sliding_attention"),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "exaone": Family(),
+    "exaone4": Family(),
+    "exaone_moe": Family(),
+    "falcon_h1": _hybrid(_SSD, "hybrid", scale="lm_head_multiplier"),
+    "flex_olmo": Family(),
+    "flint": Family(),
+    "gemma": Family(),
+    "gemma2": Family(softcap="final_logit_softcapping"),
+    "gemma3_text": Family(softcap="final_logit_softcapping"),
+    "gemma3n_text": Family(softcap="final_logit_softcapping"),
+    "gemma4": Family(softcap="final_logit_softcapping"),
+    "gemma4_text": Family(softcap="final_logit_softcapping"),
+    "gemma4_unified_text": Family(softcap="final_logit_softcapping"),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm46v": Family(position_rows=4),
+    "glm4_moe": Family(),
+    "glm4_moe_lite": Family(),
+    "glm4v": Family(position_rows=4),
+    "glm4v_text": Family(position_rows=4),
+    "glm_moe_dsa": _indexed(hides_positions=True),
+    "gpt2": Family(),
+    "gpt_neox": Family(),
+    "gpt_oss": Family(),
+    "granite": Family(divisor="logits_scaling"),
+    "granite_swa": Family(divisor="logits_scaling"),
+    "granitemoe": Family(divisor="logits_scaling"),
+    "granitemoe_swa": Family(divisor="logits_scaling"),
+    "granitemoehybrid": _hybrid(
+        _SSD, "linear_attention", divisor="logits_scaling", hides_positions=True
+    ),
+    "granitemoeshared": Family(divisor="logits_scaling"),
+    "helium": Family(),
+    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_moe": Family(),
+    "hy_v3": Family(),
+    "hy_v4": _indexed(hides_positions=True),
+    "hyperclovax": Family(scale="logits_scaling"),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "jais2": Family(),
+    "jetmoe": Family(),
+    "kimi_linear": _hybrid(_KIMI, "linear_attention"),
+    "kolibri1": Family(),
+    "laguna": Family(),
+    "lara_mini": _hybrid(_DELTA_RULE, "linear_attention", "sliding_attention"),
+    "lfm2": _hybrid(_CONV, "conv"),
+    "lfm2_moe": _hybrid(_CONV, "conv"),
+    "lfm3": _hybrid(_CONV, "conv", "sliding_attention"),
+    "llama": Family(),
+    "longcat_flash": Family(),
+    "mellum": Family(),
+    "mimo_v2_flash": Family(),
+    "minicpm3": Family(),
+    "minimax_m2": Family(),
+    "minimax_m3_vl_text": Family(layer_types=frozenset({"full_attention", INDEXED_BLOCKS})),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "modernbert-decoder": Family(),
+    "nanochat": Family(softcap="final_logit_softcapping"),
+    "nemotron_h": _hybrid(_SSD, "linear_attention", "mlp", "moe"),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmo_hybrid": _hybrid(_DELTA_RULE, "linear_attention"),
+    "olmoe": Family(ignores_window=True),
+    "opt": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_5_vl": Family(position_rows=4),
+    "qwen2_5_vl_text": Family(position_rows=4),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_5": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_moe_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_5_text": _hybrid(_DELTA_RULE, "linear_attention", position_rows=4),
+    "qwen3_moe": Family(),
+    "qwen3_next": _hybrid(_DELTA_RULE, "linear_attention"),
+    "qwen3_vl": Family(position_rows=4),
+    "qwen3_vl_moe": Family(position_rows=4),
+    "qwen3_vl_moe_text": Family(position_rows=4),
+    "qwen3_vl_text": Family(position_rows=4),
+    "sarvam_mla": Family(),
+    "sarvam_moe": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "solar_open": Family(),
+    "starcoder2": Family(),
+    "vaultgemma": Family(softcap="final_logit_softcapping"),
+    "youtu": Family(),
+    "zamba2": _hybrid(_SSD, "linear_attention", "hybrid"),
+}

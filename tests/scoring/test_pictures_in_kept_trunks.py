@@ -1,0 +1,255 @@
+"""Pictures where micro-batches keep their trunks: as each sequence alone, and red where a trunk or
+a micro-batch leaves out the gradients of its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packaging import version
+from torch import nn
+
+import prefixtree as pt
+from prefixtree.models import vision
+from prefixtree.models.compiled import compile_layers
+from prefixtree.packing.placements import place
+from prefixtree.scoring import kept_trunks as module
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.models import TRANSFORMERS, adapted, counted, enable_checkpointing
+from tests.support.picture_cases import (
+    ADAPTED,
+    CONFIGS,
+    NO_VIDEOS,
+    Batch,
+    Float64,
+    Run,
+    batch,
+    build,
+    clone,
+    distance,
+    errors,
+    pictures_of,
+    reference,
+    run_alone,
+    run_packed,
+    tolerance,
+    videos,
+)
+from tests.support.step_ranks import LIGHT
+
+# two trunks with pictures, two micro-batches with others, and a picture that a border cuts
+MAX_TOKENS = 40
+_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason="refused"))
+    for name in CONFIGS
+]
+
+
+def _plan(pictures: pt.Pictures, max_tokens: int = MAX_TOKENS) -> pt.MicroBatchPlan:
+    return pt.plan_micro_batches(pictures.sequences, max_tokens, trunks=True, borrow_cost=LIGHT)
+
+
+def _parts_with_pictures(pictures: pt.Pictures) -> set[tuple[int, bool, str]]:
+    """The parts of a plan with pictures of a modality, whether they are trunks, and this."""
+    trunks = _plan(pictures)[0].trunks
+    steps = trunks.on(torch.device("cpu"))
+    placements, _ = place(steps.packed, pictures)
+    return {
+        (number, trunks.spans[number].is_trunk, pictures.distinct[n].modality)
+        for number, part in enumerate(steps)
+        for start, n in zip(placements.start, placements.number, strict=True)
+        if np.isin(np.arange(pictures.distinct[n].run_tokens) + start, part.own_tokens).any()
+    }
+
+
+def _loss(logprobs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
+    return sum((p * w.to(p.dtype)).sum() for p, w in zip(logprobs, weights, strict=True))
+
+
+def _run(model: nn.Module, made: Batch, max_tokens: int = MAX_TOKENS, **options: Any) -> Run:
+    """Scores and gradients of the sum over micro-batches."""
+    model.zero_grad(set_to_none=True)
+    pictures = pictures_of(model, made)
+    plan = _plan(pictures, max_tokens)
+    found: dict[int, torch.Tensor] = {}
+    with pt.kept_trunks(model, plan[0], pictures=pictures, **options) as scored:
+        for each, scores in scored:
+            found |= dict(zip(each.sequence_indices.tolist(), scores.logprobs, strict=True))
+            _loss(scores.logprobs, each.take(made.weights)).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return Run([found[i].detach() for i in sorted(found)], gradients)
+
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_equals_each_sequence_alone(model_type, kind):
+    if kind == "videos" and model_type in NO_VIDEOS:
+        pytest.skip("videos are refused")
+    if version.parse("5.17") > TRANSFORMERS and (model_type, kind) == ("qwen2_5_vl", "videos"):
+        pytest.skip("this transformers takes seconds of images too")
+    model, made = build(model_type), (batch if kind == "images" else videos)(model_type)
+    with counted([vision.tower_of(model)]) as calls:
+        found = errors(_run(model, made), reference(model_type, kind))
+        # once per part with pictures, images and videos apart; hybrids are cut elsewhere
+        expected = _parts_with_pictures(pictures_of(model, made))
+        assert model_type in HYBRIDS or calls() == len(expected)
+        assert {is_trunk for _, is_trunk, _ in expected} == {True, False}
+    print(f"{model_type}, {kind}: {found}")
+    assert found.largest < tolerance(model_type)
+
+
+class Forward64:
+    """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
+
+    placed: Any = None
+
+    def __init__(self, model: nn.Module, *_: Any) -> None:
+        self._model = model
+
+    def __call__(
+        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
+    ) -> torch.Tensor:
+        shown = self.placed.of(own)
+        with Float64(), shown.encoded():
+            logits = self._model(**inputs, **shown.inputs).logits[0]
+        rows = logits[edges.predictors][edges.to_predictors.rows.long()]
+        return rows.log_softmax(-1).gather(-1, edges.target.long()[:, None])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "max_tokens", "again"),
+    [
+        ("qwen3_vl", "images", MAX_TOKENS, False),
+        ("qwen3_vl", "videos", 30, True),
+        ("qwen2_5_vl", "images", 20, True),
+        ("glm4v", "images", MAX_TOKENS, False),
+        ("gemma4", "images", MAX_TOKENS, False),
+    ],
+)
+def test_float64_is_exact(model_type, kind, max_tokens, again, monkeypatch):
+    made = (batch if kind == "images" else videos)(model_type)
+    with Float64():
+        expected = run_alone(build(model_type, "eager", torch.float64), made)
+        model = pt.prepare(build(model_type, dtype=torch.float64))
+    monkeypatch.setattr(module, "ModelForward", Forward64)
+    mode = "again" if again else None
+    found = errors(_run(model, made, max_tokens, recompute_trunks=mode), expected)
+    print(f"{model_type}, {kind}: {found}")
+    assert found.logprob < 1e-13 and found.largest < 1e-12
+
+
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("recomputed", {"recompute": "all"}),
+        ("recomputed", {"recompute": "all_but_attention", "recompute_trunks": "again"}),
+        ("recomputed", {"recompute": "nothing", "recompute_trunks": "all"}),
+        ("checkpointed", {"recompute_trunks": "again"}),
+        ("compiled", {"recompute": "all"}),
+    ],
+)
+def test_goes_with(how, options, monkeypatch):
+    """Each picture is a run of the tower."""
+    monkeypatch.setattr("prefixtree.recompute.forward.RUN", 1)
+    model = build("qwen3_vl")
+    if how == "compiled":
+        torch._dynamo.reset()
+        compile_layers(model, backend="aot_eager")
+    elif how == "checkpointed":
+        enable_checkpointing(model, use_reentrant=False)
+    found = errors(_run(model, batch("qwen3_vl"), **options), reference("qwen3_vl"))
+    torch._dynamo.reset()
+    assert found.largest < tolerance("qwen3_vl")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("targets", ADAPTED)
+def test_adapters_over_frozen_text(targets, again):
+    """What a micro-batch without pictures returns to a trunk's goes on to the tower."""
+    model, made = adapted(build("qwen3_vl"), *targets), batch("qwen3_vl")
+    expected = run_packed(model, made)
+    found = _run(model, made, recompute_trunks="again" if again else None)
+    assert distance(found.gradients, expected.gradients) < 5e-5
+
+
+def test_scores_without_gradients_are_the_same():
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    pictures = pictures_of(model, made)
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad(), pt.kept_trunks(model, _plan(pictures)[0], pictures=pictures) as scored:
+        for each, scores in scored:
+            found |= dict(zip(each.sequence_indices.tolist(), scores.logprobs, strict=True))
+    for i, wanted in enumerate(reference("qwen3_vl").logprobs):
+        torch.testing.assert_close(found[i], wanted, rtol=0, atol=tolerance("qwen3_vl"))
+
+
+# ---- red -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of_trunk", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma4"])
+def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
+    """Those of the first trunk, whose graph waits, or of the last micro-batch."""
+    model, made = build(model_type), batch(model_type)
+    trunks = _plan(pictures_of(model, made))[0].trunks
+    steps = trunks.on(torch.device("cpu"))
+    part = 0 if of_trunk else len(steps) - 1
+    assert trunks.spans[part].is_trunk == of_trunk
+    lost = steps[part].own_tokens[0]
+    of = vision.PlacedPictures.of
+
+    def without(self: Any, own: Any = None) -> Any:
+        found = of(self, own)
+        if lost in own:
+            assert found._encodings
+            for encoding in found._encodings:
+                repeated = encoding._repeated
+                object.__setattr__(
+                    encoding, "_repeated", lambda x, repeated=repeated: repeated(x).detach()
+                )
+        return found
+
+    monkeypatch.setattr(vision.PlacedPictures, "of", without)
+    wrong = errors(_run(model, made), reference(model_type))
+    print(wrong)
+    assert wrong.logprob < tolerance(model_type) and wrong.tower > (0.5 if of_trunk else 0.05)
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def test_auto_is_refused():
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    with pytest.raises(pt.UnsupportedError, match="recompute='auto' does not plan kept trunks"):
+        _run(model, made, recompute="auto")
+
+
+def test_pictures_of_another_model():
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    plan, other = _plan(pictures_of(model, made)), pictures_of(build("qwen2_5_vl"), made)
+    for given, message in ((other, "were made for qwen2_5_vl"), (None, "beyond the model's voc")):
+        with (
+            pytest.raises(ValueError, match=message),
+            pt.kept_trunks(model, plan[0], pictures=given),
+        ):
+            pass
+
+
+def test_pixels_that_change_within_the_block():
+    model, made = build("qwen3_vl"), batch("qwen3_vl")
+    made = clone(made, pixel_values=made.arguments["pixel_values"].clone())
+    pictures = pictures_of(model, made)
+    with (
+        pytest.raises(RuntimeError, match=r"the pixels of picture 0 .*within the block"),
+        pt.kept_trunks(model, _plan(pictures)[0], pictures=pictures) as scored,
+    ):
+        for _, scores in scored:
+            torch.cat(scores.logprobs).sum().backward()
+            made.arguments["pixel_values"].zero_()
