@@ -68,6 +68,10 @@
 #   sanitize     3-9   memory and barriers under compute-sanitizer, which needs a GPU that is not sandboxed
 #   peers_a, peers_b   5 each; another project's peers.py on the same workloads, for compare_peers
 #
+# What compilers keep on disk (tilelang needs a minute and more per kernel and number of heads) goes to
+# UNPACKED/prefixtree-caches. With CACHES=1 it comes back as OUT/caches.tar.xz; put into .gpu, it is there
+# on the next machine of the same kind.
+#
 # Results go to the folder OUT (default: .gpu/out). Show them again, where matplotlib is draw them:
 #
 #   python -m benchmarks show depth depth.json
@@ -90,11 +94,13 @@ packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl
 trl=${UNPACKED:-/tmp}/prefixtree-trl
 megatron=${UNPACKED:-/tmp}/prefixtree-megatron
+caches=${UNPACKED:-/tmp}/prefixtree-caches
 outer=${PYTHONPATH:+:$PYTHONPATH}
 rollouts=${ROLLOUTS:-$files/data/airline_rollouts.jsonl.gz}
 # without the file, workloads that read it are skipped
 read_rollouts=()
 [[ ! -f $rollouts ]] || read_rollouts=(--rollouts "$rollouts")
+export TRITON_CACHE_DIR=$caches/triton TILELANG_CACHE_DIR=$caches/tilelang TORCHINDUCTOR_CACHE_DIR=$caches/inductor
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 failed=()
 
@@ -289,7 +295,7 @@ backends() {
 }
 
 # flash-attn-4 keeps what it compiles on disk if told to; Triton does so by itself
-keep=(env FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="${UNPACKED:-/tmp}/prefixtree-cute")
+keep=(env FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 FLASH_ATTENTION_CUTE_DSL_CACHE_DIR="$caches/cute")
 
 # compiled_first NAME SECONDS COMMAND...: the command once a line of arguments on stdin, several at a time, so that the
 # run that is timed finds its kernels on disk
@@ -595,6 +601,8 @@ for step in "$@"; do
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+unpack "$files/caches.tar.xz" "$caches" || mkdir -p "$caches"
 for step in "$@"; do "$step"; done
+[[ -z ${CACHES:-} ]] || tar cJf "$out/caches.tar.xz" -C "$caches" .
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
 echo "all done: $*"

@@ -68,6 +68,25 @@ def test_the_tests_of_the_gpu_exist(tmp_path: Path) -> None:
     assert ["-x" in line.split() for line in lines] == [True, False, True, True, False]
 
 
+def test_compiled_kernels_go_to_the_next_machine(tmp_path: Path) -> None:
+    def machine(name: str, **words: str) -> list[str]:
+        done = gpu_check(
+            tmp_path,
+            "head",
+            python='ls $TILELANG_CACHE_DIR; mkdir -p $TILELANG_CACHE_DIR/kernel',
+            UNPACKED=str(tmp_path / name),
+            GPU_FILES=str(tmp_path / "files"),
+            **words,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if line == "kernel"]
+
+    (tmp_path / "files").mkdir()
+    first = machine("first", CACHES="1")
+    (tmp_path / "out/caches.tar.xz").rename(tmp_path / "files/caches.tar.xz")
+    assert len(machine("second")) == len(first) + 1
+
+
 def test_the_steps_of_updates_fit_in_a_call(tmp_path: Path) -> None:
     """At most 600 s each, defaults beside best settings, results under names that tables read."""
     steps = ("update_best", "update_36", "update_long", "experts", "experts_peers", "experts_best")
