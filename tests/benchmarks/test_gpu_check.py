@@ -73,7 +73,7 @@ def test_compiled_kernels_go_to_the_next_machine(tmp_path: Path) -> None:
         done = gpu_check(
             tmp_path,
             "head",
-            python='ls $TILELANG_CACHE_DIR; mkdir -p $TILELANG_CACHE_DIR/kernel',
+            python="ls $TILELANG_CACHE_DIR; mkdir -p $TILELANG_CACHE_DIR/kernel",
             UNPACKED=str(tmp_path / name),
             GPU_FILES=str(tmp_path / "files"),
             **words,
