@@ -164,9 +164,26 @@ def _of_attention(original: Any) -> dict[str, Any]:
                 if kwargs.get(cache) is not None:
                     raise ValueError("a packed forest has no key-value cache: pass use_cache=False")
                 kwargs[cache] = kwargs["attention_mask"]
+        elif getattr(self, _LAYER_TYPE) == INDEXED_BLOCKS and _pads_left(self, given):
+            raise UnsupportedError(
+                f"batches of {self.config.model_type} padded at their left, whose blocks of keys "
+                'begin where a row does, are not verified under "prefixtree": pad at the right, or '
+                'use model.set_attn_implementation("eager") for them'
+            )
         return original.forward(self, *args, **kwargs)
 
     return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _pads_left(attention: Any, mask: Any) -> bool:
+    """Whether an ordinary batch's mask [B, 1, n, m] hides the first key from the last query. One
+    new query belongs to a batch that was asked before."""
+    if not isinstance(mask, torch.Tensor) or mask.shape[2] == 1:
+        return False
+    if attention.config._attn_implementation != "prefixtree":
+        return False
+    first = mask[:, 0, -1, 0]
+    return not bool((first if first.dtype == torch.bool else first == 0).all())
 
 
 def _forest_mask(mask: TreeMask) -> ForestMask:
@@ -416,7 +433,7 @@ class _Blocks(QueryPath, TorchFunctionMode):
             anywhere = self.positions.new_full((len(scores),), blocks)
             best = best_keys(scores, count, anywhere) & (scores > -torch.inf)
             of_keys = best.view(heads, n, blocks).repeat_interleave(self._size, -1)
-            self.note(of_keys[..., : int(self.positions[-1]) + 1])
+            self.note(of_keys[..., : self.length])
         return func(*args, **(kwargs or {}))
 
 

@@ -93,11 +93,13 @@ class QueryPath:
     Attributes:
         rows: packed tokens of the queries.
         positions: int64 [n], those of the queries.
+        length: K.
         bits: int32 [T, W], or [H, T, W].
     """
 
     rows: slice
     positions: torch.Tensor
+    length: int
     bits: torch.Tensor
 
     def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
@@ -126,6 +128,7 @@ class QueryPath:
                 self.rows = slice(start + at, start + last)
                 self._runs = [*above, (start, start + last, True)]
                 self.positions = torch.arange(depth + at, depth + last, device=self._device)
+                self.length = depth + last
                 yield self.rows
                 at = last
 

@@ -171,8 +171,7 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         numbers = sum(_state_numbers(mixer) for mixer in _mixers(layer))
         its_weights = sum(met.values())
         indexer = getattr(attention, "indexer", None)
-        # products of queries and keys, then the weighted sum of heads
-        scores = 0 if indexer is None else indexer.n_heads * (indexer.head_dim + 1)
+        scores = 0 if indexer is None else _index_per_pair(indexer)
         costs.append(
             LayerCost(kind, its_weights, per_pair, its_window, state, channels, numbers, scores)
         )
@@ -194,6 +193,15 @@ def model_cost(model: Any, element_bytes: int | None = None) -> ModelCost:
         value_dim=dims[0][1],
         element_bytes=element_bytes,
     )
+
+
+def _index_per_pair(indexer: Any) -> int:
+    """Multiply-adds per pair: of queries and keys, then of the weighted sum of heads; an indexer of
+    blocks sums none."""
+    heads = getattr(indexer, "n_heads", None)
+    if heads is None:
+        return int(indexer.num_heads * indexer.head_dim)
+    return int(heads * (indexer.head_dim + 1))
 
 
 def tower_weights(config: Any) -> int:

@@ -10,12 +10,15 @@ import torch
 
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
+from prefixtree.models.family_table import COMPRESSED_TYPES, INDEXED_BLOCKS
 from prefixtree.rollouts import Rollouts
 from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 from prefixtree.testing.reference import EAGER_BY_ROWS
 
 _HALF = ("bfloat16", "float16")
 _OF_VISION = {"prefixtree": "sdpa", EAGER_BY_ROWS: "eager"}
+# layers that hand what they chose to eager's function alone
+_EAGER_ALONE = COMPRESSED_TYPES | {INDEXED_BLOCKS}
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,9 @@ def _build(setting: Setting, attention: str) -> Any:
             if not file.is_file():
                 raise
             raise OSError(f"{problem} {file} in the folder's place gives random weights") from None
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if attention == EAGER_BY_ROWS and not _EAGER_ALONE.isdisjoint(kinds):
+        model.set_attn_implementation("eager")
     model.to(setting.device).eval()
     if setting.gradient_checkpointing:
         # transformers checkpoints in training mode alone

@@ -54,6 +54,8 @@ def eager_by_rows(
     Returns:
         [B, n, H, Dv], and no attention weights.
     """
+    if kwargs.get("block_indices") is not None:
+        raise ValueError('blocks of keys are chosen by attn_implementation="eager" alone')
     eager = family_eager(module)
     if indices is not None:
         attention_mask = of_chosen(attention_mask, indices)

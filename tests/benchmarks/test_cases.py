@@ -111,7 +111,7 @@ def test_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parallel.main([*TINY, *some, "--sides", "parts"])
     assert parallel.main(["--read", str(out)]) == 0
-    assert "5 green, 0 out of memory, 0 red" in capsys.readouterr().out
+    assert "6 green, 0 out of memory, 0 red" in capsys.readouterr().out
 
 
 def test_the_code_agents_are_as_stated() -> None:

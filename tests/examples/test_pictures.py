@@ -36,7 +36,7 @@ def test_the_page() -> None:
         torch.testing.assert_close(found, wanted)
         wanted.sum().backward()
     for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found.grad, wanted.grad, atol=5e-6, rtol=1e-4)
     exec(attention, names)
     assert model.config.vision_config._attn_implementation == "sdpa"
 

@@ -68,6 +68,11 @@ def test_generate(model_type, padded):
     """Windows are shorter than the prompts, and softcaps and sinks take part."""
     options = {"attention_mask": _PADDING} if padded else {}
     model = pt.prepare(build(model_type)).eval()
+    if model_type == "deepseek_v4" or (padded and model_type == "minimax_m3_vl_text"):
+        # transformers' own functions of attention differ there
+        with pytest.raises(pt.UnsupportedError, match="are not verified under"):
+            _generate(model, **options)
+        return
     got = _generate(model, **options)
     model.set_attn_implementation("eager")
     expected = _generate(model, **options)
@@ -192,6 +197,7 @@ def test_a_forest_without_its_mask_never_runs(model_type, use_cache):
     # or the family does not even pass the positions to its attention
     message = (
         r"position_ids jump.*packed\.model_inputs\(\)|does not pass position_ids to its attention"
+        r"|whose keys are compressed, are not verified"
     )
     with torch.no_grad(), pytest.raises((ValueError, pt.UnsupportedError), match=message):
         model(**inputs)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from prefixtree.testing import reference
+from prefixtree.testing import models, reference
 from prefixtree.testing.compare import gradient_differences
 from prefixtree.testing.reference import EAGER_BY_ROWS, FaithfulSums
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.family_configs import FAMILIES, VOCABULARY
-from tests.support.models import build, mostly_full, tolerance
+from tests.support.models import build, cases, mostly_full, tolerance
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -158,7 +158,18 @@ def logits_and_gradients(model, tokens):
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", mostly_full(FAMILIES))
+# hand what they chose to eager alone
+_EAGER_ALONE = ("deepseek_v4", "minimax_m3_vl_text")
+
+
+@pytest.mark.parametrize("name", cases(_EAGER_ALONE))
+def test_whose_choice_eager_alone_takes_is_not_by_rows(tmp_path, name):
+    build(name).config.to_json_file(file := tmp_path / "config.json")
+    model = models.build(models.Setting(str(file), device="cpu"), EAGER_BY_ROWS)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", mostly_full(name for name in FAMILIES if name not in _EAGER_ALONE))
 def test_eager_by_rows_is_eager(monkeypatch, name):
     """Windows, softcaps, sinks: in blocks of four rows, the same logits and gradients."""
     calls = []
