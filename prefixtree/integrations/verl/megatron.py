@@ -52,6 +52,7 @@ from prefixtree.integrations.verl.refusals import (
 )
 from prefixtree.integrations.verl.routes import (
     asks_for_routes,
+    check_stages,
     is_recorded,
     routes_of,
     routes_of_batch,
@@ -110,6 +111,8 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         check_step(data, loss_function, forward_only, replays=True)
         config, mode = self.tf_config, self.engine_config.router_replay.mode
         records, routes = is_recorded(data, mode, forward_only), None
+        if records:
+            check_stages(config)
         if asks_for_routes(data) and not records:
             routes = routes_of(data, mode, config)
         self._recorded = [] if records else None

@@ -40,6 +40,24 @@ def is_recorded(data: TensorDict, mode: str, forward_only: bool) -> bool:
     return asked and data.get("routed_experts", None) is None
 
 
+def check_stages(config: Any) -> None:
+    """Before a forward that records.
+
+    Args:
+        config: of the model, the same on all stages, so that all refuse it.
+
+    Raises:
+        UnsupportedError: pipeline stages of which one may have no layer of experts.
+    """
+    is_dense = [not is_moe_layer(config, at) for at in range(config.num_layers)]
+    if config.pipeline_model_parallel_size > 1 and any(is_dense):
+        raise UnsupportedError(
+            f"router_replay.mode=R2 with pipeline_model_parallel_size="
+            f"{config.pipeline_model_parallel_size} and {sum(is_dense)} layers without experts: a "
+            "stage may have nothing to record, which was not compared; set router_replay.mode to R3"
+        )
+
+
 def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
     """The experts of every sequence, integers [n or n - 1, L, k], as `PrefixForest` takes them.
 

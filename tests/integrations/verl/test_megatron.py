@@ -142,6 +142,18 @@ def test_routes_of_layers_without_experts() -> None:
     assert routes_of(_batch(ROUTES), "R3", config)[0].tolist() == ROUTES[0][:, 1:].tolist()
 
 
+def test_stages_of_which_one_may_record_nothing() -> None:
+    from prefixtree.integrations.verl.routes import check_stages
+
+    stages = SimpleNamespace(num_layers=2, pipeline_model_parallel_size=2, moe_layer_freq=1)
+    check_stages(stages)
+    stages.moe_layer_freq = [0, 1]
+    with pytest.raises(UnsupportedError, match="and 1 layers without experts"):
+        check_stages(stages)
+    stages.pipeline_model_parallel_size = 1
+    check_stages(stages)
+
+
 def test_a_batch_without_routes() -> None:
     from prefixtree.integrations.verl.routes import routes_of
 
