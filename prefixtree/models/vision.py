@@ -12,7 +12,7 @@ Legend: T packed tokens, K placements, N distinct pictures that are placed, F fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,11 @@ class PlacedPictures:
             the pictures left out.
         placements: of the pictures in the forest.
         pictures: those of the batch.
+        least_runs: how many runs each call of the tower makes at least. 0: ranks that shard it
+            agree in each forward.
     """
+
+    least_runs: int = 0
 
     def __init__(self, model: nn.Module, causal_lm: Any, packed: PackedForest, pictures: Pictures):
         self.placements, paths = place(packed, pictures)
@@ -85,6 +89,17 @@ class PlacedPictures:
         is_own[[] if own is None else own] = True
         found = [self._calls.of(modality, is_own) for modality in MODALITIES]
         return self._encoded(found, own is not None and self._only_the_tower_trains())
+
+    def most_runs(self, parts: Iterable[np.ndarray], patches: int) -> int:
+        """The most runs of at most `patches` patches in one call of the tower, of any part's own
+        tokens, int64 [t] each."""
+        most = 1
+        for own in parts:
+            is_own = np.zeros(self.packed.num_tokens, bool)
+            is_own[own] = True
+            found = [self._calls.of(modality, is_own) for modality in MODALITIES]
+            most = max(most, *(len(x.shape.runs(patches)) for x in found if x is not None), 0)
+        return most
 
     def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
         """Finds the pictures that one rank of a group encodes, and those that its own tokens show.

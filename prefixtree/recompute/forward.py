@@ -274,13 +274,13 @@ def _with_pictures(
         around = checkpoint_of_tower(shown.tower, mode)
         if around is None:
             patches = None
-    least = 0
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    least = shown.placed.least_runs
+    if not least and any(isinstance(module, FSDPModule) for module in model.modules()):
         # every run gathers the tower's parameters; other ranks may have no graph, and so runs
         runs = 1 if patches is None else shown.num_runs(patches)
         (least,) = most_of_all_ranks(model, [runs], shown.placed.packed.device)
-        if patches is None and least > 1:
-            patches = sys.maxsize
+    if patches is None and least > 1:
+        patches = sys.maxsize
     return _entered(context, shown.encoded(TowerRuns(patches, around, least)))
 
 

@@ -29,7 +29,7 @@ from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.indexers import has_indexers
-from prefixtree.models.layers import groups_of
+from prefixtree.models.layers import groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_kept
 from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
@@ -44,6 +44,7 @@ from prefixtree.pictures import Pictures
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
+from prefixtree.recompute.plan import RUN, RecomputePlan
 from prefixtree.scoring.edges import (
     SequenceScores,
     edges_on_device,
@@ -206,6 +207,12 @@ class KeptScores(Iterator[tuple[MicroBatch, SequenceScores]]):
                 "message says what it needs"
             )
         self._order = list(order)
+        if groups and (placed := self._forward.placed) is not None:
+            # a backward may meet that of any forward of another rank, and each run of a tower is
+            # exchanges: so all forwards of the block make as many
+            patches = modes[0].patches if isinstance(modes[0], RecomputePlan) else RUN
+            most = placed.most_runs((part.own_tokens for part in self._steps or ()), patches)
+            (placed.least_runs,) = most_of_all_ranks(model, [most], self._device)
 
     def _prepare(
         self,

@@ -11,6 +11,7 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.recompute import forward as recompute
+from prefixtree.scoring import kept_trunks
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
 from tests.support.picture_cases import batch, build, pictures_of, videos
@@ -28,6 +29,7 @@ RUNS = [
     ("fsdp2", "qwen3_vl", "kept"),
     ("fsdp2", "qwen3_vl", "kept, again"),
     ("fsdp2", "gemma4", "kept, recomputed"),
+    ("fsdp2", "qwen3_vl", "kept, uneven"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
@@ -38,6 +40,11 @@ PARTS["runs"] = PARTS["steps"] = PARTS["images"]
 # of `kept_trunks`
 KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
 KEPT["kept, recomputed"] = {"recompute": "all", "recompute_trunks": "again"}
+# sequences of each rank; in "uneven" those of rank 0 show two pictures in their trunk and none of
+# their own, so that the other rank's forwards, and then its backwards, meet others of another size
+OF_RANKS = {kind: [[*range(8)], [8]] for kind in KEPT}
+KEPT["kept, uneven"] = {"recompute": "all"}
+OF_RANKS["kept, uneven"] = [[2, 3], [0, 1, 4, 5, 6, 7, 8]]
 # so little that steps may be small
 LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
@@ -69,11 +76,12 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
         mock.patch.object(recompute, "RUN", 1),
+        mock.patch.object(kept_trunks, "RUN", 1),
         counted([tower]) as towers,
         counted(blocks[:1]) as first_blocks,
     ):
         if kind in KEPT:
-            logprobs = _kept(wrapped, pictures, made, rank, **KEPT[kind])
+            logprobs = _kept(wrapped, pictures, made, rank, kind, **KEPT[kind])
         for indices in PARTS[kind][rank] if kind in PARTS else ():
             rows = [pictures.sequences[i] for i in indices] or [pictures.sequences[0][:1]]
             packed = pt.pack(pt.PrefixForest.from_sequences(rows))
@@ -108,9 +116,11 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     }
 
 
-def _kept(model: nn.Module, pictures: Any, made: Any, rank: int, **options: Any) -> list[Any]:
+def _kept(
+    model: nn.Module, pictures: Any, made: Any, rank: int, kind: str = "kept", **options: Any
+) -> list[Any]:
     """Log-probabilities of the sequences of a rank, whose micro-batches keep their trunks."""
-    mine = [*range(8)] if rank == 0 else [8]
+    mine = OF_RANKS[kind][rank]
     plan = pt.plan_micro_batches(
         [pictures.sequences[i] for i in mine], 40, trunks=True, borrow_cost=LIGHT
     )
