@@ -15,6 +15,8 @@ from typing import Literal
 
 from prefixtree.packing.host_mask import HostMask
 
+Kind = Literal["attention", "recurrence"]
+
 
 class _Watch(threading.local):
     mask: HostMask | None = None
@@ -40,17 +42,18 @@ def counted_calls(mask: HostMask) -> Iterator[Callable[[], tuple[int, int]]]:
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
-    """Calls within count for no mask: those of the other heads of a call that has counted."""
+def as_one_call(mask: HostMask, of: Kind) -> Iterator[None]:
+    """Calls within count once, over `mask`: those of groups of heads, or of kinds of keys."""
     before = _watch.mask
     try:
         _watch.mask = None
         yield
     finally:
         _watch.mask = before
+    note_call(mask, of)
 
 
-def note_call(mask: HostMask, of: Literal["attention", "recurrence"]) -> None:
+def note_call(mask: HostMask, of: Kind) -> None:
     """Called by an operator where it computes, once per forward call. A mask with borders of
     states counts as the mask itself."""
     if _watch.mask is (mask.without_states or mask):

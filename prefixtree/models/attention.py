@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
-from prefixtree.kernels.call_counter import counted_calls, note_call
+from prefixtree.kernels.call_counter import as_one_call
 from prefixtree.models.families import (
     ENCODES,
     PACKING_KEYWORDS,
@@ -212,12 +212,10 @@ def _attend_by_group(
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
-    # together they are the one call of their layer
-    with counted_calls(mask.host):
+    with as_one_call(mask.host, "attention"):
         parts: list[torch.Tensor] = [
             tree_attention(a, b, c, mask, chosen=bits, **options) for a, b, c, bits in groups
         ]
-    note_call(mask.host, "attention")
     return torch.cat(parts, 1)
 
 
@@ -239,12 +237,10 @@ def _attend_to_entries(
     """
     count = mask.num_tokens
     options["return_lse"] = True
-    # together they are the one call of their layer
-    with counted_calls(mask.host):
+    with as_one_call(mask.host, "attention"):
         near, near_lse = tree_attention(q, k[:count], v[:count], mask, window=window, **options)
         far = k[count:], v[count:], mask
         out, lse = tree_attention(q, *far, chosen=entries.bits, **options)
-    note_call(mask.host, "attention")
     lse = lse.masked_fill(entries.absent, -torch.inf)
     sink = sinks.to(lse.dtype)[:, None].expand_as(lse)
     # each part's share of the softmax; the sink has no value

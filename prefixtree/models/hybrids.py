@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.models.along_tree import AlongTree, along_tree, check_own_code
 from prefixtree.models.checks import attention_modules, set_attention, transformer_of
 from prefixtree.models.copied_forwards import with_globals
@@ -35,6 +33,7 @@ from prefixtree.models.family_table import FUSED, Family
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
+from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.mask import TreeMask, check_mask
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.state_heads import StatesByHeads
@@ -130,33 +129,6 @@ def check_prepared(module: nn.Module) -> None:
 # ---- functions along the tree --------------------------------------------------------------------
 
 
-class KeepsStates(Protocol):
-    """Takes states from beyond a call and hands them on.
-
-    Those of steps (`parallel.states`), of ranks (`parallel.state_heads`), or of a growing forest
-    (`sampling.state_pools`): with a tree mask its forward is the prefill, without one it is of the
-    rows' new tokens.
-    """
-
-    def conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
-        """As `tree_conv`, x [T, D]."""
-        ...
-
-    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_delta_rule`."""
-        ...
-
-    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """As `tree_ssd`."""
-        ...
-
-
 class KeepsForest(Protocol):
     """A growing forest (`sampling.forest_cache`)."""
 
@@ -237,30 +209,6 @@ def _not_fused(
     return original(*args, **kwargs) if tree_mask is None and forest_cache is None else None
 
 
-class _WholeForest:
-    """States pass within the call alone: a `KeepsStates`."""
-
-    def __init__(self, mask: TreeMask) -> None:
-        self._mask = mask
-
-    def conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-    ) -> torch.Tensor:
-        return tree_conv(x, weight, bias, self._mask, activation)
-
-    def delta_rule(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        rule: Callable[..., torch.Tensor] = tree_delta_rule
-        return rule(*tensors, self._mask, **options)
-
-    def ssd(self, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        rule: Callable[..., torch.Tensor] = tree_ssd
-        return rule(*tensors, self._mask, **options)
-
-
 def _states_of(
     tree_mask: TreeMask | _DividedStates | None, forest_cache: KeepsForest | None
 ) -> KeepsStates:
@@ -268,7 +216,7 @@ def _states_of(
     if forest_cache is not None:
         return forest_cache.states
     assert tree_mask is not None
-    return tree_mask if isinstance(tree_mask, _DividedStates) else _WholeForest(tree_mask)
+    return tree_mask if isinstance(tree_mask, _DividedStates) else WholeForest(tree_mask)
 
 
 def _check_call(

@@ -85,21 +85,13 @@ class PlacedPictures:
             own: int64 [t], packed tokens, ascending; a picture may be cut, and is then encoded
                 whole. Default: all.
         """
-        is_own = np.full(self.packed.num_tokens, own is None)
-        is_own[[] if own is None else own] = True
-        found = [self._calls.of(modality, is_own) for modality in MODALITIES]
-        return self._encoded(found, own is not None and self._only_the_tower_trains())
+        return self._encoded(self._shown(own), own is not None and self._only_the_tower_trains())
 
     def most_runs(self, parts: Iterable[np.ndarray], patches: int) -> int:
         """The most runs of at most `patches` patches in one call of the tower, of any part's own
         tokens, int64 [t] each."""
-        most = 1
-        for own in parts:
-            is_own = np.zeros(self.packed.num_tokens, bool)
-            is_own[own] = True
-            found = [self._calls.of(modality, is_own) for modality in MODALITIES]
-            most = max(most, *(len(x.shape.runs(patches)) for x in found if x is not None), 0)
-        return most
+        # one without pictures is one of a blank one
+        return max((_most_runs(self._shown(own), patches) for own in parts), default=1) or 1
 
     def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
         """Finds the pictures that one rank of a group encodes, and those that its own tokens show.
@@ -113,7 +105,15 @@ class PlacedPictures:
             group: the process group.
         """
         where = parts, index, group
-        return self._encoded([self._calls.of_rank(modality, *where) for modality in MODALITIES])
+        found = (self._calls.of_rank(modality, *where) for modality in MODALITIES)
+        return self._encoded([encoding for encoding in found if encoding is not None])
+
+    def _shown(self, own: np.ndarray | None) -> list[Encoding]:
+        """By modality, those that packed tokens int64 [t] show; None: all."""
+        is_own = np.full(self.packed.num_tokens, own is None)
+        is_own[[] if own is None else own] = True
+        found = (self._calls.of(modality, is_own) for modality in MODALITIES)
+        return [encoding for encoding in found if encoding is not None]
 
     def _only_the_tower_trains(self) -> bool:
         """Whether hidden states below the first layer that trains need gradients by pictures."""
@@ -123,10 +123,7 @@ class PlacedPictures:
         )
         return torch.is_grad_enabled() and trains and not has_gradients
 
-    def _encoded(
-        self, encodings: list[Encoding | None], wants_one: bool = False
-    ) -> EncodedPictures:
-        found = [encoding for encoding in encodings if encoding is not None]
+    def _encoded(self, found: list[Encoding], wants_one: bool = False) -> EncodedPictures:
         if not found and (wants_one or _runs_in_lockstep(self._model)):
             # ranks with pictures run the tower, and wait for those without; and a part without
             # pictures may borrow from one with some, whose gradients must pass its layers
@@ -139,6 +136,10 @@ class PlacedPictures:
             f"the pixels of picture {n}": self.pictures.distinct[n].pixels
             for n in np.unique(self.placements.number).tolist()
         }
+
+
+def _most_runs(encodings: list[Encoding], patches: int) -> int:
+    return max((len(encoding.shape.runs(patches)) for encoding in encodings), default=0)
 
 
 class EncodedPictures:
@@ -158,7 +159,7 @@ class EncodedPictures:
 
     def num_runs(self, patches: int) -> int:
         """The most runs of at most `patches` patches in one call of the tower."""
-        return max((len(e.shape.runs(patches)) for e in self._encodings), default=0)
+        return _most_runs(self._encodings, patches)
 
     @contextmanager
     def encoded(self, runs: TowerRuns = ALL_AT_ONCE) -> Iterator[None]:

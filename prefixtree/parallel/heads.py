@@ -9,7 +9,6 @@ ranks, H query heads, Hk kv heads, D and Dv head dims.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from prefixtree.kernels.attention.api import checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
-from prefixtree.kernels.call_counter import uncounted
+from prefixtree.kernels.call_counter import as_one_call
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.ranks import TokensForHeads, divides
@@ -117,12 +116,12 @@ class _HeadsAttention(torch.autograd.Function):
         saved: list[Any] = []
         back = []
         arrivals = [exchange.start_to_heads(rows) for rows in of_turns]
-        for turn, arrived in enumerate(arrivals):
-            rows = arrived()
-            with uncounted() if turn else nullcontext():
-                out, lse = TREE_ATTENTION(*rows, own_sinks[turn], handle, *options, False)
-            back.append(exchange.start_to_tokens([out]))
-            saved += [*rows, own_sinks[turn], out, lse]
+        with as_one_call(mask.whole.host, "attention"):
+            for arrived, its_sinks in zip(arrivals, own_sinks, strict=True):
+                rows = arrived()
+                out, lse = TREE_ATTENTION(*rows, its_sinks, handle, *options, False)
+                back.append(exchange.start_to_tokens([out]))
+                saved += [*rows, its_sinks, out, lse]
         ctx.save_for_backward(handle, *saved)
         ctx.exchange, ctx.options, ctx.turns = exchange, options, turns
         ctx.sinks_dtype = None if sinks is None else sinks.dtype

@@ -11,13 +11,12 @@ t own tokens, n ranks, D channels, W taps, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
-from prefixtree.kernels.call_counter import note_call, uncounted
+from prefixtree.kernels.call_counter import as_one_call, note_call
 from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.packing.mask import TreeMask
@@ -154,20 +153,18 @@ class StatesByHeads:
         for some in exchange.of_turns(with_size, turns):
             flight = _Flight(exchange.start_to_heads, exchange.start_to_tokens)
             there.append((flight, _Sent.apply(flight, exchange.ranks, *some)))
-        for turn, last in enumerate(there):
-            arrived = _Arrived.apply(*last)
-            of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in zip(rows, arrived, strict=True)]
-            with uncounted() if turn else nullcontext():
+        with as_one_call(self._counted, "recurrence"):
+            for turn, last in enumerate(there):
+                arrived = zip(rows, _Arrived.apply(*last), strict=True)
+                of_heads = [y if x.ndim == 3 else y[..., 0] for x, y in arrived]
                 out = compute(of_heads, turn, turns)
-            flight = _Flight(exchange.start_to_tokens, exchange.start_to_heads)
-            back.append((flight, _Sent.apply(flight, 1, out)))
+                flight = _Flight(exchange.start_to_tokens, exchange.start_to_heads)
+                back.append((flight, _Sent.apply(flight, 1, out)))
         return exchange.joined([_Arrived.apply(*last)[0] for last in back])
 
     def _check(self, heads: int, shared: int) -> None:
         if (problem := state_heads_problem(heads, shared, self._exchange.ranks)) is not None:
             raise ValueError(problem)
-        if self._counted is not self._whole.host:
-            note_call(self._counted, "recurrence")
 
     def _of_rank(self, parameter: Any, turn: int, turns: int) -> Any:
         """The heads of a turn on this rank, of [H, ..], or None."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.models import families, hybrids
+from prefixtree.models import families, hybrids, state_calls
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.rollouts import read_rollouts
@@ -162,7 +162,7 @@ def test_states_that_do_not_follow_the_tree_turn_it_red(
 ) -> None:
     monkeypatch.setattr("prefixtree.models.checks._check_states", lambda *_: None)
     for name, operator in _by_definition(mistake).items():
-        monkeypatch.setattr(hybrids, name, operator)
+        monkeypatch.setattr(state_calls, name, operator)
     found = _errors(build(family), family)
     print(f"{family}, {mistake}: {found}")
     if mistake == "none":

@@ -25,10 +25,9 @@ from prefixtree.packing.placements import place
 from prefixtree.testing import compare
 from prefixtree.testing.reference import EAGER_BY_ROWS
 from prefixtree.testing.verify import random_objective
-from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
 from tests.support.models import TOWERS, TRANSFORMERS, counted, enable_checkpointing
 from tests.support.picture_cases import (
-    CONFIGS,
+    FAMILIES,
     IMAGE,
     NO_VIDEOS,
     VOCABULARY,
@@ -48,12 +47,6 @@ from tests.support.picture_cases import (
     videos,
 )
 
-_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
-_TOO_OLD = f"hybrids are refused before transformers {OLDEST_WITH_STATES}"
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason=_TOO_OLD))
-    for name in CONFIGS
-]
 WITH_VIDEOS = [case for case in FAMILIES if case.values[0] not in NO_VIDEOS]
 TREE = ("qwen2_5_vl", "qwen3_vl", "gemma4")
 

@@ -17,11 +17,11 @@ from prefixtree.models import vision
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.placements import place
 from prefixtree.scoring import kept_trunks as module
-from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted, enable_checkpointing
 from tests.support.picture_cases import (
     ADAPTED,
-    CONFIGS,
+    FAMILIES,
     NO_VIDEOS,
     Batch,
     Float64,
@@ -42,11 +42,6 @@ from tests.support.step_ranks import LIGHT
 
 # two trunks with pictures, two micro-batches with others, and a picture that a border cuts
 MAX_TOKENS = 40
-_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason="refused"))
-    for name in CONFIGS
-]
 
 
 def _plan(pictures: pt.Pictures, max_tokens: int = MAX_TOKENS) -> pt.MicroBatchPlan:

@@ -17,11 +17,11 @@ from prefixtree.packing.placements import place
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute import forward
 from prefixtree.scoring.in_steps import dummy_of
-from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted
 from tests.support.picture_cases import (
     ADAPTED,
-    CONFIGS,
+    FAMILIES,
     NO_VIDEOS,
     batch,
     build,
@@ -38,11 +38,6 @@ from tests.support.picture_cases import (
 # so little that steps may be small
 LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "borrow_cost": LIGHT}
-_OLD = version.parse(OLDEST_WITH_STATES) > TRANSFORMERS
-FAMILIES = [
-    pytest.param(name, marks=pytest.mark.skipif(_OLD and name in HYBRIDS, reason="refused"))
-    for name in CONFIGS
-]
 
 
 def _tower(model: Any) -> nn.Module:

@@ -10,7 +10,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from packaging import version
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -18,8 +20,8 @@ import prefixtree as pt
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns
 from prefixtree.models.vision import PlacedPictures, alone_inputs
-from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import TOWERS, as_lists, randomise
+from tests.support.hybrid_configs import HYBRIDS, OLDEST_WITH_STATES
+from tests.support.models import TOWERS, TRANSFORMERS, as_lists, randomise
 
 VOCABULARY, IMAGE, VIDEO, START, END = 64, 60, 61, 62, 63
 HIDDEN, PATCH = 64, 4
@@ -130,6 +132,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "audio_config": None,
     },
 }
+# of tests of every family
+FAMILIES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name in HYBRIDS and version.parse(OLDEST_WITH_STATES) > TRANSFORMERS,
+            reason=f"hybrids are refused before transformers {OLDEST_WITH_STATES}",
+        ),
+    )
+    for name in CONFIGS
+]
 
 
 # adapters of a tower of Qwen3-VL, and of some of its text

@@ -175,7 +175,7 @@ def loss_of(values: list[torch.Tensor], objective: Objective) -> torch.Tensor:
     """A weight per copy and column."""
     scale = 1 + torch.arange(values[0].shape[1]) / 2
     pairs = zip(values, objective.weights, strict=True)
-    return sum(((v * scale).sum(1) * w[:, 0].to(v)).sum() for v, w in pairs)  # type: ignore
+    return torch.stack([((v * scale).sum(1) * w[:, 0].to(v)).sum() for v, w in pairs]).sum()
 
 
 # ---- a way of running ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.attention import tree_attention
+from prefixtree.models.state_calls import KeepsStates, WholeForest
 from prefixtree.packing.gather import GatherIndex
 from prefixtree.packing.layout import PackedForest
 from prefixtree.parallel.agreement import agree
@@ -56,8 +57,7 @@ class LocalForest:
         position_ids: int64 [t], depths.
         copies: int32 [t], how often the replicated batch has each token; 0 for padding.
         routes: None, or integers [t, layers, k], the recorded experts of each token.
-        states: None, or what stands in the place of `mask` in layers with a state where other ranks
-            have tokens too.
+        states: the calls of layers with a state.
     """
 
     def __init__(self, packed: PackedForest, split: Split | None = None, group: Any = None) -> None:
@@ -67,7 +67,7 @@ class LocalForest:
         self.routes = inputs.get("tree_routes")
         self.mask, self.copies = packed.mask, packed.multiplicity
         self._divided: Any = None
-        self.states: StatesByHeads | None = None
+        self.states: KeepsStates = WholeForest(self.mask)
         if split is not None:
             self._index = torch.distributed.get_rank(group)
             self._part = split[self._index]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,10 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.integrations.megatron.context_parallel import Alone, LocalForest
+from prefixtree.integrations.megatron.context_parallel import Alone
 from prefixtree.integrations.megatron.parameters import ForestParams
-from prefixtree.kernels.recurrence import tree_conv, tree_delta_rule, tree_ssd
+from prefixtree.models.copied_forwards import with_globals
+from prefixtree.models.state_calls import KeepsStates
 
 if TYPE_CHECKING:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet as _DeltaNet
@@ -56,7 +56,7 @@ class ForestDeltaNet(_DeltaNet):
         assert local is not None
         # a copy with the same parameters, which a recomputation may call later
         mixer: Any = copy.copy(self)
-        mixer.gated_delta_rule = partial(_delta_rule, local)
+        mixer.gated_delta_rule = partial(_delta_rule, local.states)
         if self.cp_size > 1:
             mixer.cp_size, mixer.pg_collection = 1, copy.copy(self.pg_collection)
             mixer.pg_collection.cp = Alone()
@@ -64,42 +64,24 @@ class ForestDeltaNet(_DeltaNet):
             if hasattr(self, "feat_dim_split"):
                 query, key, value, *others = self.in_proj_split_sections
                 mixer.feat_dim_split = (query + key + value, *others)
-        return _along(local)(mixer, hidden_states, attention_mask, *args, **kwargs)
-
-
-def _along(local: LocalForest) -> Any:
-    """GatedDeltaNet's own forward, in which the name of its convolution means that of a tree."""
-    forward = GatedDeltaNet.forward
-    names = forward.__globals__ | {"causal_conv1d": partial(_conv, local)}
-    made = FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+        # its own code, in which the name of the convolution means that of a tree
+        of_tree = {"causal_conv1d": lambda _: partial(_conv, local.states)}
+        forward = with_globals(GatedDeltaNet.forward, of_tree)
+        return forward(mixer, hidden_states, attention_mask, *args, **kwargs)
 
 
 def _conv(
-    local: LocalForest, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
+    states: KeepsStates, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """As fla's causal_conv1d: x [1, t, D] -> [1, t, D]."""
-    return _tree_conv(local, x[0], weight, bias, activation)[None], None
-
-
-def _tree_conv(local: LocalForest, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    if local.states is not None:
-        return local.states.conv(x, *args)
-    weight, bias, activation = args
-    return tree_conv(x, weight, bias, local.mask, activation)
+    return states.conv(x[0], weight, bias, activation)[None], None
 
 
 def _delta_rule(
-    local: LocalForest, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
+    states: KeepsStates, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """As fla's chunk_gated_delta_rule: [1, t, H, ...] -> [1, t, H, P]."""
-    rows = query[0], key[0], value[0], g[0], beta[0]
-    if local.states is not None:
-        return local.states.delta_rule(*rows)[None], None
-    return tree_delta_rule(*rows, local.mask)[None], None
+    return states.delta_rule(query[0], key[0], value[0], g[0], beta[0])[None], None
 
 
 class ForestMamba(_Mixer):
@@ -130,25 +112,19 @@ class ForestMamba(_Mixer):
         sizes = [inner, inner + 2 * states, local.nheads_local_tpcp]
         z, xBC, dt = zxBCdt[:, 0].split(sizes, -1)
         weight, bias = local.get_conv1d_weight()[:, 0], local.get_conv1d_bias()
-        xBC = _tree_conv(forest, xBC, weight, bias, self.activation)
+        xBC = forest.states.conv(xBC, weight, bias, self.activation)
         x, B, C = xBC.split([inner, states, states], -1)
         D = local.get_D().float()
-        rows = (
+        y = forest.states.ssd(
             x.unflatten(-1, (-1, self.headdim)),
             dt,
             -local.get_A_log().float().exp(),
             B.unflatten(-1, (groups, -1)),
             C.unflatten(-1, (groups, -1)),
+            D=D.view(-1, self.headdim) if self.D_has_hdim else D,
+            dt_bias=local.get_dt_bias().float(),
+            dt_softplus=True,
         )
-        options = {
-            "D": D.view(-1, self.headdim) if self.D_has_hdim else D,
-            "dt_bias": local.get_dt_bias().float(),
-            "dt_softplus": True,
-        }
-        if forest.states is not None:
-            y = forest.states.ssd(*rows, **options)
-        else:
-            y = tree_ssd(*rows, forest.mask, **options)
         y = (y.flatten(1).float() * F.silu(z.float())).to(zxBCdt.dtype)[:, None]
         return self.norm(y) if self.rmsnorm else y
 

@@ -49,13 +49,17 @@ def check_stages(config: Any) -> None:
     Raises:
         UnsupportedError: pipeline stages of which one may have no layer of experts.
     """
-    is_dense = [not is_moe_layer(config, at) for at in range(config.num_layers)]
-    if config.pipeline_model_parallel_size > 1 and any(is_dense):
+    dense = _has_experts(config).count(False)
+    if config.pipeline_model_parallel_size > 1 and dense:
         raise UnsupportedError(
             f"router_replay.mode=R2 with pipeline_model_parallel_size="
-            f"{config.pipeline_model_parallel_size} and {sum(is_dense)} layers without experts: a "
+            f"{config.pipeline_model_parallel_size} and {dense} layers without experts: a "
             "stage may have nothing to record, which was not compared; set router_replay.mode to R3"
         )
+
+
+def _has_experts(config: Any) -> list[bool]:
+    return [bool(is_moe_layer(config, at)) for at in range(config.num_layers)]
 
 
 def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
@@ -79,7 +83,7 @@ def routes_of(data: TensorDict, mode: str, config: Any) -> list[np.ndarray]:
     values = routed.values().cpu().numpy()
     if values.shape[1] == config.num_layers:
         # engines may name layers without experts too
-        values = values[:, [is_moe_layer(config, at) for at in range(config.num_layers)]]
+        values = values[:, _has_experts(config)]
     routes = np.split(values, routed.offsets()[1:-1].cpu().numpy())
     if mode == "R3":
         # verl routes what has no response anew, such as its padding, of which nobody reads anything

@@ -19,7 +19,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from prefixtree.integrations.megatron import states, tree_spec
+from prefixtree.integrations.megatron import tree_spec
+from prefixtree.models import state_calls
 from tests.integrations.megatron import runs
 from tests.integrations.megatron.router_runs import make_sequences
 from tests.integrations.megatron.runs import Case, Weights
@@ -125,11 +126,11 @@ def packed_convolution() -> Any:
         out = torch.nn.functional.conv1d(rows, weight[:, None], bias, groups=len(weight))
         return torch.nn.functional.silu(out)[0].t()
 
-    return patch.object(states, "tree_conv", conv)
+    return patch.object(state_calls, "tree_conv", conv)
 
 
 def decay_without_gradient() -> Any:
-    rule, scan = states.tree_delta_rule, states.tree_ssd
+    rule, scan = state_calls.tree_delta_rule, state_calls.tree_ssd
 
     def cut(query: Any, key: Any, value: Any, g: Any, *rest: Any) -> Any:
         return rule(query, key, value, g.detach(), *rest)
@@ -137,4 +138,4 @@ def decay_without_gradient() -> Any:
     def cut_scan(x: Any, dt: Any, A: Any, *rest: Any, **options: Any) -> Any:
         return scan(x, dt, A.detach(), *rest, **options)
 
-    return patch.multiple(states, tree_delta_rule=cut, tree_ssd=cut_scan)
+    return patch.multiple(state_calls, tree_delta_rule=cut, tree_ssd=cut_scan)

@@ -32,7 +32,7 @@ from tests.support.lost_gradients import lose_copies
 def check(models: Path, case: Distillation) -> None:
     expected = run_distillation(case.beside, models, case)
     found = differences(expected, run_distillation("prefixtree", models, case), case.settings)
-    print("DIFF", found)
+    print(found)
     assert max(found) < 1e-5
 
 
@@ -54,7 +54,7 @@ def test_top_k_beside_rewards_in_kept_trunks(models: Path, monkeypatch: pytest.M
     expected = run_distillation("stock", models, case)
     with patch.object(engine, "kept_trunks", wraps=engine.kept_trunks) as kept:
         found = differences(expected, run_distillation("prefixtree", models, case), case.settings)
-    print("DIFF", found)
+    print(found)
     assert kept.call_count == 4 and max(found) < 1e-5
     backward = kept_trunks._backward
 
@@ -95,7 +95,7 @@ def test_two_ranks(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     case = RANK_CASES[name]
     for results in two_ranks:
         found = differences(results[name, case.beside], results[name, "prefixtree"], case.settings)
-        print("DIFF", name, found)
+        print(name, found)
         assert max(found) < 1e-5
         if case.red:
             wrong = differences(results[name, case.beside], results[name, "lost"], case.settings)
