@@ -26,6 +26,16 @@ def show(facts: dict[str, Any], console: Console) -> None:
         verdict = "[green]ok[/]" if check["passed"] else "[bold red]differs[/]"
         table.add_row(name + where, difference, limit, verdict)
     console.print(table)
+    if (chosen := facts.get("indexers")) is not None:
+        same, others = (
+            "not finite" if chosen[name] is None else f"{chosen[name]:.1e}"
+            for name in ("logprobs_with_the_same", "logprobs_of_others")
+        )
+        console.print(
+            f"indexers: packed chose other keys than float32 in {chosen['differ']:,} of "
+            f"{chosen['choices']:,} choices (queries by layers), which move log p by up to "
+            f"{others}; with the same keys, packed's is {same} from float32's"
+        )
     attention = facts["replicated"]["attention"]
     table = Table("cost, forward and backward", f"replicated, {attention}", "packed", "ratio")
     sides = facts["replicated"], facts["packed"]

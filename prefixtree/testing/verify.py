@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from prefixtree.recompute.layers import Mode
 from prefixtree.rollouts import Rollouts
 from prefixtree.sharing.estimate import read_cost, read_memory
 from prefixtree.sharing.picture_counts import measure_pictures
+from prefixtree.testing.choices import Margins, PackedChoices, Replay, chooses_keys
 from prefixtree.testing.compare import (
     Objective,
     Run,
@@ -72,9 +74,11 @@ def verify(
     The reference is replicated, in float32, with eager attention. In float32 the packed run must
     agree with it to `FLOAT32_LIMIT`, or `FLOAT32_LIMIT_OF_STATES`. In a shorter dtype a replicated
     eager run in that dtype shows what rounding does, and the packed error may be at most twice that
-    run's plus the dtype's epsilon. The time that packing saves is measured against what trainers
-    run: a replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in float32 on
-    a CPU, and float32 convolutions are no TF32 on a GPU.
+    run's plus the dtype's epsilon. Where indexers choose keys, a float32 run takes those that the
+    packed run chose, and tells how far these are from the best: in float32 it is the reference, in
+    a shorter dtype a run more. The time that packing saves is measured against what trainers run: a
+    replicated run with FA2 or sdpa. In all runs, weights' gradients are summed in float32 on a CPU,
+    and float32 convolutions are no TF32 on a GPU.
 
     Args:
         rollouts: what to run; loss masks tell which tokens are scored, all where there are none.
@@ -99,7 +103,7 @@ def verify(
     forest = PrefixForest.from_sequences(sides.packed)
     memory = _memory(forest, objective, setting)
     if announce is not None:
-        announce(_announcement(forest, setting, config.model_type, memory))
+        announce(_announcement(forest, setting, config, memory))
     try:
         with FaithfulSums(), float32_convolutions():
             runs = _run_all(forest, sides, objective, setting, watch, status)
@@ -113,6 +117,8 @@ def verify(
     float32_limit = FLOAT32_LIMIT_OF_STATES if has_states else FLOAT32_LIMIT
     epsilon = torch.finfo(getattr(torch, setting.dtype)).eps
     checks = compare(packed, replicated, exact, epsilon, float32_limit)
+    if runs.margins is not None and runs.exact is runs.followed:
+        checks.insert(0, Check("chosen keys", runs.margins.largest, float32_limit))
     passed = all(check.passed for check in checks)
     seen = measure_pictures(PrefixForest.from_sequences(rollouts.sequences), rollouts)
     return {
@@ -139,6 +145,7 @@ def verify(
             }
             for check in checks
         },
+        **_indexers(runs),
         "estimated_bytes": memory,
         "replicated": {
             **_cost(trained),
@@ -192,6 +199,10 @@ class _Runs:
         attention: transformers' name of that attention.
         replicated: each alone, with eager attention in the setting's dtype.
         exact: each alone, with eager attention in float32; `replicated` itself where that is so.
+        followed: `exact` with the keys that the packed run's indexers chose; in float32 `exact`
+            itself. None without indexers.
+        by_itself: `exact` with the keys of its own choice; `followed` where these are the same.
+        margins: how far the packed run's keys are from the best of `followed`.
     """
 
     packed: Run
@@ -199,6 +210,9 @@ class _Runs:
     attention: str
     replicated: Run
     exact: Run
+    followed: Run | None = None
+    by_itself: Run | None = None
+    margins: Margins | None = None
 
 
 def _run_all(
@@ -209,43 +223,74 @@ def _run_all(
     watch: Watch,
     status: Status,
 ) -> _Runs:
-    def alone(model: Any, name: str, warm: bool = False) -> Run:
-        if warm:
-            _warm_up(model, False, sides, objective)
-        return run_replicated(
-            model, sides.replicated, objective, lambda s: watch(s, name, len(s)), sides.copies
-        )
+    def alone(model: Any, name: str, replay: Replay | None = None) -> Run:
+        def watched(sequences: Any) -> Any:
+            return watch(sequences, name, len(sequences))
+
+        over = watched if replay is None else replay.watched(watched)
+        return run_replicated(model, sides.replicated, objective, over, sides.copies)
+
+    def in_float32(name: str) -> Run:
+        return alone(build(setting, EAGER_BY_ROWS).float(), name)
 
     # packed comes first: what it cannot serve it says before the long replicated runs
     with status("packed"):
         model = build(setting, "prefixtree")
         _warm_up(model, True, sides, objective)
-        packed = run_packed(model, pack(forest), objective, sides.loss_masks, sides.pictures)
+        batch = pack(forest)
+        chosen = PackedChoices(model, batch) if chooses_keys(model.config) else None
+        packed = run_packed(model, batch, objective, sides.loss_masks, sides.pictures)
         del model
     model = build_as_trained(setting)
     attention = model.config._attn_implementation
-    trained = alone(model, f"replicated, {attention}", warm=True)
+    _warm_up(model, False, sides, objective)
+    trained = alone(model, f"replicated, {attention}")
     del model
-    replicated = alone(build(setting, EAGER_BY_ROWS), "replicated, eager")
-    exact = replicated
-    if setting.dtype != "float32":
-        exact = alone(build(setting, EAGER_BY_ROWS).float(), "replicated, eager in float32")
-    return _Runs(packed, trained, attention, replicated, exact)
+    followed = by_itself = margins = None
+    if chosen is not None:
+        model = build(setting, EAGER_BY_ROWS).float()
+        replay = Replay(model, chosen)
+        followed = by_itself = alone(model, "replicated, eager, packed's keys", replay)
+        margins = replay.margins
+        del model, replay
+        # an indexer and what it calls now hold one another
+        gc.collect()
+    if setting.dtype == "float32":
+        if margins is not None and margins.differ:
+            by_itself = in_float32("replicated, eager")
+        replicated = exact = followed or alone(build(setting, EAGER_BY_ROWS), "replicated, eager")
+    else:
+        replicated = alone(build(setting, EAGER_BY_ROWS), "replicated, eager")
+        exact = in_float32("replicated, eager in float32")
+        by_itself = exact
+    return _Runs(packed, trained, attention, replicated, exact, followed, by_itself, margins)
 
 
-def _announcement(
-    forest: PrefixForest, setting: Setting, model_type: str, memory: int | None
-) -> str:
+def _indexers(runs: _Runs) -> dict[str, Any]:
+    """How often the packed run's indexers chose other keys, and what that does to log p."""
+    if runs.margins is None or runs.followed is None or runs.by_itself is None:
+        return {}
+    same = worst_difference(runs.packed.logprobs, runs.followed.logprobs)
+    moved = worst_difference(runs.by_itself.logprobs, runs.followed.logprobs)
+    facts = {"choices": runs.margins.count, "differ": runs.margins.differ}
+    differences = {"logprobs_with_the_same": _finite(same), "logprobs_of_others": _finite(moved)}
+    return {"indexers": {**facts, **differences}}
+
+
+def _announcement(forest: PrefixForest, setting: Setting, config: Any, memory: int | None) -> str:
     """The line that says what will run, and how much memory it will take beyond the program's."""
     runs = ["packed", "each sequence alone as trainers run it", "each alone with eager attention"]
     if setting.dtype != "float32":
         runs[2] += f" in {setting.dtype}"
         runs.append("the same in float32")
+        if chooses_keys(config):
+            runs.append("once more with the keys of the packed run")
     need = "an unknown amount of" if memory is None else f"about {memory / _GIB:.2g} GiB of"
     beside = " beside what the vision encoder takes" if setting.pictures else ""
     return (
-        f"verify: {model_type} in {setting.dtype} on {setting.device}, {forest.num_sequences:,} "
-        f"sequences of {forest.num_replicated_tokens:,} tokens, {forest.num_tokens:,} distinct, "
+        f"verify: {config.model_type} in {setting.dtype} on {setting.device}, "
+        f"{forest.num_sequences:,} sequences of {forest.num_replicated_tokens:,} tokens, "
+        f"{forest.num_tokens:,} distinct, "
         f"at most {int(forest.sequence_lengths.max()):,} in one; {len(runs)} runs, forward and "
         f"backward ({', '.join(runs)}); takes {need} memory{beside}. --limit takes fewer sequences"
     )
