@@ -9,7 +9,8 @@ with keys a Triton kernel computes. What it chose goes to `tree_attention` as a 
 the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
-checkpoint's second forward, over the same chunks, and chooses the same keys.
+checkpoint's second forward, over the same chunks, and chooses the same keys. Where a rank or a step
+computes a part of the forest, it first tells the keys of the own tokens, which others borrow.
 
 Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
 """
@@ -18,8 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,7 @@ from prefixtree.models.paths import (
     ForestMask,
     QueryPath,
     UnpreparedMask,
+    keys_of_part,
     not_handed_on,
     not_kept,
 )
@@ -247,60 +248,13 @@ def _of_indexer(original: Any) -> dict[str, Any]:
         kernels = _kernels_for(mask, hidden_states, self.head_dim)
         keys: Any = path if kernels is None else Products(mask.host, kernels)
         sizes = (self.n_heads,) if kernels is None else (self.n_heads, self.head_dim)
-        keys.lent = _keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
+        keys.lent = keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
         for rows in keys.spans(*sizes):
             ask(rows, keys)
         found: torch.Tensor = keys.bits[None]
         return found
 
     return {"forward": functools.wraps(original.forward)(forward)}
-
-
-def _keys_of_part(
-    indexer: Any, mask: ForestMask, numbers: int, ask: Callable[[slice, Any], None]
-) -> torch.Tensor | None:
-    """[K, D], the keys of all rows of a part, which queries choose among; None of a whole forest,
-    whose chunks find those of their ancestors made.
-
-    Args:
-        numbers: of a query, all heads.
-        ask: runs the indexer's forward of some own tokens, with what stands in for a cache.
-    """
-    if mask.part is None:
-        return None
-    own, most = [], max(1, CHUNK // numbers)
-    for start in range(0, mask.mask.num_queries, most):
-        path = _KeysAlone()
-        with suppress(_EnoughError):
-            ask(slice(start, start + most), path)
-        own.append(path.keys)
-    return mask.part.index_keys(indexer, torch.cat(own))
-
-
-class _EnoughError(Exception):
-    """Ends an indexer's forward."""
-
-
-class _KeysAlone:
-    """Stands in for a cache in an indexer's forward, which it ends once it has the keys [n, D]."""
-
-    keys: torch.Tensor
-
-    @property
-    def layers(self) -> _KeysAlone:
-        """Of all layers, as a cache has them."""
-        return self
-
-    def __getitem__(self, layer_idx: int) -> _KeysAlone:
-        return self
-
-    def update_indexer(self, keys: torch.Tensor, *_: int) -> None:
-        """[1, n, D], or [1, 1, n, D]."""
-        self.keys = keys.flatten(0, -2)
-        # another object than this: an error keeps its frames alive, and the tensors in them
-        raise _EnoughError
-
-    update_index = update_indexer
 
 
 def _kernels_for(mask: TreeMask, hidden: torch.Tensor, head_dim: int) -> Any:
@@ -347,7 +301,7 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
             rope = tuple(x[:, rows] for x in position_embeddings)
             original.forward(self, hidden_states[:, rows], rope, path, positions)
 
-        path.lent = _keys_of_part(self, cache, self.num_heads * self.head_dim, ask)
+        path.lent = keys_of_part(self, cache, self.num_heads * self.head_dim, ask)
         for rows in path.spans(self.num_heads):
             with path:
                 ask(rows, path, path.positions[None])

@@ -5,7 +5,8 @@ Legend: T packed tokens, n queries of a chunk, K keys of their path, H index hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -167,3 +168,55 @@ class QueryPath:
             self.bits = chosen.new_empty(shape, dtype=torch.int32)
         bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
         self.bits[..., self.rows, :] = bits.view(*chosen.shape[:-1], count)
+
+
+def keys_of_part(
+    indexer: Any, mask: ForestMask, numbers: int, ask: Callable[[slice, Any], None]
+) -> torch.Tensor | None:
+    """The keys of an indexer among which the queries of a part choose.
+
+    Args:
+        indexer: the module.
+        mask: as the layer hands it on.
+        numbers: of a query, all heads.
+        ask: runs the indexer's forward of some own tokens, with what stands in for a cache.
+
+    Returns:
+        [K, D], those of all rows of the part; None of a whole forest, whose chunks find the keys of
+        their ancestors made.
+    """
+    if mask.part is None:
+        return None
+    own, most = [], max(1, CHUNK // numbers)
+    for start in range(0, mask.mask.num_queries, most):
+        path = _KeysAlone()
+        with suppress(_EnoughError):
+            ask(slice(start, start + most), path)
+        own.append(path.keys)
+    return mask.part.index_keys(indexer, torch.cat(own))
+
+
+class _EnoughError(Exception):
+    """Ends an indexer's forward."""
+
+
+class _KeysAlone:
+    """Stands in for a cache in an indexer's forward, which it ends once it has the keys [n, D]."""
+
+    keys: torch.Tensor
+
+    @property
+    def layers(self) -> _KeysAlone:
+        """Of all layers, as a cache has them."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> _KeysAlone:
+        return self
+
+    def update_indexer(self, keys: torch.Tensor, *_: int) -> None:
+        """[1, n, D], or [1, 1, n, D]."""
+        self.keys = keys.flatten(0, -2)
+        # another object than this: an error keeps its frames alive, and the tensors in them
+        raise _EnoughError
+
+    update_index = update_indexer

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from prefixtree import UnsupportedError, prepare
+from prefixtree.kernels.chosen import from_bits, to_bits
 from prefixtree.models import indexers
 from prefixtree.models.compiled import compile_layers
+from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchange
 from prefixtree.scoring.kept_trunks import check_kept
@@ -181,7 +183,7 @@ def _errors(family: str, monkeypatch: pytest.MonkeyPatch, *mistake: Any) -> Any:
     return errors(run(model), expected), errors(kept_cases.run(model), alone)
 
 
-_KEYS, _NOTE = PartMask.index_keys, indexers.QueryPath.note
+_KEYS, _ATTEND = PartMask.index_keys, attention.part_attention
 
 
 def _own_keys_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Tensor:
@@ -189,16 +191,21 @@ def _own_keys_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Te
     return keys.index_copy(0, self.part.tables().own_rows.long(), own)
 
 
-def _own_rows_first(self: Any, chosen: torch.Tensor) -> None:
-    wrong = chosen.roll(len(self.positions), -1)
-    wrong[..., torch.arange(len(self.positions)), self.positions] = True
-    _NOTE(self, wrong)
+def _own_rows_first(*rows: Any, chosen: torch.Tensor | None = None, **options: Any) -> Any:
+    part = rows[3]
+    host = part.mask.host
+    if chosen is not None:
+        wrong = from_bits(chosen, 0, host.deepest).roll(part.num_tokens, -1)
+        # each query must see something
+        wrong[torch.arange(host.num_queries), host.query_positions(chosen.device)] = True
+        chosen = to_bits(wrong, chosen.shape[1])
+    return _ATTEND(*rows, chosen=chosen, **options)
 
 
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize(
     "mistake",
-    [(PartMask, "index_keys", _own_keys_alone), (indexers.QueryPath, "note", _own_rows_first)],
+    [(PartMask, "index_keys", _own_keys_alone), (attention, "part_attention", _own_rows_first)],
     ids=["keys of ancestors left out", "a choice of other rows"],
 )
 def test_another_choice_turns_it_red(
