@@ -258,7 +258,8 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
     values = {"HEADS": heads, "HEADS_PADDED": heads, "D": 128, "D_PADDED": 128}
     values |= {"TOKENS": index_scores.tile_tokens(heads), "KEYS": index_scores.KEYS}
     types = {"Q": f"*{dtype}", "K": f"*{dtype}", "WEIGHTS": "*fp32", "SCORES": "*fp32"}
-    types |= {"first": "i32", "width": "i32", "scale": "fp32"} | dict.fromkeys(values, "constexpr")
+    types |= dict.fromkeys(("first", "first_tile", "width"), "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(values, "constexpr")
     kernel, warps = index_scores.scores_kernel, index_scores.WARPS
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
     aligned = [name for name, kind in signature.items() if kind[0] == "*"]

@@ -10,6 +10,9 @@ Legend: T packed tokens, n queries, H index heads, D head dim, K positions.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +32,7 @@ from prefixtree.packing.host_mask import HostMask
 KEYS, COLUMNS, WARPS = 128, 128, 8
 
 
-@triton.jit(do_not_specialize=("first", "width"))
+@triton.jit(do_not_specialize=("first", "first_tile", "width"))
 def scores_kernel(
     Q,
     K,
@@ -41,6 +44,7 @@ def scores_kernel(
     Q_PTR,
     Q_RUNS,
     first,
+    first_tile,
     width,
     scale,
     HEADS: tl.constexpr,
@@ -50,18 +54,19 @@ def scores_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """SCORES [n, width] float32 of the queries from packed token `first` on, the column of a key
-    being its position. What stands behind a query's own position is not written."""
-    tile = first // TOKENS + tl.program_id(0)
+    """SCORES [n, width] float32 of the queries from `first` on, the column of a key being its
+    position. What stands behind a query's own position is not written."""
+    tile = first_tile + tl.program_id(0)
     start = tl.load(Q_TILES + 3 * tile)
+    query = tl.load(Q_TILES + 3 * tile + 1) - first
     length = tl.load(Q_TILES + 3 * tile + 2)
     token, head, alive = rows_of_tile(TOKENS * HEADS_PADDED, HEADS_PADDED, length)
     alive = alive & (head < HEADS)
-    row = (start - first + token) * HEADS + head
+    row = (query + token) * HEADS + head
     q = load_rows(Q, row * D, alive, D, D_PADDED)
     weight = tl.load(WEIGHTS + row, mask=alive, other=0.0)
     mine = tl.arange(0, TOKENS)
-    into = SCORES + (start - first + mine)[None, :] * width
+    into = SCORES + (query + mine)[None, :] * width
     for run in range(tl.load(Q_PTR + tile), tl.load(Q_PTR + tile + 1)):
         for k_tile in range(tl.load(Q_RUNS + 3 * run), tl.load(Q_RUNS + 3 * run + 1)):
             begin = k_tile * KEYS
@@ -101,6 +106,12 @@ def tile_tokens(heads: int) -> int:
     return max(1, COLUMNS // triton.next_power_of_2(heads))
 
 
+def tile_borders(mask: HostMask, heads: int) -> np.ndarray:
+    """The queries at which the tiles of programs begin, then their number, ascending."""
+    tables = mask.tables(TileShape(tile_tokens(heads), KEYS), 0, torch.device("cpu"))
+    return np.append(tables.q_tiles[:, 1].numpy(), mask.num_queries)
+
+
 def index_scores(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -112,11 +123,11 @@ def index_scores(
     """The scores of the keys on the paths of neighbouring queries.
 
     Args:
-        q: [n, H, D], those of the packed tokens from `first` on, a multiple of `tile_tokens(H)`.
+        q: [n, H, D], those of the mask's queries from `first` on, up to a border of `tile_borders`.
         keys: [T, D] in q's dtype; those behind the queries are not looked at.
         weights: float32 [n, H].
-        mask: of all queries of the forest.
-        first: packed index of the first query.
+        mask: of the forest.
+        first: row of the first query, one of `tile_borders`.
         scale: the factor on q . k.
 
     Returns:
@@ -125,12 +136,18 @@ def index_scores(
     """
     n, heads, d = q.shape
     tokens = tile_tokens(heads)
-    assert first % tokens == 0 and not mask.is_subset
-    width = int(mask.position[first : first + n].max()) + 1
+    tables = mask.tables(TileShape(tokens, KEYS), 0, torch.device("cpu"))
+    rows = tables.q_tiles[:, 1].numpy()
+    # a view that numpy would copy to search
+    tile, end = (
+        bisect_left(range(len(rows)), row, key=rows.__getitem__) for row in (first, first + n)
+    )
+    assert first == rows[tile]
+    width = int(mask.position[mask.query_tokens[first : first + n]].max()) + 1
     scores = q.new_empty(n, width, dtype=torch.float32)
     tables = mask.tables(TileShape(tokens, KEYS), 0, q.device)
     with device_info.current(q.device):
-        scores_kernel[(triton.cdiv(n, tokens),)](
+        scores_kernel[(end - tile,)](
             q.contiguous(),
             keys.contiguous(),
             weights.contiguous(),
@@ -141,6 +158,7 @@ def index_scores(
             tables.q_ptr,
             tables.q_runs,
             first,
+            tile,
             width,
             scale,
             HEADS=heads,

@@ -7,6 +7,7 @@ without a tree mask gets an ordinary one (`models.plain_batches`).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from types import NoneType
 from typing import Any, Protocol
 
@@ -187,34 +188,49 @@ def prefixtree_attention(
     q, k, v = _token_rows(query, key, value)
     if forest_cache is not None:
         forest_cache.keep(q, k, v, sliding_window)
-    if isinstance(tree_mask, DividedMask):
-        out = tree_mask.attend(module, q, k, v, **options)
-    elif blocks is not None and options["chosen"] is not None:
-        out = _attend_by_group(q, k, v, mask, **options)
+    if blocks is not None and options["chosen"] is not None:
+        out = _attend_by_group(module, q, k, v, tree_mask, **options)
     elif entries is not None:
         out = _attend_to_entries(q, k, v, mask, entries, **options)
     else:
-        out = tree_attention(q, k, v, mask, **options)
+        out = _attend(module, q, k, v, tree_mask, **options)
     return out.unsqueeze(0), None
 
 
-def _attend_by_group(
+def _attend(
+    layer: Hashable,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: TreeMask,
+    mask: TreeMask | DividedMask,
+    **options: Any,
+) -> torch.Tensor:
+    if isinstance(mask, DividedMask):
+        return mask.attend(layer, q, k, v, **options)
+    out: torch.Tensor = tree_attention(q, k, v, mask, **options)
+    return out
+
+
+def _attend_by_group(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: TreeMask | DividedMask,
     *,
     chosen: torch.Tensor,
     sinks: torch.Tensor | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]."""
+    """Attention where groups of heads choose keys of their own: chosen int32 [groups, T, W]. Parts
+    hand on each group's keys as those of a layer."""
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
-    with as_one_call(mask.host, "attention"):
-        parts: list[torch.Tensor] = [
-            tree_attention(a, b, c, mask, chosen=bits, **options) for a, b, c, bits in groups
+    with as_one_call((mask.mask if isinstance(mask, DividedMask) else mask).host, "attention"):
+        parts = [
+            _attend((module, i), a, b, c, mask, chosen=bits, **options)
+            for i, (a, b, c, bits) in enumerate(groups)
         ]
     return torch.cat(parts, 1)
 

@@ -9,7 +9,8 @@ with keys a Triton kernel computes. What it chose goes to `tree_attention` as a 
 the path (`kernels.chosen`), in the place of the family's indices. Nothing holds T x T numbers.
 
 An indexer runs without gradients, as in transformers, and so do its parameters. It runs again in a
-checkpoint's second forward, over the same chunks, and chooses the same keys.
+checkpoint's second forward, over the same chunks, and chooses the same keys. Where a rank or a step
+computes a part of the forest, it first tells the keys of the own tokens, which others borrow.
 
 Legend: T packed tokens, n queries of a chunk, K keys of their path, H index heads, W words of bits.
 """
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -38,7 +40,15 @@ from prefixtree.models.family_table import (
     INDEXED_BLOCKS,
     INDEXED_TYPES,
 )
-from prefixtree.models.paths import CHUNK, ForestMask, QueryPath, UnpreparedMask, not_kept
+from prefixtree.models.paths import (
+    CHUNK,
+    ForestMask,
+    QueryPath,
+    UnpreparedMask,
+    keys_of_part,
+    not_handed_on,
+    not_kept,
+)
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
 from prefixtree.packing.host_mask import HostMask
 from prefixtree.packing.mask import TreeMask, check_mask
@@ -77,6 +87,11 @@ _SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size", "compress_ra
 def has_indexers(config: Any) -> bool:
     """Whether a configuration has layers with indexers."""
     return not INDEXED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def compresses_keys(config: Any) -> bool:
+    """Whether a configuration has layers that attend to compressed keys."""
+    return not COMPRESSED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def prepare_indexers(transformer: Any, config: Any) -> None:
@@ -152,8 +167,10 @@ def _of_attention(original: Any) -> dict[str, Any]:
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask, given = kwargs.get("tree_mask"), kwargs.get("attention_mask")
-        if isinstance(mask, DividedMask) or kwargs.get("forest_cache") is not None:
+        if kwargs.get("forest_cache") is not None:
             raise not_kept()
+        if isinstance(mask, DividedMask) and getattr(self, _LAYER_TYPE) in COMPRESSED_TYPES:
+            raise not_handed_on()
         # most families hand them on to the attention function, these do not
         kwargs[SHOWN_POSITIONS] = kwargs.get("position_ids")
         if isinstance(given, UnpreparedMask):
@@ -186,7 +203,9 @@ def _pads_left(attention: Any, mask: Any) -> bool:
     return not bool((first if first.dtype == torch.bool else first == 0).all())
 
 
-def _forest_mask(mask: TreeMask) -> ForestMask:
+def _forest_mask(mask: TreeMask | DividedMask) -> ForestMask:
+    if isinstance(mask, DividedMask):
+        return ForestMask(mask.mask, mask)
     check_mask(mask, "tree_mask")
     if mask.query_tokens is not None:
         raise UnsupportedError(
@@ -219,14 +238,19 @@ def _of_indexer(original: Any) -> dict[str, Any]:
             return indices
         mask = attention_mask.mask
         path = _Keys(mask, hidden_states)
-        if mask.host.deepest <= self.index_topk:
+        if attention_mask.deepest <= self.index_topk:
             return path.of_all()
+
+        def ask(rows: slice, path: Any) -> None:
+            hidden, resid, *rope = (x[:, rows] for x in tokens)
+            original.forward(self, hidden, resid, tuple(rope), path, None, path)
+
         kernels = _kernels_for(mask, hidden_states, self.head_dim)
         keys: Any = path if kernels is None else Products(mask.host, kernels)
         sizes = (self.n_heads,) if kernels is None else (self.n_heads, self.head_dim)
+        keys.lent = keys_of_part(self, attention_mask, self.n_heads * self.head_dim, ask)
         for rows in keys.spans(*sizes):
-            hidden, resid, *rope = (x[:, rows] for x in tokens)
-            original.forward(self, hidden, resid, tuple(rope), keys, None, keys)
+            ask(rows, keys)
         found: torch.Tensor = keys.bits[None]
         return found
 
@@ -270,12 +294,17 @@ def _of_block_indexer(original: Any) -> dict[str, Any]:
             )
             return indices
         path = _Blocks(cache.mask, hidden_states, self.block_size)
-        if cache.mask.host.deepest <= self.topk_blocks * self.block_size:
+        if cache.deepest <= self.topk_blocks * self.block_size:
             return path.of_all()
-        for rows in path.spans(self.num_heads):
+
+        def ask(rows: slice, path: Any, positions: torch.Tensor | None = None) -> None:
             rope = tuple(x[:, rows] for x in position_embeddings)
+            original.forward(self, hidden_states[:, rows], rope, path, positions)
+
+        path.lent = keys_of_part(self, cache, self.num_heads * self.head_dim, ask)
+        for rows in path.spans(self.num_heads):
             with path:
-                original.forward(self, hidden_states[:, rows], rope, path, path.positions[None])
+                ask(rows, path, path.positions[None])
         return path.bits[None]
 
     return {"forward": functools.wraps(original.forward)(forward)}
@@ -320,11 +349,13 @@ class Products:
     heads, it is told, and a kernel computes at the end.
 
     Attributes:
+        lent: as in `QueryPath`.
         bits: int32 [T, W], what was chosen so far.
         shape: of the scores.
     """
 
     dtype = torch.float32
+    lent: torch.Tensor | None = None
     bits: torch.Tensor
     shape: tuple[int, int, int]
     _q: torch.Tensor
@@ -334,15 +365,18 @@ class Products:
     def __init__(self, host: HostMask, kernels: Any) -> None:
         self._host, self._kernels, self._num_words = host, kernels, words(host.deepest)
         self._keys: torch.Tensor | None = None
+        self._position = host.position[host.query_tokens]
 
     def spans(self, heads: int, head_dim: int) -> Iterator[slice]:
-        """The packed tokens of each chunk; it stands for the chunk that it gave last."""
-        total, whole = self._host.num_tokens, self._kernels.tile_tokens(heads)
+        """The queries of each chunk; it stands for the chunk that it gave last."""
+        borders, start = self._kernels.tile_borders(self._host, heads), 0
         most = min(CHUNK // (heads * head_dim), _SCORES // self._host.deepest)
-        most = max(1, most // whole) * whole
-        for start in range(0, total, most):
-            self._rows = slice(start, min(start + most, total))
-            width = int(self._host.position[self._rows].max()) + 1
+        most = max(most, self._kernels.tile_tokens(heads))
+        while start < self._host.num_queries:
+            # whole tiles
+            stop = int(borders[np.searchsorted(borders, start + most, side="right") - 1])
+            self._rows, start = slice(start, stop), stop
+            width = int(self._position[self._rows].max()) + 1
             self.shape = 1, self._rows.stop - start, width
             self._told: list[str] = []
             self._scale = 1.0
@@ -351,10 +385,13 @@ class Products:
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> Products:
         """keys: [1, n, D], those of the chunk."""
         if self._keys is None:
-            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
-            shape = self._host.num_tokens, self._num_words
+            shape = self._host.num_queries, self._num_words
             self.bits = keys.new_empty(shape, dtype=torch.int32)
-        self._keys[self._rows] = keys[0]
+            self._keys = self.lent
+        if self._keys is None:
+            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[2])
+        if self.lent is None:
+            self._keys[self._rows] = keys[0]
         return self
 
     def transpose(self, *_: Any) -> Products:
@@ -394,7 +431,7 @@ class Products:
         scores = self._kernels.index_scores(
             q, self._keys, weights, self._host, self._rows.start, self._scale
         )
-        position = self._host.on(scores.device)["position_ids"][self._rows]
+        position = self._host.query_positions(scores.device)[self._rows]
         bits = to_bits(best_keys(scores, count, position), self._num_words)
         self.bits[self._rows] = bits
         return SimpleNamespace(indices=bits)

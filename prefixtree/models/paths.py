@@ -5,7 +5,8 @@ Legend: T packed tokens, n queries of a chunk, K keys of their path, H index hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.chosen import to_bits, words
 from prefixtree.packing.mask import TreeMask
+from prefixtree.parallel.attention import DividedMask
 
 # scores of all index heads held at once: 128 MiB in float32
 CHUNK = 1 << 25
@@ -55,13 +57,17 @@ class ForestMask:
     the function the mask.
 
     Attributes:
+        mask: of the forest, or of the part that a rank or a step computes.
+        part: where it is a part's.
+        deepest: tokens of the longest path of the whole forest.
         entries: the compressed keys that each query attends to, where a layer has some.
     """
 
     entries: Entries | None = None
 
-    def __init__(self, mask: TreeMask) -> None:
-        self.mask = mask
+    def __init__(self, mask: TreeMask, part: DividedMask | None = None) -> None:
+        self.mask, self.part = mask, part
+        self.deepest = (mask if part is None else part.part).host.deepest
 
     def __getitem__(self, index: Any) -> ForestMask:
         return self
@@ -69,6 +75,19 @@ class ForestMask:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
         """Those of the layer, of which a cache keeps nothing."""
         return keys, values
+
+
+def not_kept() -> UnsupportedError:
+    """The refusal of samplers."""
+    return UnsupportedError("samplers do not keep an indexer's keys yet: sample with an engine")
+
+
+def not_handed_on() -> UnsupportedError:
+    """The refusal of parts of a forest."""
+    return UnsupportedError(
+        "steps, kept trunks and groups would cut the windows of compressed keys (DeepSeek V4): "
+        "score without max_tokens=, kept_trunks and group="
+    )
 
 
 def unprepared(config: Any) -> UnsupportedError:
@@ -79,27 +98,21 @@ def unprepared(config: Any) -> UnsupportedError:
     )
 
 
-def not_kept() -> UnsupportedError:
-    """The refusal of what hands the keys of a call to another call, or to another rank."""
-    return UnsupportedError(
-        "steps, ranks and samplers do not hand on an indexer's keys yet: score without group=, "
-        "max_tokens= and kept_trunks, and sample with an engine"
-    )
-
-
 class QueryPath:
     """The path of the queries that an indexer chooses for, and what was chosen so far.
 
     Attributes:
-        rows: packed tokens of the queries.
+        rows: the queries: packed tokens, or own tokens of a part.
         positions: int64 [n], those of the queries.
         length: K.
+        lent: [T, D], of a part the keys of all its rows.
         bits: int32 [T, W], or [H, T, W].
     """
 
     rows: slice
     positions: torch.Tensor
     length: int
+    lent: torch.Tensor | None = None
     bits: torch.Tensor
 
     def __init__(self, mask: TreeMask, hidden_states: torch.Tensor) -> None:
@@ -107,26 +120,26 @@ class QueryPath:
         self._host = mask.host
         if batch != 1:
             raise ValueError(f"a packed forest is one row: expected batch size 1, got {batch}")
-        if rows != self._host.num_tokens:
+        if rows != self._host.num_queries:
             raise ValueError(
                 f"a packed forest has no key-value cache: pass use_cache=False ({rows} rows, the "
-                f"mask has {self._host.num_tokens})"
+                f"mask has {self._host.num_queries})"
             )
         self._device = hidden_states.device
         self._keys: torch.Tensor | None = None
 
     def spans(self, heads: int) -> Iterator[slice]:
-        """Packed tokens of one path side by side, few enough for the scores of `heads` heads; the
+        """Queries of one path side by side, few enough for the scores of `heads` heads; the
         path is theirs meanwhile."""
         for start, length, runs in self._host.blocks():
-            above, at = runs[:-1], 0
-            depth = sum(end - begin for begin, end, _ in above)
+            above, at, begin = runs[:-1], 0, runs[-1][0]
+            depth = sum(end - first for first, end, _ in above)
             most = max(1, CHUNK // (heads * (depth + length)))
             while at < length:
                 # keys are kept in packed order, in which a token comes behind its ancestors
                 last = min(at + most, length)
                 self.rows = slice(start + at, start + last)
-                self._runs = [*above, (start, start + last, True)]
+                self._runs = [*above, (begin, begin + last, True)]
                 self.positions = torch.arange(depth + at, depth + last, device=self._device)
                 self.length = depth + last
                 yield self.rows
@@ -134,21 +147,76 @@ class QueryPath:
 
     def of_all(self) -> torch.Tensor:
         """int32 [1, T, 0], what says that all queries choose all keys."""
-        return torch.empty(1, self._host.num_tokens, 0, dtype=torch.int32, device=self._device)
+        return torch.empty(1, self._host.num_queries, 0, dtype=torch.int32, device=self._device)
 
     def of_path(self, keys: torch.Tensor) -> torch.Tensor:
         """[n, D], those of the chunk -> [K, D], those of the path, root first."""
-        if self._keys is None:
-            self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])
-        self._keys[self.rows] = keys
-        parts = [self._keys[begin:end] for begin, end, _ in self._runs]
+        known = self.lent
+        if known is None:
+            if self._keys is None:
+                self._keys = keys.new_empty(self._host.num_tokens, keys.shape[1])
+            known = self._keys
+            known[self.rows] = keys
+        parts = [known[begin:end] for begin, end, _ in self._runs]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def note(self, chosen: torch.Tensor) -> None:
         """chosen: bool [n, K], or [H, n, K]."""
         heads, count = chosen.shape[:-2], words(self._host.deepest)
         if not hasattr(self, "bits"):
-            shape = *heads, self._host.num_tokens, count
+            shape = *heads, self._host.num_queries, count
             self.bits = chosen.new_empty(shape, dtype=torch.int32)
         bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
         self.bits[..., self.rows, :] = bits.view(*chosen.shape[:-1], count)
+
+
+def keys_of_part(
+    indexer: Any, mask: ForestMask, numbers: int, ask: Callable[[slice, Any], None]
+) -> torch.Tensor | None:
+    """The keys of an indexer among which the queries of a part choose.
+
+    Args:
+        indexer: the module.
+        mask: as the layer hands it on.
+        numbers: of a query, all heads.
+        ask: runs the indexer's forward of some own tokens, with what stands in for a cache.
+
+    Returns:
+        [K, D], those of all rows of the part; None of a whole forest, whose chunks find the keys of
+        their ancestors made.
+    """
+    if mask.part is None:
+        return None
+    own, most = [], max(1, CHUNK // numbers)
+    for start in range(0, mask.mask.num_queries, most):
+        path = _KeysAlone()
+        with suppress(_EnoughError):
+            ask(slice(start, start + most), path)
+        own.append(path.keys)
+    return mask.part.index_keys(indexer, torch.cat(own))
+
+
+class _EnoughError(Exception):
+    """Ends an indexer's forward."""
+
+
+class _KeysAlone:
+    """Stands in for a cache in an indexer's forward, which it ends once it has the keys [n, D]."""
+
+    keys: torch.Tensor
+
+    @property
+    def layers(self) -> _KeysAlone:
+        """Of all layers, as a cache has them."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> _KeysAlone:
+        return self
+
+    def update_indexer(self, keys: torch.Tensor, *_: int) -> None:
+        """[1, n, D], or [1, 1, n, D]."""
+        self.keys = keys.flatten(0, -2)
+        # another object than this: an error keeps its frames alive, and the tensors in them
+        raise _EnoughError
+
+    update_index = update_indexer

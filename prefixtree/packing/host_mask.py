@@ -156,6 +156,13 @@ class HostMask:
             self._arrays[device] = dict(zip(names, views, strict=False))
         return self._arrays[device]
 
+    def query_positions(self, device: torch.device) -> torch.Tensor:
+        """int32 [Tq], the position of every row of q, on a device."""
+        on = self.on(device)
+        if not self.is_subset:
+            return on["position_ids"]
+        return on["position_ids"].index_select(0, on["query_tokens"])
+
     def adopt(self, subtree_end: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Takes these int32 [T] copies for `on` their device, unless `on` has arrays there."""
         assert not self.is_subset

@@ -8,13 +8,13 @@ borrowed), H query heads, Hk kv heads, D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from prefixtree.kernels.attention.api import checked_call
+from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.planning.parts import Part
@@ -27,17 +27,15 @@ class KeyValueExchange(Protocol):
     `give_back` once per backward, unless neither keys nor values need gradients.
     """
 
-    def borrow(
-        self, own_key: torch.Tensor, own_value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def borrow(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Lends own rows to other parts and joins the own rows with the borrowed ones.
 
         Args:
-            own_key: [t, Hk, D].
-            own_value: [t, Hk, Dv].
+            own: [t, Hk, D] and [t, Hk, Dv], keys and values; or [t, D], those of an indexer, which
+                are not given back.
 
         Returns:
-            [K, Hk, D] and [K, Hk, Dv] in the dtypes given, rows in the order of `Part.tokens`.
+            [K, ...] each in the dtypes given, rows in the order of `Part.tokens`.
         """
         ...
 
@@ -78,7 +76,7 @@ class DividedMask:
 
     def attend(
         self,
-        module: nn.Module,
+        layer: Hashable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -87,14 +85,27 @@ class DividedMask:
         """Attention of the own tokens in one layer.
 
         Args:
-            module: the attention module.
+            layer: the attention module, or what stands for it.
             query: [t, H, D], as for `part_attention`.
             key: [t, Hk, D].
             value: [t, Hk, Dv].
-            options: scale, window, softcap and sinks, as for `tree_attention`.
+            options: scale, window, softcap, sinks and chosen, as for `part_attention`.
 
         Returns:
             [t, H, Dv] in the dtype of `query`.
+        """
+        raise NotImplementedError
+
+    def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
+        """An indexer's keys of all rows of the part. They carry no gradient, as transformers
+        trains no indexer, so nothing is given back.
+
+        Args:
+            indexer: the module.
+            own: [t, D], those of the own tokens.
+
+        Returns:
+            [K, D], rows in the order of `Part.tokens`.
         """
         raise NotImplementedError
 
@@ -116,13 +127,13 @@ class PartMask(DividedMask):
     """The part borrows keys and values.
 
     Attributes:
-        exchange_of: gives the exchange of an attention layer. It gets the attention module.
+        exchange_of: gives the exchange of an attention layer, or of an indexer. It gets the module.
     """
 
     def __init__(
         self,
         part: Part,
-        exchange_of: Callable[[nn.Module], KeyValueExchange],
+        exchange_of: Callable[[Any], KeyValueExchange],
         states_of: Callable[[nn.Module], Any] | None = None,
     ) -> None:
         super().__init__(part, states_of)
@@ -132,14 +143,17 @@ class PartMask(DividedMask):
     @uncompiled
     def attend(
         self,
-        module: nn.Module,
+        layer: Hashable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        exchange = self.exchange_of(module)
+        exchange = self.exchange_of(layer)
         return part_attention(query, key, value, self.part, exchange, **options)
+
+    def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
+        return self.exchange_of(indexer).borrow(own)[0]
 
 
 @uncompiled
@@ -154,6 +168,7 @@ def part_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -168,9 +183,9 @@ def part_attention(
         value: [t, Hk, Dv], their values.
         part: the part.
         exchange: brings the borrowed rows, and takes their gradients back.
-        scale, window, softcap, sinks, deterministic, backend: as in `tree_attention`. The part's
-            mask has the defaults of the last two. The flash backend serves parts that lend or
-            borrow where query heads share kv heads.
+        scale, window, softcap, sinks, chosen, deterministic, backend: as in `tree_attention`. The
+            part's mask has the defaults of the last two. The flash backend serves parts that lend
+            or borrow where query heads share kv heads.
 
     Returns:
         [t, H, Dv] in the dtype of `query`.
@@ -183,10 +198,12 @@ def part_attention(
     options = checked_call(
         query, key, value, mask, scale, window, softcap, sinks, backend, deterministic, part=True
     )
+    if chosen is not None:
+        check_chosen(chosen, query, mask)
     # whoever shares no row adds nothing to a gradient
     wide = bool(part.num_borrowed or len(part.exchange.send_runs))
     out: torch.Tensor = _PartAttention.apply(
-        query, key, value, sinks, mask.handle, exchange, options._replace(wide=wide)
+        query, key, value, sinks, mask.handle, exchange, options._replace(wide=wide), chosen
     )
     return out
 
@@ -202,19 +219,20 @@ class _PartAttention(torch.autograd.Function):
         handle: torch.Tensor,
         exchange: KeyValueExchange,
         options: tuple[Any, ...],
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         key, value = exchange.borrow(own_key, own_value)
-        out, lse = TREE_ATTENTION(query, key, value, sinks, handle, *options, False)
-        ctx.save_for_backward(query, key, value, sinks, out, lse, handle)
+        out, lse = TREE_ATTENTION(query, key, value, sinks, handle, *options, False, chosen)
+        ctx.save_for_backward(query, key, value, sinks, out, lse, handle, chosen)
         ctx.exchange, ctx.options = exchange, options
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, sinks, out, lse, handle = ctx.saved_tensors
+        query, key, value, sinks, out, lse, handle, chosen = ctx.saved_tensors
         dquery, dkey, dvalue, *dsinks = TREE_ATTENTION_BACKWARD(
-            dout, None, query, key, value, sinks, out, lse, handle, *ctx.options
+            dout, None, query, key, value, sinks, out, lse, handle, *ctx.options, chosen
         )
         # the same on all ranks: which tensors need gradients is a matter of the model
         if any(ctx.needs_input_grad[1:3]):
@@ -222,4 +240,4 @@ class _PartAttention(torch.autograd.Function):
             dkey, dvalue = dkey.to(key.dtype), dvalue.to(value.dtype)
         else:
             dkey = dvalue = None
-        return dquery, dkey, dvalue, dsinks[0] if dsinks else None, None, None, None
+        return dquery, dkey, dvalue, dsinks[0] if dsinks else None, None, None, None, None

@@ -8,18 +8,20 @@ ranks, H query heads, Hk kv heads, D and Dv head dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
-from prefixtree.kernels.attention.api import checked_call
+from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.call_counter import as_one_call
+from prefixtree.kernels.chosen import words
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.parallel.attention import DividedMask
-from prefixtree.parallel.ranks import TokensForHeads, divides
+from prefixtree.parallel.ranks import RankExchange, TokensForHeads, divides
 from prefixtree.planning.parts import Parts
 
 
@@ -55,11 +57,16 @@ class HeadsMask(DividedMask):
         super().__init__(parts[exchange.index], states_of)
         self.whole = parts.packed.mask
         self.exchange = exchange
+        self._rows = RankExchange(parts, exchange.index, exchange.group)
+
+    def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
+        # every rank chooses for its own tokens, as heads of one query choose alike
+        return self._rows.borrow(own)[0]
 
     @uncompiled
     def attend(
         self,
-        module: nn.Module,
+        layer: Hashable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -78,6 +85,7 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     ranks, heads, kv_heads = mask.exchange.ranks, query.shape[1], key.shape[1]
     options = checked_call(
@@ -85,10 +93,16 @@ def _attend(
     )
     if (problem := heads_problem(heads, kv_heads, ranks)) is not None:
         raise ValueError(problem)
+    if chosen is not None:
+        check_chosen(chosen, query, mask.mask)
+        # to all ranks, in as many words as the longest path of the forest takes
+        chosen = pad(chosen, (0, words(mask.whole.host.deepest) - chosen.shape[1]))
+        (chosen,) = mask.exchange.start_to_heads([chosen[:, None].expand(-1, ranks, -1)])()
+        chosen = chosen[:, 0]
     # a kv head that several ranks have gets its gradient from all of them
     wide = ranks > kv_heads
     out: torch.Tensor = _HeadsAttention.apply(
-        query, key, value, sinks, mask, options._replace(wide=wide)
+        query, key, value, sinks, mask, options._replace(wide=wide), chosen
     )
     return out
 
@@ -103,6 +117,7 @@ class _HeadsAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         mask: HeadsMask,
         options: tuple[Any, ...],
+        chosen: torch.Tensor | None,
     ) -> torch.Tensor:
         exchange, handle = mask.exchange, mask.whole.handle
         ctx.copies = max(1, exchange.ranks // key.shape[1])
@@ -119,10 +134,10 @@ class _HeadsAttention(torch.autograd.Function):
         with as_one_call(mask.whole.host, "attention"):
             for arrived, its_sinks in zip(arrivals, own_sinks, strict=True):
                 rows = arrived()
-                out, lse = TREE_ATTENTION(*rows, its_sinks, handle, *options, False)
+                out, lse = TREE_ATTENTION(*rows, its_sinks, handle, *options, False, chosen)
                 back.append(exchange.start_to_tokens([out]))
                 saved += [*rows, its_sinks, out, lse]
-        ctx.save_for_backward(handle, *saved)
+        ctx.save_for_backward(handle, chosen, *saved)
         ctx.exchange, ctx.options, ctx.turns = exchange, options, turns
         ctx.sinks_dtype = None if sinks is None else sinks.dtype
         return exchange.joined([arrived()[0] for arrived in back])
@@ -130,14 +145,14 @@ class _HeadsAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        handle, *saved = ctx.saved_tensors
+        handle, chosen, *saved = ctx.saved_tensors
         exchange, turns, dtype = ctx.exchange, ctx.turns, dout.dtype
         back, of_sinks = [], []
         arrivals = [exchange.start_to_heads(rows) for rows in exchange.of_turns([dout], turns)]
         for turn, arrived in enumerate(arrivals):
             *rows, sinks, out, lse = saved[6 * turn : 6 * (turn + 1)]
             dq, dk, dv, *dsinks = TREE_ATTENTION_BACKWARD(
-                *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options
+                *arrived(), None, *rows, sinks, out, lse, handle, *ctx.options, chosen
             )
             back.append(exchange.start_to_tokens([dq, dk, dv]))
             of_sinks += dsinks
@@ -151,4 +166,4 @@ class _HeadsAttention(torch.autograd.Function):
             dsink = own.new_zeros(exchange.ranks, len(own))
             dsink[exchange.index] = own
             dsink = dsink.flatten().to(ctx.sinks_dtype)
-        return dq, dk, dv, dsink, None, None
+        return dq, dk, dv, dsink, None, None, None

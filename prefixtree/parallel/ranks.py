@@ -45,27 +45,24 @@ class RankExchange:
         exchange = self.part.exchange
         self._sent, self._received = exchange.send_counts.tolist(), exchange.receive_counts.tolist()
 
-    def borrow(
-        self, own_key: torch.Tensor, own_value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def borrow(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not self._is_needed:
-            return own_key, own_value
-        own = own_key, own_value
-        lent = self._buffer(own, self._sent, own_key.dtype)
+            return own
+        lent = self._buffer(own, self._sent, own[0].dtype)
         for rows, pieces in zip(self._rows.sent, _pieces(lent, own, self._sent), strict=True):
             for x, piece in zip(own, pieces, strict=True):
                 rows.take(x, piece)
         got, on_its_way = self._exchanged(lent, own, self._sent, self._received)
-        key, value = (x.new_empty(self.part.num_rows, *x.shape[1:]) for x in own)
-        for out, x in zip((key, value), own, strict=True):
+        joined = tuple(x.new_empty(self.part.num_rows, *x.shape[1:]) for x in own)
+        for out, x in zip(joined, own, strict=True):
             self._rows.own.put(out, x)
         on_its_way.wait()
         for rows, pieces in zip(
             self._rows.received, _pieces(got, own, self._received), strict=True
         ):
-            for out, piece in zip((key, value), pieces, strict=True):
+            for out, piece in zip(joined, pieces, strict=True):
                 rows.put(out, piece)
-        return key, value
+        return joined
 
     def give_back(
         self, dkey: torch.Tensor, dvalue: torch.Tensor
@@ -118,7 +115,7 @@ class RankExchange:
 
 
 def _row_size(both: tuple[torch.Tensor, ...]) -> int:
-    """Numbers of a key and its value."""
+    """Numbers of a row, as of a key and its value."""
     return sum(math.prod(x.shape[1:]) for x in both)
 
 

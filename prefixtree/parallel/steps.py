@@ -35,7 +35,7 @@ from prefixtree.packing.transfers import move, to_pinned
 from prefixtree.parallel.states import LayerStates, StateStore
 from prefixtree.planning.steps import Steps
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+_Rows = tuple[torch.Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -47,7 +47,8 @@ class Loan:
         borrowers: the parts that borrow them, ascending.
         tokens: int64 [r], their packed tokens, ascending.
         rows: int64 [r] on the device, their rows among the own tokens of the lender, ascending.
-        keys_values: by layer, [r, Hk, D] and [r, Hk, Dv]; on the host while no step needs them.
+        keys_values: by layer, [r, Hk, D] and [r, Hk, Dv], and by indexer [r, D]; on the host while
+            no step needs them.
         gradients: by layer, the sums of what borrowers returned so far, float32.
     """
 
@@ -55,8 +56,8 @@ class Loan:
     borrowers: tuple[int, ...]
     tokens: np.ndarray
     rows: torch.Tensor
-    keys_values: dict[Hashable, _Pair] = field(default_factory=dict)
-    gradients: dict[Hashable, _Pair] = field(default_factory=dict)
+    keys_values: dict[Hashable, _Rows] = field(default_factory=dict)
+    gradients: dict[Hashable, _Rows] = field(default_factory=dict)
 
 
 def find_loans(steps: Steps) -> list[Loan]:
@@ -112,7 +113,7 @@ class LoanStore:
         self.states.end_lending(step)
         for loan in self._ending[step]:
             if self._keeps:
-                loan.keys_values = {k: to_host(pair) for k, pair in loan.keys_values.items()}
+                loan.keys_values = {k: to_host(rows) for k, rows in loan.keys_values.items()}
             else:
                 loan.keys_values = {}
 
@@ -120,7 +121,7 @@ class LoanStore:
         """For a forward with a graph and its backward; the steps behind it have had theirs."""
         if not self._on_host:
             for loan in self._ending[step]:
-                loan.keys_values = {k: self.fetch(pair) for k, pair in loan.keys_values.items()}
+                loan.keys_values = {k: self.fetch(rows) for k, rows in loan.keys_values.items()}
         self.states.with_graph(step)
         for loan in self.of_lender[step]:
             # the step computes them again
@@ -188,13 +189,13 @@ class LoanStore:
                 "max_tokens, or without kept_trunks"
             )
 
-    def park(self, pair: _Pair) -> _Pair:
+    def park(self, rows: _Rows) -> _Rows:
         """Where rows wait for the next step that needs them."""
-        return to_host(pair) if self._on_host else pair
+        return to_host(rows) if self._on_host else rows
 
-    def fetch(self, pair: _Pair) -> _Pair:
+    def fetch(self, rows: _Rows) -> _Rows:
         """Rows on the device, wherever they waited."""
-        return to_device(pair, self._device)
+        return to_device(rows, self._device)
 
     def held_bytes(self) -> tuple[int, int]:
         """Bytes of keys, values and states, and bytes of gradients, wherever they are."""
@@ -272,25 +273,26 @@ class StepExchange:
         self._step = of_step
         self._layer = layer
 
-    def borrow(self, own_key: torch.Tensor, own_value: torch.Tensor) -> _Pair:
+    def borrow(self, *own: torch.Tensor) -> _Rows:
         """See `KeyValueExchange`. The borrowed rows stand before the own ones."""
-        store, own = self._step.store, (own_key.detach(), own_value.detach())
+        store, own = self._step.store, tuple(x.detach() for x in own)
         if self._step.lends:
             for loan in self._step.lent:
                 # copies of their own memory, which is free again when the loan ends
-                key, value = (x.index_select(0, loan.rows) for x in own)
-                loan.keys_values[self._layer] = store.park((key, value))
+                rows = tuple(x.index_select(0, loan.rows) for x in own)
+                loan.keys_values[self._layer] = store.park(rows)
         if not self._step.borrowed:
             return own
         self._step.check_time()
         waiting = (loan.keys_values[self._layer] for loan in self._step.borrowed)
-        keys, values = zip(*map(store.fetch, waiting), own, strict=True)
-        joined = torch.cat(keys), torch.cat(values)
+        joined = tuple(map(torch.cat, zip(*map(store.fetch, waiting), own, strict=True)))
         if (order := self._step.order) is None:
             return joined
-        return joined[0].index_select(0, order[0]), joined[1].index_select(0, order[0])
+        return tuple(x.index_select(0, order[0]) for x in joined)
 
-    def give_back(self, dkey: torch.Tensor, dvalue: torch.Tensor) -> _Pair:
+    def give_back(
+        self, dkey: torch.Tensor, dvalue: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KeyValueExchange`. Borrowers add up in the order of their backwards."""
         row, store = 0, self._step.store
         self._step.check_time()
@@ -298,7 +300,7 @@ class StepExchange:
             dkey, dvalue = (x.index_select(0, self._step.order[1]) for x in (dkey, dvalue))
         for loan in self._step.borrowed:
             end = row + len(loan.rows)
-            total = dkey[row:end], dvalue[row:end]
+            total: _Rows = dkey[row:end], dvalue[row:end]
             if self._layer in loan.gradients:
                 before = store.fetch(loan.gradients[self._layer])
                 total = before[0].add_(total[0]), before[1].add_(total[1])
@@ -462,11 +464,11 @@ def run_in_steps(
     return rows
 
 
-def to_host(pair: _Pair) -> _Pair:
+def to_host(rows: _Rows) -> _Rows:
     """Copies in pinned memory, without waiting; what is on the CPU stays where it is."""
-    return to_pinned(pair[0]), to_pinned(pair[1])
+    return tuple(map(to_pinned, rows))
 
 
-def to_device(pair: _Pair, device: torch.device) -> _Pair:
+def to_device(rows: _Rows, device: torch.device) -> _Rows:
     """Copies on the device, without waiting; what is there already stays."""
-    return move(pair[0], device), move(pair[1], device)
+    return tuple(move(x, device) for x in rows)

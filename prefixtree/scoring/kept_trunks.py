@@ -28,9 +28,9 @@ from prefixtree.kernels.lm_head.measures import Measure
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import check_model, find_causal_lm, runs_deepspeed
 from prefixtree.models.families import forward_inputs
-from prefixtree.models.indexers import has_indexers
+from prefixtree.models.indexers import compresses_keys
 from prefixtree.models.layers import groups_of, most_of_all_ranks
-from prefixtree.models.paths import not_kept
+from prefixtree.models.paths import not_handed_on
 from prefixtree.models.replay import check_routes
 from prefixtree.models.router_loss import router_loss
 from prefixtree.models.stamp import ModelStamp
@@ -145,8 +145,8 @@ def check_kept(model: nn.Module) -> None:
             "DeepSpeed counts one backward per micro-batch, and kept trunks add their own: use "
             f"FSDP2, or {_INSTEAD}"
         )
-    if has_indexers(find_causal_lm(model).config.get_text_config()):
-        raise not_kept()
+    if compresses_keys(find_causal_lm(model).config.get_text_config()):
+        raise not_handed_on()
     check_static_graph(model, "kept trunks", _INSTEAD)
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):

@@ -71,6 +71,22 @@ def test_scores_and_the_choice_are_exact(heads: int, dim: int, dtype: torch.dtyp
                 assert to_bits(exact, words(host.deepest)).dtype == torch.int32
 
 
+def test_queries_of_a_part_score_as_those_of_the_forest() -> None:
+    """In several runs, whose tiles begin with them; in any chunks of whole tiles."""
+    host, (q, k, w) = _case(3, 24, 16, DTYPES[1])
+    want = _scores(host, q, k, w, 0, host.num_tokens)
+    runs = [[2, 0, 7], [11, 7, 1], [20, 8, host.num_tokens - 20]]
+    part = HostMask(host.subtree_end, np.array(runs))
+    tokens, borders = part.query_tokens, index_scores.tile_borders(part, 24).tolist()
+    assert borders[:4] == [0, 4, 7, 8] and borders[-1] == part.num_queries
+    for first, last in ((0, 7), (7, borders[5]), (borders[5], part.num_queries)):
+        got = _scores(part, q[tokens], k, w[tokens], first, last)
+        position = torch.from_numpy(host.position[tokens[first:last]])
+        of_rows = want[tokens[first:last], : got.shape[1]]
+        seen = torch.arange(got.shape[1]) <= position[:, None]
+        assert torch.equal(got[seen], of_rows[seen])
+
+
 def test_keys_behind_the_queries_may_hold_anything(poison: Poison) -> None:
     """Those of later chunks, and the columns that nobody wrote: not read, or not kept."""
     host, (q, k, w) = _case(5, 24, 16, DTYPES[1])

@@ -5,15 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from prefixtree import MicroBatchPlan, kept_trunks, plan_micro_batches, sequence_logprobs
+from prefixtree import (
+    MicroBatchPlan,
+    kept_trunks,
+    plan_micro_batches,
+    prepare,
+    sequence_logprobs,
+)
+from prefixtree.scoring import kept_trunks as module
+from tests.support.hybrid_cases import (
+    Float64,
+    checkpointed_in_float64,
+    in_float64,
+    logprobs_alone,
+    logprobs_of,
+    worst,
+)
 from tests.support.models import (
     Objective,
     Run,
     assert_same,
     gradients,
+    make_objective,
     ragged_objective,
     with_measured,
 )
@@ -102,3 +119,50 @@ def compare(
     got = run(model, objective, plan, **options)
     print(assert_same(got, one_by_one(model, objective, plan), tolerance))
     return got
+
+
+class Forward64:
+    """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
+
+    def __init__(self, model: nn.Module, *_: Any) -> None:
+        self._model = model
+
+    def __call__(
+        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
+    ) -> torch.Tensor:
+        with Float64():
+            logits = self._model(**inputs).logits[0]
+        rows = logits[edges.predictors][edges.to_predictors.rows.long()]
+        return logprobs_of(rows, edges.target)[:, None]
+
+
+def worst_in_float64(
+    family: str,
+    checkpointed: bool,
+    again: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    **changes: Any,
+) -> tuple[float, float]:
+    """The errors of log-probabilities and gradients, against each sequence alone through eager."""
+    objective = make_objective(ragged_objective().sequences, plain=True)
+    plan = plan_of(objective, 17)
+    assert plan.stats.trunks.trunks > 3
+    eager = in_float64(family, "eager", **changes)
+    with Float64():
+        expected = logprobs_alone(eager, objective.sequences)
+        sum(map(_loss, expected, objective.weights)).backward()
+    model = prepare(in_float64(family, **changes))
+    if checkpointed:
+        checkpointed_in_float64(model)
+    monkeypatch.setattr(module, "ModelForward", Forward64)
+    found: dict[int, torch.Tensor] = {}
+    with kept_trunks(model, plan[0], recompute_trunks="again" if again else None) as scored:
+        for batch, scores in scored:
+            weights = batch.take(objective.weights)
+            found |= dict(zip(batch.sequence_indices.tolist(), scores.logprobs, strict=True))
+            sum(map(_loss, scores.logprobs, weights)).backward()
+    return worst([found[i] for i in sorted(found)], model, expected, eager)
+
+
+def _loss(logprobs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (logprobs * weight[:, 0].double()).sum() + logprobs.square().sum() / 10

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from prefixtree import PackedForest
+from prefixtree.models import families
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
+from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.plan import RecomputePlan
+from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.logprobs import sequence_logprobs
+from tests.support.hybrid_cases import Float64, logprobs_of
 from tests.support.models import (
     Objective,
     Run,
@@ -63,3 +71,35 @@ def compare(model: nn.Module, objective: Objective | None = None, **options: Any
 def number_of_steps(max_tokens: int = MAX_TOKENS) -> int:
     """Of the ragged forest."""
     return len(plan_steps(ragged_packed(), max_tokens, borrow_cost=LIGHT))
+
+
+def logprobs_in_steps(model: Any, packed: PackedForest, budget: int) -> list[torch.Tensor]:
+    """Log-probabilities of each sequence in float64, which `sequence_logprobs` rounds; a borrowed
+    token counts a tenth of an own one."""
+    cost = BorrowCost(token_bytes=10 * BorrowCost().weight * 559_928)
+    steps = plan_steps(packed, budget, borrow_cost=cost)
+    assert len(steps) >= 4
+    inputs = packed.model_inputs()
+    if (rows := families.family_of(model.config).position_rows) > 1:
+        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
+    edges = packed.edges()
+    scored = [part.scored(edges.predictor) for part in steps]
+
+    def compute(step: int | None, exchanges: StepExchanges | None) -> tuple[torch.Tensor]:
+        assert step is not None and exchanges is not None
+        part = steps[step]
+        mask = PartMask(part, exchanges, exchanges.states_of)
+        which, at = (torch.from_numpy(x) for x in scored[step])
+        with Float64():
+            logits = model(**part_inputs(inputs, part, mask)).logits[0]
+        return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
+
+    store = LoanStore(steps, keeps=True)
+    places = [
+        (torch.from_numpy(edges), part.tables().own_tokens)
+        for part, (edges, _) in zip(steps, scored, strict=True)
+    ]
+    (found,) = run_in_steps(StepRun(store, places, compute, len(steps)), packed.device, True)
+    of_tokens = found.new_zeros(packed.num_tokens)
+    of_tokens = of_tokens.index_copy(0, edges.token.long(), found[:, 0])
+    return [part[1:] for part in packed.unpack(of_tokens)]

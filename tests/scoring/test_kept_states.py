@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from prefixtree import borrow_cost, kept_trunks, prepare
+from prefixtree import borrow_cost, kept_trunks
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import states
-from prefixtree.scoring import kept_trunks as module
-from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run
-from tests.support.hybrid_cases import FEW, Float64, in_float64, logprobs_of, needs_states
+from tests.scoring.kept_cases import compare, linear, one_by_one, plan_of, run, worst_in_float64
+from tests.support.hybrid_cases import FEW, needs_states
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.lost_gradients import lose_states, lose_tails
 from tests.support.models import (
@@ -30,7 +24,6 @@ from tests.support.models import (
     counted,
     enable_checkpointing,
     errors,
-    make_objective,
     mostly_full,
     ragged_objective,
     run_eager,
@@ -50,21 +43,6 @@ def test_every_family_with_states(family: str) -> None:
     assert_same(run(model, loss=linear), run_eager(model), tolerance(family))
 
 
-class Forward64:
-    """In the place of `ModelForward`, which rounds scores to float32: [u, 1] in float64."""
-
-    def __init__(self, model: nn.Module, *_: Any) -> None:
-        self._model = model
-
-    def __call__(
-        self, mask: Any, inputs: dict[str, Any], edges: Any, own: Any = None
-    ) -> torch.Tensor:
-        with Float64():
-            logits = self._model(**inputs).logits[0]
-        rows = logits[edges.predictors][edges.to_predictors.rows.long()]
-        return logprobs_of(rows, edges.target)[:, None]
-
-
 @pytest.mark.parametrize(
     "family, checkpointed, again",
     [
@@ -80,46 +58,8 @@ def test_float64_is_exact(
     family: str, checkpointed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against each sequence alone through eager."""
-    objective = make_objective(ragged_objective().sequences, plain=True)
-    plan = plan_of(objective, 17)
-    assert plan.stats.trunks.trunks > 3
-    eager = in_float64(family, "eager")
-    expected: list[torch.Tensor] = []
-    with Float64():
-        for tokens, weight in zip(objective.sequences, objective.weights, strict=True):
-            ids = torch.as_tensor(tokens)
-            logits = eager(input_ids=ids[None], use_cache=False).logits[0]
-            expected.append(logprobs_of(logits[:-1], ids[1:]))
-            _loss(expected[-1], weight).backward()
-    model = prepare(in_float64(family))
-    if checkpointed:
-        # torch leaves Float64 in a backward
-        layer_again = functools.partial(
-            checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), Float64())
-        )
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.gradient_checkpointing = True
-                layer._gradient_checkpointing_func = layer_again
-    monkeypatch.setattr(module, "ModelForward", Forward64)
-    found: dict[int, torch.Tensor] = {}
-    with kept_trunks(model, plan[0], recompute_trunks="again" if again else None) as scored:
-        for batch, scores in scored:
-            weights = batch.take(objective.weights)
-            found |= dict(zip(batch.sequence_indices.tolist(), scores.logprobs, strict=True))
-            sum(map(_loss, scores.logprobs, weights)).backward()
-    largest = max(float((found[i] - e).detach().abs().max()) for i, e in enumerate(expected))
-    worst = 0.0
-    for (name, p), (_, q) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None and float(p.grad.norm()) > 1e-10:
-            worst = max(worst, float((p.grad - q.grad).norm() / p.grad.norm()))
-    print(f"{family}: float64 log p {largest:.1e}, gradient {worst:.1e}")
-    assert largest < 1e-13 and worst < 1e-12
-
-
-def _loss(logprobs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (logprobs * weight[:, 0].double()).sum() + logprobs.square().sum() / 10
+    largest, gradient = worst_in_float64(family, checkpointed, again, monkeypatch)
+    assert largest < 1e-13 and gradient < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""`sequence_logprobs(group=)` of models with recurrent layers, whose heads the ranks divide:
-against each sequence alone, and against one process."""
+"""`sequence_logprobs(group=)` of models with recurrent layers, whose heads the ranks divide, and
+with indexers, whose keys they exchange: against each sequence alone, and against one process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.full import mostly
-from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_of, long_sequences
+from tests.support.hybrid_cases import SERVED, Float64, in_float64, logprobs_alone, long_sequences
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Run,
@@ -32,10 +31,12 @@ from tests.support.state_group_ranks import (
     MISTAKES,
     QUICK,
     WIDE_MISTAKES,
+    WITH_INDEXERS,
     Case,
     freeze,
     loss_of,
 )
+from tests.support.ties import LowestFirst
 
 pytestmark = pytest.mark.skipif(not SERVED, reason="recurrent layers of newer transformers")
 
@@ -65,13 +66,9 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @cache
 def _alone(family: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     """Log-probabilities and gradients of each sequence alone, by eager in float64."""
-    with Float64():
+    with Float64(), LowestFirst():
         model = in_float64(family, "eager", **dict(changes))
-        logprobs = []
-        for tokens in long_sequences():
-            ids = torch.from_numpy(tokens)
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            logprobs.append(logprobs_of(logits[:-1], ids[1:]))
+        logprobs = logprobs_alone(model, long_sequences())
         loss_of(logprobs).backward()
     return [p.detach() for p in logprobs], gradients(model)
 
@@ -115,7 +112,7 @@ def _one_process(family: str, changed: Any = lambda model: model) -> Run:
 
 
 @pytest.mark.parametrize("mode", ["parts", "heads"])
-@pytest.mark.parametrize("family", mostly(cases(HYBRIDS), FAMILY_QUICK))
+@pytest.mark.parametrize("family", mostly(cases([*HYBRIDS, *WITH_INDEXERS]), FAMILY_QUICK))
 def test_every_family_with_states(results: Results, family: str, mode: str) -> None:
     for result in results:
         found = result["family", family, mode]
@@ -169,6 +166,15 @@ def _check_red(results: Results, mistake: str, family: str) -> None:
 def test_gradients_that_are_left_out_turn_it_red(results: Results, mistake: str) -> None:
     """Scores do not show it."""
     _check_red(results, mistake, MISTAKES[mistake][-1])
+
+
+@pytest.mark.skipif(not WITH_INDEXERS, reason="indexers of newer transformers")
+@pytest.mark.parametrize("mode", ["parts", "heads"])
+def test_a_choice_among_own_tokens_turns_it_red(results: Results, mode: str) -> None:
+    for result in results:
+        assert isinstance(result["choice", mode], dict), result["choice", mode]
+        found = errors(Run(**result["choice", mode]), _one_process("glm_moe_dsa"))
+        assert found.logprob > 1e-2, found
 
 
 @pytest.mark.full

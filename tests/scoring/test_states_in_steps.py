@@ -3,8 +3,6 @@ step, against one forward."""
 
 from __future__ import annotations
 
-import functools
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,32 +10,36 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import prefixtree as pt
 from prefixtree import UnsupportedError, plan_micro_batches
-from prefixtree.models import families
 from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import states
-from prefixtree.parallel.attention import PartMask
-from prefixtree.parallel.steps import LoanStore, StepExchanges, StepRun, run_in_steps
+from prefixtree.parallel.steps import LoanStore, StepExchanges
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.steps import plan_steps
 from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
-from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.in_steps import step_cost_of
 from prefixtree.scoring.logprobs import sequence_logprobs
-from tests.scoring.steps_cases import MAX_TOKENS, compare, number_of_steps, run, score
+from tests.scoring.steps_cases import (
+    MAX_TOKENS,
+    compare,
+    logprobs_in_steps,
+    number_of_steps,
+    run,
+    score,
+)
 from tests.support.hybrid_cases import (
     FEW,
     SERVED,
     Float64,
+    checkpointed_in_float64,
     in_float64,
-    logprobs_of,
+    logprobs_alone,
     long_packed,
     long_sequences,
+    worst,
 )
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.lost_gradients import lose_states, lose_tails
@@ -45,6 +47,7 @@ from tests.support.models import (
     adapted,
     assert_same,
     build,
+    cases,
     counted,
     enable_checkpointing,
     errors,
@@ -82,70 +85,21 @@ def test_float64_is_exact(family: str, checkpointed: bool) -> None:
     weights = [torch.randn(len(s) - 1, dtype=torch.float64, generator=draw) for s in sequences]
     with Float64():
         eager = in_float64(family, "eager")
-        expected = []
-        for tokens, weight in zip(sequences, weights, strict=True):
-            ids = torch.from_numpy(tokens)
-            logits = eager(input_ids=ids[None], use_cache=False).logits[0]
-            expected.append(logprobs_of(logits[:-1], ids[1:]))
-            ((expected[-1] * weight).sum() + expected[-1].square().sum() / 10).backward()
+        expected = logprobs_alone(eager, sequences)
+        _loss(expected, weights).backward()
         model = pt.prepare(in_float64(family))
         if checkpointed:
-            _checkpointed(model)
+            checkpointed_in_float64(model)
         # a borrowed token counts a tenth of an own one
-        edges = _in_steps(model, packed, 64 if checkpointed else 90)
-        of_tokens = edges.new_zeros(packed.num_tokens)
-        of_tokens = of_tokens.index_copy(0, packed.edges().token.long(), edges)
-        got = [part[1:] for part in packed.unpack(of_tokens)]
-        sum(
-            (g * w).sum() + g.square().sum() / 10 for g, w in zip(got, weights, strict=True)
-        ).backward()
-    largest = max(float((g - e).detach().abs().max()) for g, e in zip(got, expected, strict=True))
-    worst = 0.0
-    for (name, p), (_, q) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None and float(p.grad.norm()) > 1e-10:
-            worst = max(worst, float((p.grad - q.grad).norm() / p.grad.norm()))
-    print(f"{family}: float64 log p {largest:.1e}, gradient {worst:.1e}")
-    assert largest < 1e-11 and worst < 1e-10
+        got = logprobs_in_steps(model, packed, 64 if checkpointed else 90)
+        _loss(got, weights).backward()
+    largest, gradient = worst(got, model, expected, eager)
+    assert largest < 1e-11 and gradient < 1e-10
 
 
-def _checkpointed(model: nn.Module) -> None:
-    # torch leaves Float64 in a backward
-    again = functools.partial(
-        checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), Float64())
-    )
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.gradient_checkpointing, module._gradient_checkpointing_func = True, again
-
-
-def _in_steps(model: Any, packed: pt.PackedForest, budget: int) -> torch.Tensor:
-    """[U] log-probabilities of all edges in float64, which `sequence_logprobs` rounds."""
-    cost = BorrowCost(token_bytes=10 * BorrowCost().weight * 559_928)
-    steps = plan_steps(packed, budget, borrow_cost=cost)
-    assert len(steps) >= 4
-    inputs = packed.model_inputs()
-    if (rows := families.family_of(model.config).position_rows) > 1:
-        inputs["position_ids"] = inputs["position_ids"].expand(rows, 1, -1)
-    edges = packed.edges()
-    scored = [part.scored(edges.predictor) for part in steps]
-
-    def compute(step: int | None, exchanges: StepExchanges | None) -> tuple[torch.Tensor]:
-        assert step is not None and exchanges is not None
-        part = steps[step]
-        mask = PartMask(part, exchanges, exchanges.states_of)
-        which, at = (torch.from_numpy(x) for x in scored[step])
-        with Float64():
-            logits = model(**part_inputs(inputs, part, mask)).logits[0]
-        return (logprobs_of(logits[at], packed.input_ids[edges.token[which].long()])[:, None],)
-
-    store = LoanStore(steps, keeps=True)
-    places = [
-        (torch.from_numpy(edges), part.tables().own_tokens)
-        for part, (edges, _) in zip(steps, scored, strict=True)
-    ]
-    (found,) = run_in_steps(StepRun(store, places, compute, len(steps)), packed.device, True)
-    return found[:, 0]
+def _loss(logprobs: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
+    pairs = zip(logprobs, weights, strict=True)
+    return sum((p * w).sum() + p.square().sum() / 10 for p, w in pairs)
 
 
 @pytest.mark.parametrize("family, use_reentrant", [("qwen3_5", False), ("kimi_linear", True)])
@@ -219,12 +173,13 @@ def test_without_gradients_and_the_same_bits() -> None:
     assert same_bits(run(model), run(model))
 
 
-def test_a_plan_that_reuses_trunks() -> None:
+@pytest.mark.parametrize("family", cases(["qwen3_5", "deepseek_v32"]))
+def test_a_plan_that_reuses_trunks(family: str) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, 90, 24)
     sequences = [np.concatenate([prompt, [i % 97], rng.integers(3, 90, 7)]) for i in range(12)]
     forest = pt.PrefixForest.from_sequences(sequences)
-    model = build("qwen3_5")
+    model = build(family)
     found = []
     for options in ({}, {"max_tokens": 32, "borrow_cost": LIGHT}):
         (batch,) = plan_micro_batches(forest, 32, reuse=True, borrow_cost=LIGHT)[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -9,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from packaging import version
+from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import prefixtree as pt
 from prefixtree.models import families
@@ -45,6 +51,40 @@ def long_packed() -> pt.PackedForest:
 
 def logprobs_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def logprobs_alone(model: Any, sequences: Sequence[Any]) -> list[torch.Tensor]:
+    """Of each sequence in a forward of its own, without prefixtree."""
+    found = []
+    for tokens in sequences:
+        ids = torch.as_tensor(tokens)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        found.append(logprobs_of(logits[:-1], ids[1:]))
+    return found
+
+
+def worst(
+    logprobs: Sequence[torch.Tensor], model: Any, expected: Sequence[torch.Tensor], other: Any
+) -> tuple[float, float]:
+    """The largest difference of a log-probability, and of a parameter's gradient by its norm."""
+    pairs = zip(logprobs, expected, strict=True)
+    largest, gradient = max(float((p - q).detach().abs().max()) for p, q in pairs), 0.0
+    for (name, p), (_, q) in zip(other.named_parameters(), model.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None and float(p.grad.norm()) > 1e-10:
+            gradient = max(gradient, float((p.grad - q.grad).norm() / p.grad.norm()))
+    print(f"{model.config.model_type}: float64 log p {largest:.1e}, gradient {gradient:.1e}")
+    return largest, gradient
+
+
+def checkpointed_in_float64(model: nn.Module) -> None:
+    # torch leaves Float64 in a backward
+    again = functools.partial(
+        checkpoint, use_reentrant=False, context_fn=lambda: (nullcontext(), Float64())
+    )
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing, module._gradient_checkpointing_func = True, again
 
 
 def packed_inputs(model: Any) -> dict[str, Any]:

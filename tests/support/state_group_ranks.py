@@ -1,4 +1,5 @@
-"""One rank of test_states_in_groups.py: models with recurrent layers on the ranks of a group."""
+"""One rank of test_states_in_groups.py: models with recurrent layers, or whose indexers choose
+keys, on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,17 +13,26 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from packaging import version
 from transformers import CONFIG_MAPPING
 
 import prefixtree as pt
 from prefixtree.models.families import forward_inputs
+from prefixtree.models.family_table import OLDEST_WITH_INDEXERS
 from prefixtree.parallel import state_heads
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.heads import HeadsMask
-from prefixtree.parallel.ranks import TokensForHeads, arrival, gather_rows, rank_mask
+from prefixtree.parallel.ranks import (
+    RankExchange,
+    TokensForHeads,
+    arrival,
+    gather_rows,
+    rank_mask,
+)
 from prefixtree.parallel.state_heads import StatesByHeads
 from prefixtree.planning.parts import Parts
 from prefixtree.scoring import in_groups
+from tests.support.family_configs import INDEXED
 from tests.support.full import asked_for, quick_ones_run
 from tests.support.hybrid_cases import (
     Float64,
@@ -32,7 +42,14 @@ from tests.support.hybrid_cases import (
     long_sequences,
 )
 from tests.support.hybrid_configs import HYBRIDS
-from tests.support.models import build, pack_sequences, ragged_objective, run_packed
+from tests.support.models import (
+    TRANSFORMERS,
+    build,
+    pack_sequences,
+    ragged_objective,
+    run_packed,
+)
+from tests.support.ties import LowestFirst
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,19 @@ OWNERS: dict[str, Callable[[int, int], np.ndarray]] = {
     "chunks": lambda T, n: np.random.default_rng(0).permutation(16)[np.arange(T) * 16 // T] % n,
     "single tokens": lambda T, n: np.random.default_rng(1).integers(0, n, T),
 }
+# queries whose best keys tie, in groups of heads or not
+_TIES: dict[str, tuple[tuple[str, Any], ...]] = {
+    "deepseek_v32": (("index_n_heads", 2),),
+    "glm_moe_dsa": (("index_n_heads", 2),),
+    "minimax_m3_vl_text": (("index_local_blocks", 4),),
+}
+WITH_INDEXERS = [
+    family
+    for family in INDEXED
+    if version.parse(OLDEST_WITH_INDEXERS) <= TRANSFORMERS
+    # compressed keys are refused
+    and family != "deepseek_v4"
+]
 _ODD = (("linear_num_key_heads", 3), ("linear_num_value_heads", 6))
 # on as many ranks
 CASES: dict[int, dict[str, Case]] = {
@@ -71,6 +101,11 @@ CASES: dict[int, dict[str, Case]] = {
         if family in CONFIG_MAPPING
         for mode in ("parts", "heads")
         for owner in OWNERS
+    }
+    | {
+        f"{family}, {mode}, {owner}": Case(family, mode, owner, _TIES.get(family, ()))
+        for family in WITH_INDEXERS
+        for mode, owner in (("parts", "single tokens"), ("heads", "chunks"))
     }
     | {
         # heads of every kind that a rank has two turns of
@@ -97,12 +132,15 @@ QUICK: dict[int, tuple[str, ...]] = {
         "lfm2, parts, single tokens",
         "olmo_hybrid, parts, single tokens",
         "nemotron_h in turns",
+        "glm_moe_dsa, parts, single tokens",
+        "deepseek_v32, heads, chunks",
+        "minimax_m3_vl_text, parts, single tokens",
     ),
     3: (),
     4: (),
 }
 # through `sequence_logprobs`, in float32
-FAMILY_QUICK = ("qwen3_5", "nemotron_h")
+FAMILY_QUICK = ("qwen3_5", "nemotron_h", "glm_moe_dsa")
 # in bfloat16, their gates in float32; groups that are several ranks'
 HALF: dict[int, tuple[str, ...]] = {2: ("qwen3_5",), 3: (), 4: ("nemotron_h",)}
 
@@ -123,7 +161,7 @@ def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
 def exact(case: Case, rank: int, group: Any) -> dict[str, Any]:
     """Log-probabilities of the sequences, and gradients averaged over the ranks."""
     packed, ranks = long_packed(), dist.get_world_size(group)
-    with Float64():
+    with Float64(), LowestFirst():
         model = case.model()
         parts = Parts(packed, OWNERS[case.owner](packed.num_tokens, ranks), ranks)
         exchange, part = TokensForHeads(parts, rank, group), parts[rank]
@@ -228,6 +266,18 @@ WIDE_MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
 }
 
 
+def _of_own_tokens_alone(self: RankExchange, *own: torch.Tensor) -> Any:
+    """Keys of an indexer."""
+    joined = _BORROW(self, *own)
+    if len(own) == 1:
+        rows = self.part.tables().own_rows.long()
+        return (torch.zeros_like(joined[0]).index_copy(0, rows, own[0]),)
+    return joined
+
+
+_BORROW = RankExchange.borrow
+
+
 def _tried(compute: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     try:
         return compute(*arguments, **options)
@@ -242,7 +292,7 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
     for name in asked_for(CASES[ranks], QUICK[ranks]):
         results[name] = _tried(exact, CASES[ranks][name], rank, group)
     if ranks == 2:
-        for family in asked_for(HYBRIDS, FAMILY_QUICK):
+        for family in asked_for([*HYBRIDS, *WITH_INDEXERS], FAMILY_QUICK):
             for mode in ("parts", "heads"):
                 results["family", family, mode] = _tried(family_run, family, group, mode)
     mistakes = MISTAKES if ranks == 2 else WIDE_MISTAKES if ranks == 4 else {}
@@ -250,6 +300,10 @@ def on_rank(rank: int, folder: Path) -> dict[Any, Any]:
         for name, (*mistake, family) in mistakes.items():
             with patch.object(*mistake):
                 results["mistake", name] = _tried(family_run, family, group, "parts")
+    if ranks == 2 and quick_ones_run() and WITH_INDEXERS:
+        with patch.object(RankExchange, "borrow", _of_own_tokens_alone):
+            for mode in ("parts", "heads"):
+                results["choice", mode] = _tried(family_run, "glm_moe_dsa", group, mode)
     for family in HALF[ranks]:
         if quick_ones_run() or ranks > 2:
             results["half", family] = _tried(family_run, family, group, "parts", torch.bfloat16)

@@ -100,11 +100,14 @@ CASES = {
     "fsdp1, checkpointing": Case("fsdp1", "gpt_oss", checkpointing=True, micro_batches=2),
     "ddp, recurrent": Case("ddp", "nemotron_h", micro_batches=2),
     "fsdp2, recurrent": Case("fsdp2", "qwen3_5", checkpointing=True),
+    "ddp, indexers": Case("ddp", "glm_moe_dsa", find_unused=True),
+    "fsdp2, indexers": Case("fsdp2", "deepseek_v32", checkpointing=True),
     "tensor parallel": Case("tensor parallel", "llama", checkpointing=True, measured=True),
     "expert parallel, fsdp2": Case("expert parallel", "qwen3_moe", micro_batches=2),
 }
 # without those whose parts others have
-QUICK = [n for n in CASES if n not in ("ddp, find unused", "fsdp2, lora", "fsdp2, interleaved")]
+_OTHERS = "ddp, find unused", "fsdp2, lora", "fsdp2, interleaved", "ddp, indexers"
+QUICK = [n for n in CASES if n not in _OTHERS]
 # for transformers to spread the model, `from_pretrained`'s or DistributedConfig's, whose ep_size is
 # not there before transformers 5.23; the ranks of the first share their forests
 _SPREAD: dict[str, dict[str, Any]] = {

@@ -106,7 +106,7 @@ def tree_attention(
     """
     options = checked_call(q, k, v, mask, scale, window, softcap, sinks, backend, deterministic)
     if chosen is not None:
-        _check_chosen(chosen, q, mask)
+        check_chosen(chosen, q, mask)
     if options.backend == REFERENCE.name:
         # without the operator: autograd differentiates the oracle itself, as often as it is asked
         if not torch.compiler.is_compiling():
@@ -271,7 +271,8 @@ def _check(
     )
 
 
-def _check_chosen(chosen: torch.Tensor, q: torch.Tensor, mask: TreeMask) -> None:
+def check_chosen(chosen: torch.Tensor, q: torch.Tensor, mask: TreeMask) -> None:
+    """Refuses `chosen` of `tree_attention` that does not fit the queries and their paths."""
     _check_tensor("chosen", chosen)
     expected = (q.shape[0], words(mask.host.deepest))
     if chosen.shape != expected or chosen.dtype != torch.int32 or chosen.device != q.device:

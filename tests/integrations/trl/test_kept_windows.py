@@ -147,8 +147,8 @@ def test_a_budget_computes_micro_batches_in_steps(
     assert stepped and windows
 
 
-@pytest.mark.parametrize("family", ["granitemoehybrid"])
-def test_recurrent_layers(family: str, tmp_path: Path, windows: Any) -> None:
+@pytest.mark.parametrize("family", ["granitemoehybrid", "glm_moe_dsa"])
+def test_recurrent_layers_and_indexers(family: str, tmp_path: Path, windows: Any) -> None:
     folder = save_model(tmp_path, tiny_hybrid(family))
     arguments = {**CUT, "max_steps": 2, "router_aux_loss_coef": 0.0}
     ours = train(PrefixTreeGRPOTrainer, folder, **arguments)

@@ -1,0 +1,239 @@
+"""Steps and kept trunks of models whose indexers choose keys: parts lend an indexer's keys too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from prefixtree import UnsupportedError, prepare
+from prefixtree.kernels.chosen import from_bits, to_bits
+from prefixtree.models import indexers
+from prefixtree.models.compiled import compile_layers
+from prefixtree.parallel import attention
+from prefixtree.parallel.attention import PartMask
+from prefixtree.parallel.steps import LoanStore, StepExchange
+from prefixtree.scoring.kept_trunks import check_kept
+from tests.scoring import kept_cases
+from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
+from tests.support.family_configs import INDEXED
+from tests.support.hybrid_cases import (
+    Float64,
+    checkpointed_in_float64,
+    in_float64,
+    logprobs_alone,
+    worst,
+)
+from tests.support.lost_gradients import lose_keys
+from tests.support.models import (
+    adapted,
+    assert_same,
+    build,
+    cases,
+    enable_checkpointing,
+    errors,
+    make_objective,
+    ragged_objective,
+    ragged_packed,
+)
+from tests.support.ties import LowestFirst
+
+BLOCKS, COMPRESSED = "minimax_m3_vl_text", "deepseek_v4"
+SERVED = cases(name for name in INDEXED if name != COMPRESSED)
+FEW = cases(["glm_moe_dsa", BLOCKS])
+# ReLUs of 2 heads leave scores of exactly 0; of blocks, those that a query has to see tie
+TIES = {"index_n_heads": 2}, {"index_local_blocks": 4}
+
+
+# ---- what is computed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["few ties", "ties"])
+@pytest.mark.parametrize("family", SERVED)
+def test_steps_in_float64(family: str, ties: bool) -> None:
+    """Against each sequence alone through eager; those with ties are recomputed."""
+    changes: dict[str, Any] = TIES[family == BLOCKS] if ties else {}
+    objective = make_objective(ragged_objective().sequences, plain=True)
+    weights = [x[:, 0].double() for x in objective.weights]
+
+    def loss(rows: list[torch.Tensor]) -> torch.Tensor:
+        return sum((p * w).sum() + p.square().sum() for p, w in zip(rows, weights, strict=True))
+
+    with Float64(), LowestFirst():
+        eager = in_float64(family, "eager", **changes)
+        expected = logprobs_alone(eager, objective.sequences)
+        loss(expected).backward()
+        model = prepare(in_float64(family, **changes))
+        if ties:
+            checkpointed_in_float64(model)
+        found = logprobs_in_steps(model, ragged_packed(), 24)
+        loss(found).backward()
+    logprob, gradient = worst(found, model, expected, eager)
+    assert logprob < 1e-12 and gradient < 1e-12
+
+
+@pytest.mark.parametrize(
+    "family, checkpointed, again", [("glm_moe_dsa", True, False), (BLOCKS, False, True)]
+)
+def test_kept_trunks_in_float64(
+    family: str, checkpointed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = TIES[family == BLOCKS]
+    with LowestFirst():
+        found = kept_cases.worst_in_float64(family, checkpointed, again, monkeypatch, **changes)
+    assert max(found) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "all_but_attention"])
+@pytest.mark.parametrize("family", FEW)
+def test_recomputation(family: str, recompute: str) -> None:
+    model, options = build(family), {"recompute": recompute}
+    if recompute == "reentrant":
+        enable_checkpointing(model, use_reentrant=True)
+        options = {}
+    compare(model, **options)
+    kept_cases.compare(model, **options)
+
+
+# PEFT asks transformers under the old name of the property
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters() -> None:
+    got = compare(adapted(build("deepseek_v32"), "q_a_proj", "kv_b_proj", "o_proj", "wq_b"))
+    assert got.gradients and not any("indexer" in name for name in got.gradients)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_layers() -> None:
+    """Attention is left out of them."""
+    model = build("hy_v4")
+    expected = run(model, max_tokens=None)
+    torch._dynamo.reset()
+    compile_layers(model, backend="eager")
+    assert_same(run(model), expected)
+    torch._dynamo.reset()
+
+
+def test_without_gradients() -> None:
+    model = build("glm_moe_dsa").eval()
+    expected = run(model, max_tokens=None)
+    with torch.no_grad():
+        scores = score(model, ragged_objective())
+    for got, want in zip(scores.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_of_indexers_are_lent_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head's, without gradients, of the layers that have an indexer; none of short paths."""
+    model, longest = prepare(build("glm_moe_dsa")), ragged_packed().mask.host.deepest
+    index = {module for module in model.modules() if hasattr(module, "index_topk")}
+    stores: set[LoanStore] = set()
+    shapes, borrow = {}, StepExchange.borrow
+
+    def noted(self: StepExchange, *own: torch.Tensor) -> Any:
+        stores.add(self._step.store)
+        if len(own) == 1:
+            shapes[self._layer] = own[0].shape[1:]
+            assert not own[0].requires_grad
+        return borrow(self, *own)
+
+    monkeypatch.setattr(StepExchange, "borrow", noted)
+    run(model)
+    kept_cases.run(model)
+    assert len(index) == 2 and shapes == dict.fromkeys(index, (16,))
+    assert len(stores) == 2 and all(store.held_bytes() == (0, 0) for store in stores)
+    for module in index:
+        module.index_topk = longest
+    shapes.clear()
+    compare(model)
+    assert not shapes
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_triton_scores_the_queries_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks of one tile."""
+    chunks, inner = [], indexers.Products.spans
+
+    def noted(self: Any, *sizes: int) -> Any:
+        for rows in inner(self, *sizes):
+            chunks.append(self._host.is_subset)
+            yield rows
+
+    packed = copy.copy(ragged_packed())
+    packed.mask = packed.mask.with_options(backend="triton")
+    monkeypatch.setattr(indexers, "_SCORES", 1)
+    monkeypatch.setattr(indexers.Products, "spans", noted)
+    compare(build("deepseek_v32"), packed=packed)
+    assert any(chunks)
+
+
+# ---- the checks can fail -------------------------------------------------------------------------
+
+
+def _errors(family: str, monkeypatch: pytest.MonkeyPatch, *mistake: Any) -> Any:
+    """Those of steps and of kept trunks, beside one forward."""
+    model = build(family)
+    expected = run(model, max_tokens=None)
+    objective = ragged_objective()
+    alone = kept_cases.one_by_one(model, objective, kept_cases.plan_of(objective))
+    monkeypatch.setattr(*mistake)
+    return errors(run(model), expected), errors(kept_cases.run(model), alone)
+
+
+_KEYS, _ATTEND = PartMask.index_keys, attention.part_attention
+
+
+def _own_keys_alone(self: PartMask, indexer: Any, own: torch.Tensor) -> torch.Tensor:
+    keys = torch.zeros_like(_KEYS(self, indexer, own))
+    return keys.index_copy(0, self.part.tables().own_rows.long(), own)
+
+
+def _own_rows_first(*rows: Any, chosen: torch.Tensor | None = None, **options: Any) -> Any:
+    part = rows[3]
+    host = part.mask.host
+    if chosen is not None:
+        wrong = from_bits(chosen, 0, host.deepest).roll(part.num_tokens, -1)
+        # each query must see something
+        wrong[torch.arange(host.num_queries), host.query_positions(chosen.device)] = True
+        chosen = to_bits(wrong, chosen.shape[1])
+    return _ATTEND(*rows, chosen=chosen, **options)
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize(
+    "mistake",
+    [(PartMask, "index_keys", _own_keys_alone), (attention, "part_attention", _own_rows_first)],
+    ids=["keys of ancestors left out", "a choice of other rows"],
+)
+def test_another_choice_turns_it_red(
+    family: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found in _errors(family, monkeypatch, *mistake):
+        print(family, found)
+        assert found.logprob > 1e-2
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_gradients_that_are_left_out_turn_it_red(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what the lent latents became, keys and values; scores do not show it."""
+    model = build(family)
+    expected = run(model, max_tokens=None)
+    lose_keys(monkeypatch)
+    found = errors(run(model), expected)
+    assert found.logprob < 1e-6 and found.gradient > 0.05
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def test_compressed_keys_are_refused() -> None:
+    model = build(COMPRESSED)
+    with pytest.raises(UnsupportedError, match="would cut the windows of compressed keys"):
+        run(model)
+    with pytest.raises(UnsupportedError, match="would cut the windows of compressed keys"):
+        check_kept(model)
