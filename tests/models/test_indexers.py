@@ -22,7 +22,7 @@ from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
 from prefixtree.sampling import TreeSampler
-from prefixtree.scoring.kept_trunks import check_kept
+from prefixtree.scoring.kept_runs import check_kept
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.conftest import Poison
 from tests.support.family_configs import INDEXED

@@ -25,7 +25,7 @@ from prefixtree import (
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.scoring import kept_trunks as module
+from prefixtree.scoring import kept_runs as module
 from tests.scoring.kept_cases import (
     MAX_TOKENS,
     compare,

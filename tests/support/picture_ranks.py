@@ -11,7 +11,7 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.recompute import forward as recompute
-from prefixtree.scoring import kept_trunks
+from prefixtree.scoring import kept_runs
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
 from tests.support.picture_cases import batch, build, pictures_of, videos
@@ -76,7 +76,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
         mock.patch.object(recompute, "RUN", 1),
-        mock.patch.object(kept_trunks, "RUN", 1),
+        mock.patch.object(kept_runs, "RUN", 1),
         counted([tower]) as towers,
         counted(blocks[:1]) as first_blocks,
     ):

@@ -26,7 +26,8 @@ from prefixtree.planning.trunks import Trunks, plan_trunks
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
+from prefixtree.scoring.kept_runs import check_kept
+from prefixtree.scoring.kept_trunks import kept_trunks
 
 #: Padded rows of a micro-batch: input_ids and attention_mask, [B, L] each.
 Rows = tuple[torch.Tensor, torch.Tensor]
