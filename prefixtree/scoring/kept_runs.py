@@ -40,7 +40,7 @@ from prefixtree.parallel.steps import LoanStore, StepExchanges
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
-from prefixtree.recompute.plan import RUN, RecomputePlan
+from prefixtree.recompute.plan import RUN
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of
@@ -191,9 +191,12 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if groups and (placed := self._forward.placed) is not None:
             # a backward may meet that of any forward of another rank, and each run of a tower is
             # exchanges: so all forwards of the block make as many
-            patches = modes[0].patches if isinstance(modes[0], RecomputePlan) else RUN
-            most = placed.most_runs((part.own_tokens for part in self._steps or ()), patches)
-            (placed.least_runs,) = most_of_all_ranks(model, [most], self._device)
+            most = [
+                placed.most_runs(part.own_tokens, getattr(mode, "patches", RUN))
+                for part, mode in zip(self._steps or (), self._modes.of_part, strict=True)
+            ]
+            most_here = max(most, default=1)
+            (placed.least_runs,) = most_of_all_ranks(model, [most_here], self._device)
 
     def _prepare(
         self,
@@ -228,8 +231,8 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
             self._row_of[which] = np.arange(len(which))
         self._copies = np.concatenate([[0], np.cumsum(found.lengths)])
         counts = [len(which) for which, _ in self._scored]
-        of_scores = *modes, self._forward.options
-        self._modes = modes_of(model, trunks, self._steps, counts, *of_scores, self._trains)
+        given = *modes, self._forward.options, self._trains, self._forward.placed
+        self._modes = modes_of(model, trunks, self._steps, counts, *given)
         for mode in dict.fromkeys([*self._modes.of_part, self._modes.of_dummy]):
             # what each forward would refuse
             recomputed_forward(model, self._transformer, packed, 0, mode)

@@ -78,8 +78,8 @@ def kept_trunks(
         return_statistics: as in `sequence_logprobs`.
         recompute: what layers compute again in the backward of a micro-batch: None, "all",
             "all_but_attention", "nothing" or a RecomputePlan; or "auto": trunks and micro-batches
-            recompute what does not fit the memory that is free when the block begins. Default:
-            None, as the model is set.
+            recompute what does not fit the memory that is free when the block begins, and vision
+            towers always do. Default: None, as the model is set.
         recompute_trunks: the same for trunks; or "again": their whole forward runs a second time,
             before their backward, so that between both only keys and values wait. Default: "again"
             where the plan says so (`TrunkStats.again`), else as `recompute`; with "auto" planned.
@@ -93,8 +93,7 @@ def kept_trunks(
     Raises:
         TypeError, ValueError, ForestError: as `sequence_logprobs`; batches of a plan without
             `trunks=True`; "auto" beside a mode.
-        UnsupportedError: a model that is not verified with kept trunks, with the reason; "auto"
-            with pictures.
+        UnsupportedError: a model that is not verified with kept trunks, with the reason.
         torch.OutOfMemoryError: "auto", and what does not fit with every layer recomputed.
         RuntimeError: a model that changed within the block; a micro-batch whose backward did not
             run, or ran late; a block that is left before all micro-batches were scored.

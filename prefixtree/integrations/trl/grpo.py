@@ -89,9 +89,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         )
         self._recompute = check_recompute(self, recompute)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
-        auto = self._is_vlm and recompute == "auto"
-        refused = auto, self.aux_loss_enabled, self.args.torch_compile
-        served = not any((*refused, self.is_deepspeed_enabled))
+        refused = self.aux_loss_enabled, self.args.torch_compile, self.is_deepspeed_enabled
+        served = not any(refused)
         self._keeps = keep_trunks and served and is_kept(self.model)
         # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
         # whether one runs now

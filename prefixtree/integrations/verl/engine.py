@@ -147,7 +147,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
             group,
             self.ulysses_sequence_parallel_size,
             pictures=pictures,
-            borrow_cost=self._borrow_cost(forward_only, pictures),
+            borrow_cost=self._borrow_cost(forward_only),
             has_backward=not forward_only,
         )
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
@@ -190,13 +190,9 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
 
     # ---- trunks that micro-batches share ---------------------------------------------------------
 
-    def _borrow_cost(
-        self, forward_only: bool, pictures: Pictures | None = None
-    ) -> BorrowCost | None:
+    def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
         """The cost of a kept trunk's token; None where trees are cut instead."""
         if self.pad_to_length or self.ulysses_parallel_group is not None:
-            return None
-        if pictures is not None and self.recompute == "auto":
             return None
         try:
             check_kept(self.module)

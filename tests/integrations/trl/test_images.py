@@ -40,7 +40,9 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_vision_model(tmp_path_factory.mktemp("qwen3_vl"))
 
 
-def made(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+def made(
+    trainer: type[GRPOTrainer], folder: Path, options: Any = None, **arguments: Any
+) -> GRPOTrainer:
     """With a processor of images, which does not generate tokens that stand for some."""
     shown = processor(folder)
     names = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
@@ -49,15 +51,17 @@ def made(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrai
         trainer,
         folder,
         model=AutoModelForImageTextToText.from_pretrained(folder),
-        options={"processing_class": shown, "train_dataset": chats()},
+        options={"processing_class": shown, "train_dataset": chats(), **(options or {})},
         generation_kwargs={"suppress_tokens": held},
         **{**SGD, **arguments},
     )
 
 
-def trained(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+def trained(
+    trainer: type[GRPOTrainer], folder: Path, options: Any = None, **arguments: Any
+) -> GRPOTrainer:
     """The constructor seeds what generates."""
-    found = made(trainer, folder, **arguments)
+    found = made(trainer, folder, options, **arguments)
     found.train()
     return found
 
@@ -106,9 +110,9 @@ def test_micro_batches_keep_the_images_of_their_rows(vision: Path) -> None:
 
 # of micro-batches that cut groups
 @pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
-@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("recompute", [None, "auto"])
 def test_trunks_of_a_step_keep_their_images(
-    vision: Path, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    vision: Path, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of 4 in micro-batches of 2: a group's image is encoded once for both, by the policy,
     the old policy and the reference. Red where trunks lose the gradients that they get."""
@@ -121,12 +125,12 @@ def test_trunks_of_a_step_keep_their_images(
 
     monkeypatch.setattr(kept_windows, "kept_trunks", counted)
     cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
-    cut |= {"gradient_checkpointing": checkpointing}
-    ours = trained(PrefixTreeGRPOTrainer, vision, **cut)
+    options = {"recompute": recompute}
+    ours = trained(PrefixTreeGRPOTrainer, vision, options, **cut)
     # two prompts a generation, whose images are distinct; two iterations
     assert opened == [(False, 2), (False, 2), (True, 2), (True, 2)]
     assert_equal_runs(ours, trained(SameOrder, vision, **cut))
-    if checkpointing:
+    if recompute is None:
         lose_keys(monkeypatch)
         wrong = trained(PrefixTreeGRPOTrainer, vision, **cut)
         assert worst_parameter(ours, wrong)[0] > 1e-4
