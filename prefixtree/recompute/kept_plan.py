@@ -181,5 +181,5 @@ def _message(
     worst = int(np.argmax(needed))
     words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB)"
     if works[worst].pictures is not None:
-        words += ", its pictures one by one"
+        words += ", its pictures included"
     return too_large(memory, works[worst], available, needed[worst], words)

@@ -128,9 +128,11 @@ class PictureWork:
         return self.features * tower.feature + self.pixel_bytes
 
     def least(self, tower: TowerMemory) -> float:
-        """Bytes of the tower where it takes pictures one by one."""
-        waiting = tower.gradients if len(self.patches) > 1 else 0
-        return tower.run(max(self.patches.values())) + waiting
+        """The least bytes that the tower needs, for pictures one by one or all at once."""
+        one_by_one = tower.run(max(self.patches.values())) + tower.gradients
+        total = sum(self.patches.values())
+        at_once = len(self.patches) == 1 or total <= RUN
+        return min(one_by_one, tower.run(total)) if at_once else one_by_one
 
     def runs(self, tower: TowerMemory, available: float) -> tuple[int, float]:
         """The patches that the tower takes at once, as many as fit, and the bytes that it needs."""

@@ -208,7 +208,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         trunks: Trunks | None = getattr(batches, "trunks", None)
         if not batches or (trunks is None and any(not batch.is_empty for batch in batches)):
             raise ValueError(
-                "kept_trunks takes plan[rank] of a plan that keeps trunks, as it is: plan with "
+                "batches must be plan[rank] of a plan that keeps trunks, as it is: plan with "
                 "plan_micro_batches(..., trunks=True)"
             )
         check_kept(model)
@@ -266,7 +266,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
     def __next__(self) -> tuple[MicroBatch, _Result]:
         if self._is_over:
             raise RuntimeError(
-                "the micro-batches of kept_trunks are scored within its with block, and this one "
+                "the micro-batches of kept trunks are scored within their with block, and this one "
                 "has ended"
             )
         self._end_turn()
@@ -287,7 +287,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if left := len(self._batches) - 1 - self._at:
             raise RuntimeError(
                 f"{left} of {len(self._batches)} micro-batches were not scored when the block of "
-                "kept_trunks ended: go through all of them, also through empty ones"
+                "kept trunks ended: go through all of them, also through empty ones"
             )
         self._run_dummies(None)
         copied = [m for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
@@ -315,7 +315,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if self._trains and not self._turn.backwards:
             raise RuntimeError(
                 f"no backward of the scores of micro-batch {self._at} ran within its turn of the "
-                "loop of kept_trunks, and a later one would come too late for its trunks: call "
+                "loop of kept trunks, and a later one would come too late for its trunks: call "
                 "loss.backward() for each micro-batch, also where its loss is 0"
             )
         self._turn.end()
@@ -442,11 +442,11 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
         if torch.is_grad_enabled() != self._has_gradients:
             raise RuntimeError(
                 f"gradients were {'enabled' if self._has_gradients else 'disabled'} when the block "
-                "of kept_trunks began, and now they are not so: keep the mode for the whole block"
+                "of kept trunks began, and now they are not so: keep the mode for the whole block"
             )
         if self._stamp is not None and (change := self._stamp.change()) is not None:
             raise RuntimeError(
-                f"{change} within the block of kept_trunks, whose trunks wait for their backward: "
+                f"{change} within the block of kept trunks, which wait for their backward: "
                 "make such a change (optimizer.step(), other adapters, another mode) behind the "
                 "block, call optimizer.zero_grad() and score again"
             )

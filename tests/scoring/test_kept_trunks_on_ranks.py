@@ -67,7 +67,7 @@ def test_gradients_stay_local_within_no_sync(results: Results) -> None:
 
 def test_a_rank_that_cannot_tells_the_others(results: Results) -> None:
     first, second = of(results, "one rank cannot")
-    assert first.startswith("ValueError: kept_trunks takes plan[rank] of a plan that keeps")
+    assert first.startswith("ValueError: batches must be plan[rank] of a plan that keeps")
     assert second.startswith("ForestError: another rank cannot keep its trunks")
 
 

@@ -164,4 +164,4 @@ def test_what_is_refused() -> None:
     refused(pt.UnsupportedError, "values need a token or sequence", build("qwen3"), plan[0])
     refused(TypeError, "must be a torch module, got str", "qwen3", plan[0])
     cut = pt.plan_micro_batches(ragged_sequences(), 60)
-    refused(ValueError, r"takes plan\[rank\] of a plan that keeps trunks", model, cut[0])
+    refused(ValueError, r"be plan\[rank\] of a plan that keeps trunks", model, cut[0])

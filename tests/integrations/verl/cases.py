@@ -154,6 +154,7 @@ HYBRID_CASES: dict[str, Settings] = {
             model=model,
             beside="alone",
             pictures=pictures,
+            tokens=120,
             lr=0.3,
             # gradients of norm 40: what rounding leaves grows tenfold per update
             epochs=1,
