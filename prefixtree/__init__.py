@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefixtree.scoring.batches import BatchScores, batch_logprobs
     from prefixtree.scoring.in_steps import borrow_cost
     from prefixtree.scoring.kept_trunks import kept_trunks
+    from prefixtree.scoring.kept_values import kept_values
     from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
     from prefixtree.scoring.teacher import Teacher
     from prefixtree.scoring.values import sequence_values
@@ -71,6 +72,7 @@ __all__ = [
     "compile_layers",
     "explain",
     "kept_trunks",
+    "kept_values",
     "max_micro_batch_tokens",
     "pack",
     "picture_key",
@@ -89,6 +91,7 @@ _LATER = {
     "prefixtree.scoring.batches": ("BatchScores", "batch_logprobs"),
     "prefixtree.scoring.in_steps": ("borrow_cost",),
     "prefixtree.scoring.kept_trunks": ("kept_trunks",),
+    "prefixtree.scoring.kept_values": ("kept_values",),
     "prefixtree.scoring.logprobs": ("SequenceScores", "sequence_logprobs"),
     "prefixtree.scoring.teacher": ("Teacher",),
     "prefixtree.scoring.values": ("sequence_values",),

@@ -12,7 +12,7 @@ Legend: T packed tokens, K placements, N distinct pictures that are placed, F fe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +87,11 @@ class PlacedPictures:
         """
         return self._encoded(self._shown(own), own is not None and self._only_the_tower_trains())
 
-    def most_runs(self, parts: Iterable[np.ndarray], patches: int) -> int:
-        """The most runs of at most `patches` patches in one call of the tower, of any part's own
-        tokens, int64 [t] each."""
+    def most_runs(self, own: np.ndarray, patches: int) -> int:
+        """The most runs of at most `patches` patches in one call of the tower, of a part's own
+        tokens, int64 [t]."""
         # one without pictures is one of a blank one
-        return max((_most_runs(self._shown(own), patches) for own in parts), default=1) or 1
+        return _most_runs(self._shown(own), patches) or 1
 
     def of_rank(self, parts: Parts, index: int, group: ProcessGroup) -> EncodedPictures:
         """Finds the pictures that one rank of a group encodes, and those that its own tokens show.

@@ -29,6 +29,13 @@ class Placements:
     number: np.ndarray
     frame: np.ndarray
 
+    def shown_by(self, own: np.ndarray, pictures: Pictures) -> Placements:
+        """Those with a token among some packed tokens, int64 [t], ascending."""
+        lengths = np.array([pictures.distinct[n].run_tokens for n in self.number], np.int64)
+        first, last = (np.searchsorted(own, x) for x in (self.start, self.start + lengths))
+        shown = first < last
+        return Placements(self.start[shown], self.number[shown], self.frame[shown])
+
 
 @dataclass(frozen=True)
 class PathPictures:

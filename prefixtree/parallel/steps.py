@@ -259,7 +259,7 @@ class StepExchanges:
         """Raises where a backward comes too late."""
         if self.is_over:
             raise RuntimeError(
-                "the backward of a micro-batch of kept_trunks ran after the next one was asked "
+                "the backward of a micro-batch of kept trunks ran after the next one was asked "
                 "for: the trunks that it borrows from may have had their backward, and its "
                 "gradients would be lost; call backward() on each micro-batch's loss within its "
                 "turn of the loop"

@@ -32,6 +32,7 @@ from prefixtree.recompute.plan import (
 
 if TYPE_CHECKING:
     from prefixtree.recompute.trace import ModelMemory
+    from prefixtree.recompute.trace_tower import TowerMemory
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def plan_kept(
     *,
     on_host: bool = False,
     runs_again: bool = False,
+    tower: TowerMemory | None = None,
 ) -> KeptPlan:
     """Plans trunks and micro-batches within `available` bytes.
 
@@ -70,12 +72,22 @@ def plan_kept(
         available: bytes for activations, lent rows, states, and what is returned to them.
         on_host: whether what trunks lend waits on the host.
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
+        tower: the memory of the tower, where parts have pictures. It is always recomputed, in runs
+            of as many patches as fit.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
         ValueError: a model without a layer of softmax attention.
     """
     peaks = [peaks_of(memory, work) for work in works]
+    # of pictures: what waits for the tower's backward, which comes last, beside the gradient of
+    # the embedding
+    shown = [0.0] * len(works)
+    for part, work in enumerate(works):
+        if work.pictures is not None and tower is not None:
+            shown[part] = work.pictures.held(tower)
+            last = memory.before * work.num_tokens + work.pictures.least(tower)
+            peaks[part] = np.maximum(peaks[part], last) + shown[part]
     costs = [recomputed_by(memory, work) for work in works]
     trunks = [part for part, span in enumerate(spans) if span.is_trunk]
     borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
@@ -84,7 +96,7 @@ def plan_kept(
     holds, waits = {}, dict.fromkeys(range(len(works)), 0.0)
     for part in trunks:
         work = works[part]
-        graph = np.append(held_by_plans(memory, work).ravel(), 0.0)
+        graph = np.append(held_by_plans(memory, work).ravel() + shown[part], 0.0)
         states = work.states * borrow.held_state_bytes
         holds[part] = graph + work.lent * (row + gradient) + states
         waits[part] = work.lent * max(row, gradient) + states
@@ -118,6 +130,11 @@ def plan_kept(
         plan = plan_at(around, choice) if span.is_trunk and keeps_graphs else None
         plan = plan or cheapest(around, costs[part], available)
         assert plan is not None
+        if (pictures := works[part].pictures) is not None and tower is not None:
+            outside = beside[part][choice] + shown[part] + memory.before * works[part].num_tokens
+            patches, run = pictures.runs(tower, available - outside)
+            peak = max(plan.peak_bytes, round(outside + run))
+            plan = replace(plan, peak_bytes=peak, patches=patches)
         found.append(plan)
     return KeptPlan(tuple(found), not keeps_graphs)
 
@@ -163,4 +180,6 @@ def _message(
     needed = [peak[-1, -1] + others[-1] for peak, others in zip(peaks, beside, strict=True)]
     worst = int(np.argmax(needed))
     words = f", beside what trunks lend ({beside[worst][-1] / 2**30:.1f} GiB)"
+    if works[worst].pictures is not None:
+        words += ", its pictures included"
     return too_large(memory, works[worst], available, needed[worst], words)

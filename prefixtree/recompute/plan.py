@@ -92,6 +92,7 @@ class PartWork:
         trains_lm_head: whether the lm_head's weight gets a gradient.
         lent: rows that every layer lends. Default: none, as of a micro-batch.
         states: own tokens behind which recurrent layers lend their states.
+        pictures: that it encodes. Default: text alone.
     """
 
     runs: tuple[np.ndarray, np.ndarray]
@@ -100,6 +101,7 @@ class PartWork:
     trains_lm_head: bool = True
     lent: int = 0
     states: int = 0
+    pictures: PictureWork | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +122,28 @@ class PictureWork:
     patches: dict[int, int]
     features: int
     pixel_bytes: int
+
+    def held(self, tower: TowerMemory) -> int:
+        """Bytes of features and pixels from the tower's forward to its backward."""
+        return self.features * tower.feature + self.pixel_bytes
+
+    def least(self, tower: TowerMemory) -> float:
+        """The least bytes that the tower needs, for pictures one by one or all at once."""
+        one_by_one = tower.run(max(self.patches.values())) + tower.gradients
+        total = sum(self.patches.values())
+        at_once = len(self.patches) == 1 or total <= RUN
+        return min(one_by_one, tower.run(total)) if at_once else one_by_one
+
+    def runs(self, tower: TowerMemory, available: float) -> tuple[int, float]:
+        """The patches that the tower takes at once, as many as fit, and the bytes that it needs."""
+        total, waiting = sum(self.patches.values()), 0
+        patches = tower.patches_that_fit(available)
+        if total > min(RUN, patches):
+            # several runs
+            waiting = tower.gradients if len(self.patches) > 1 else 0
+            patches = tower.patches_that_fit(available - waiting)
+        run = max(max(self.patches.values()), min(RUN, patches, total))
+        return min(RUN, patches), tower.run(run) + waiting
 
     @classmethod
     def of(
@@ -173,26 +197,23 @@ def plan_for(
             does not with one picture at a time.
     """
     if work.pictures is not None and tower is not None:
-        held = work.pictures.features * tower.feature + work.pictures.pixel_bytes
+        held = work.pictures.held(tower)
         available -= held
         # the gradient of the embedding waits
         of_tower = available - memory.before * work.forest.num_tokens
         number, largest = max(work.pictures.patches.items(), key=lambda item: item[1])
-        at_once = tower.patches_that_fit(of_tower)
-        if largest > at_once:
+        at_once, run = work.pictures.runs(tower, of_tower)
+        if run > of_tower:
             raise torch.OutOfMemoryError(
-                f"the vision tower needs about {tower.run(largest) / _GIB:.1f} GiB for picture "
+                f"the vision tower needs about {run / _GIB:.1f} GiB for picture "
                 f"{number} alone, the largest with {largest:,} patches, and "
                 f"{max(0.0, of_tower) / _GIB:.1f} GiB are available beside pixels and features, "
                 f"enough for {at_once:,} patches at once: give smaller pictures (max_pixels of the "
                 "processor), fewer of them in a micro-batch, or more memory"
             )
         text = plan_for(memory, replace(work, pictures=None), available)
-        # the tower takes pictures one by one, or as many as fit
-        patches = min(RUN, at_once)
-        run = tower.run(max(largest, min(patches, sum(work.pictures.patches.values()))))
         peak = max(text.peak_bytes, run + available - of_tower)
-        return replace(text, peak_bytes=round(peak + held), patches=patches)
+        return replace(text, peak_bytes=round(peak + held), patches=at_once)
     peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
     plan = cheapest(peaks, cost, available)
     if plan is None:

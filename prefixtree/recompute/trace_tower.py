@@ -58,12 +58,14 @@ class TowerMemory:
         fixed: of a run, whatever its patches.
         feature: of the features of one placeholder, all that the model reads.
         dtype: of pixels as the tower takes them.
+        gradients: of its parameters, which those of the first run wait in until the last one.
     """
 
     patch: float
     fixed: float
     feature: int
     dtype: torch.dtype
+    gradients: int
 
     def run(self, patches: int) -> float:
         """The bytes of a run."""
@@ -151,7 +153,8 @@ def _traced(
     (few, size, rows), (many, _, _) = runs
     patches = pixels[..., 0].numel()
     slope = (many - few) / patches
-    return TowerMemory(slope, max(0.0, few - slope * patches), size // rows, dtype)
+    gradients = sum(p.nbytes for p in tower.parameters() if p.requires_grad)
+    return TowerMemory(slope, max(0.0, few - slope * patches), size // rows, dtype, gradients)
 
 
 def _run(

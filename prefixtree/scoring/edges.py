@@ -60,27 +60,39 @@ class SequenceScores:
 
 
 @dataclass(frozen=True)
-class ScoredEdges:
-    """The distinct (edge, temperature) pairs, on the host; here "edge" is such a pair.
+class ScoredUnits:
+    """The edges, or tokens, for each of which a model gives a row once, on the host.
 
     Attributes:
-        predictor, token: int64 [U], the packed tokens of each edge.
-        temperature: float32 [U].
-        of_copies: int32 [R - S], the edge of each token of every sequence but its first; -1 where
-            it is not scored.
-        lengths: n - 1 of each sequence.
+        predictor: int64 [U], the packed token whose hidden state gives each row.
+        of_copies: int32, the unit of each copy, sequence after sequence; -1 where it is not scored.
+        lengths: how many copies each sequence has.
     """
 
     predictor: np.ndarray
-    token: np.ndarray
-    temperature: np.ndarray
     of_copies: np.ndarray
     lengths: list[int]
 
     @property
     def count(self) -> int:
         """U."""
-        return len(self.token)
+        return len(self.predictor)
+
+
+@dataclass(frozen=True)
+class ScoredEdges(ScoredUnits):
+    """The distinct (edge, temperature) pairs, on the host; here "edge" is such a pair.
+
+    The copies of a sequence are its tokens but the first, so that `of_copies` is [R - S] and a
+    length n - 1.
+
+    Attributes:
+        token: int64 [U], the packed token of each edge.
+        temperature: float32 [U].
+    """
+
+    token: np.ndarray
+    temperature: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -156,10 +168,10 @@ def find_edges(
     token = np.concatenate(tokens)
     return ScoredEdges(
         predictor[token].astype(np.int64),
-        token,
-        np.concatenate(edge_temperature),
         np.delete(edge_of_copy, offsets[:-1]),
         (lengths - 1).tolist(),
+        token,
+        np.concatenate(edge_temperature),
     )
 
 
@@ -182,10 +194,10 @@ def _find_per_token(
     edge_of_copy[place] = edge
     return ScoredEdges(
         predictor[token].astype(np.int64),
-        token,
-        values[keys // max(1, packed.num_tokens)],
         np.delete(edge_of_copy, offsets[:-1]),
         (np.diff(offsets) - 1).tolist(),
+        token,
+        values[keys // max(1, packed.num_tokens)],
     )
 
 

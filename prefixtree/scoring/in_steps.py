@@ -21,7 +21,7 @@ from prefixtree._hints import with_hints
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
-from prefixtree.models.checks import find_causal_lm, runs_deepspeed
+from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
 from prefixtree.models.layers import layers_of, most_of_all_ranks
 from prefixtree.models.stamp import ModelStamp
@@ -108,8 +108,8 @@ def borrow_cost(
         plan = plan_micro_batches(rollouts, max_tokens, trunks=True, borrow_cost=borrow_cost(model))
 
     Args:
-        model: as `sequence_logprobs` takes it, on the device it trains on, in training mode if
-            layers are recomputed.
+        model: as `sequence_logprobs` or `sequence_values` takes it, on the device it trains on, in
+            training mode if layers are recomputed.
         recompute: as `kept_trunks` will get it; of "auto" the least that it may take counts: all
             layers recomputed, and no graph of a trunk.
         recompute_trunks: as `kept_trunks` will get it.
@@ -121,9 +121,9 @@ def borrow_cost(
         UnsupportedError: a family whose memory cannot be traced.
         ValueError: a model without a layer of softmax attention.
     """
-    causal_lm = find_causal_lm(model)
-    device = next(causal_lm.parameters()).device
-    return step_cost_of(model, causal_lm, device, recompute, recompute_trunks)
+    transformer = transformer_of(model)
+    device = next(transformer.parameters()).device
+    return step_cost_of(model, transformer, device, recompute, recompute_trunks)
 
 
 def step_cost_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,12 +13,18 @@ from torch.distributed.fsdp import FSDPModule
 from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.measures import measure_bytes
 from prefixtree.kernels.lm_head.options import ScoreOptions
+from prefixtree.models.vision import PlacedPictures
 from prefixtree.planning.parts import Part
 from prefixtree.planning.steps import Steps
 from prefixtree.planning.trunks import Trunks
-from prefixtree.recompute.forward import Recompute, left_for_activations, memory_of
+from prefixtree.recompute.forward import (
+    Recompute,
+    left_for_activations,
+    memory_of,
+    tower_memory_of,
+)
 from prefixtree.recompute.kept_plan import plan_kept
-from prefixtree.recompute.plan import PartWork
+from prefixtree.recompute.plan import PartWork, PictureWork
 
 #: What `kept_trunks(recompute_trunks=)` takes.
 RecomputeTrunks = Recompute | Literal["again"]
@@ -48,7 +55,7 @@ def check_modes(
 
     Raises:
         ValueError: "auto", which would plan only one of trunks and micro-batches.
-        UnsupportedError: "auto" with pictures; under FSDP2 with pictures two modes.
+        UnsupportedError: under FSDP2 with pictures two modes.
     """
     if recompute_trunks == "auto" or (
         recompute == "auto" and recompute_trunks not in (None, "again")
@@ -58,13 +65,7 @@ def check_modes(
             f"with it only as None or 'again', got recompute={recompute!r} and recompute_trunks="
             f"{recompute_trunks!r}: leave recompute_trunks out, or name a mode for both"
         )
-    if not sees:
-        return
-    if recompute == "auto":
-        raise UnsupportedError(
-            "recompute='auto' does not plan kept trunks with pictures: give a mode or a plan"
-        )
-    if recompute_trunks in (None, "again", recompute):
+    if not sees or recompute_trunks in (None, "again", recompute):
         return
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedError(
@@ -82,6 +83,7 @@ def modes_of(
     recompute_trunks: RecomputeTrunks,
     options: ScoreOptions,
     trains: bool,
+    placed: PlacedPictures | None,
 ) -> PartModes:
     """The modes of all parts; those of "auto" for the memory that is available now.
 
@@ -92,6 +94,7 @@ def modes_of(
         recompute, recompute_trunks: as in `kept_trunks`.
         options: what is computed of each edge.
         trains: whether there are backwards.
+        placed: the pictures; None of text alone.
 
     Raises:
         torch.OutOfMemoryError, UnsupportedError, ValueError: see `plan_recomputation` and
@@ -100,7 +103,8 @@ def modes_of(
     again = recompute_trunks == "again"
     if recompute == "auto":
         if trunks is None or steps is None or not trains:
-            return PartModes([None] * len(num_scored), None, again)
+            # ranks of FSDP2 whose parts are planned recompute their towers, dummies' too
+            return PartModes([None] * len(num_scored), "all" if trains else None, again)
         causal_lm, available = left_for_activations(model, steps.packed.device)
         if options.measure is not None:
             vocabulary = causal_lm.config.get_text_config().vocab_size
@@ -108,13 +112,28 @@ def modes_of(
         head: Any = causal_lm.get_output_embeddings()
         trains_head = any(p.requires_grad for p in head.parameters())
         parts = zip(steps, num_scored, trunks.lent_states(), strict=True)
+        works = [_work(part, count, trains_head, states) for part, count, states in parts]
+        tower = None
+        if placed is not None and len(placed.placements.number):
+            tower = tower_memory_of(model, causal_lm, steps.packed.device)
+            shown = [
+                PictureWork.of(
+                    placed.placements.shown_by(part.own_tokens, placed.pictures),
+                    placed.pictures,
+                    tower.dtype,
+                    moved=False,
+                )
+                for part in steps
+            ]
+            works = [replace(work, pictures=x) for work, x in zip(works, shown, strict=True)]
         plan = plan_kept(
             memory_of(model, causal_lm, steps.packed.device),
-            [_work(part, count, trains_head, states) for part, count, states in parts],
+            works,
             trunks.spans,
             available,
             on_host=trunks.stats.on_host,
             runs_again=again,
+            tower=tower,
         )
         return PartModes(plan.of_part, "all", plan.runs_again)
     again |= recompute_trunks is None and trunks is not None and trunks.stats.again

@@ -27,6 +27,7 @@ from prefixtree.models.families import check_checkpointing, check_tokens, forwar
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
+from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone
@@ -70,13 +71,32 @@ def sequence_values(
     check_packed(packed, "sequence_values", subset=True)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    check = partial(_checked, model, packed)
+    check = partial(checked_classifier, model, packed)
     if group is not None and num_ranks(group) > 1:
         local = token_part_of_rank(model, packed, group, check)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
+    own = values_of_tokens(model, classifier, mask, inputs)
+    return packed.unpack(own if local is None else local.gathered(own))
+
+
+def values_of_tokens(
+    model: nn.Module, classifier: Any, mask: TreeMask, inputs: dict[str, Any]
+) -> torch.Tensor:
+    """One forward over a packed forest, or over a part of one: the values of its own tokens.
+
+    Args:
+        model: what is called. classifier: the transformers model inside it.
+        mask: that of the tokens. inputs: keywords of the model.
+
+    Returns:
+        [t, C], float32 or wider.
+
+    Raises:
+        UnsupportedError: a model that does not give a value per token.
+    """
     prepare_states(classifier)
     with every_layer_attends(model, mask), _values_of_all_tokens(classifier):
         values = getattr(model(**inputs), "logits", None)
@@ -87,11 +107,10 @@ def sequence_values(
             f"{type(classifier).__name__} returned {got}, expected one row of values per token, "
             f"{list(expected)}; use a token classifier"
         )
-    own = values[0].to(torch.promote_types(values.dtype, torch.float32))
-    return packed.unpack(own if local is None else local.gathered(own))
+    return values[0].to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _checked(model: nn.Module, packed: PackedForest) -> Any:
+def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:
     """The classifier inside wrappers and adapters.
 
     Raises:
@@ -100,9 +119,9 @@ def _checked(model: nn.Module, packed: PackedForest) -> Any:
     classifier = transformer_of(model)
     if classifier.get_output_embeddings() is not None:
         raise UnsupportedError(
-            f"sequence_values needs a token or sequence classifier, and {type(classifier).__name__}"
-            " has a language-model head: load it with AutoModelForTokenClassification, or use "
-            "sequence_logprobs"
+            f"values need a token or sequence classifier, and {type(classifier).__name__} has a "
+            "language-model head: load it with AutoModelForTokenClassification, or use "
+            "sequence_logprobs or kept_trunks"
         )
     check_parts(model, classifier)
     if classifier.training and torch.is_grad_enabled():

@@ -370,6 +370,7 @@ ELSEWHERE = {
     "sequence_logprobs(return_statistics)": "names",
     "kept_trunks(return_statistics)": "names",
     "kept_trunks(batches)": "of a plan",
+    "kept_values(batches)": "of a plan",
     "batch_logprobs": "arrays of one shape, in tests of its own",
 }
 # how a message names an argument, where it is a part that is wrong or another function reads it

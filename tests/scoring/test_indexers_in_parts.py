@@ -15,7 +15,7 @@ from prefixtree.models.compiled import compile_layers
 from prefixtree.parallel import attention
 from prefixtree.parallel.attention import PartMask
 from prefixtree.parallel.steps import LoanStore, StepExchange
-from prefixtree.scoring.kept_trunks import check_kept
+from prefixtree.scoring.kept_runs import check_kept
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import compare, logprobs_in_steps, run, score
 from tests.support.family_configs import INDEXED

@@ -43,15 +43,16 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 1 << 60
         self.plans: list[KeptPlan] = []
-        self._plan, self._given = kept_modes.plan_kept, ()
+        self._real, self._plan = kept_modes.plan_kept, lambda available: self.plans[-1]
         real = kept_modes.left_for_activations
 
         def left_for_activations(*model: Any) -> tuple[Any, int]:
             return real(*model)[0], self.left
 
         def planned(*given: Any, **options: Any) -> KeptPlan:
-            self._given, self.works = given[:-1], given[1]
-            self.plans.append(self._plan(*given, **options))
+            self.works = given[1]
+            self._plan = lambda available: self._real(*given[:-1], available, **options)
+            self.plans.append(self._real(*given, **options))
             return self.plans[-1]
 
         monkeypatch.setattr(kept_modes, "left_for_activations", left_for_activations)
@@ -62,12 +63,12 @@ class Memory:
     def share(self, share: float) -> int:
         """Bytes on the way from the least that the last call could run in (0) to those in which it
         recomputes nothing (1)."""
-        low, most = 0, self._plan(*self._given, 1 << 60).peak_bytes + 1
+        low, most = 0, self._plan(1 << 60).peak_bytes + 1
         high = most
         while high - low > most // 500:
             middle = (low + high) // 2
             try:
-                self._plan(*self._given, middle)
+                self._plan(middle)
                 high = middle
             except torch.OutOfMemoryError:
                 low = middle

@@ -25,7 +25,7 @@ from prefixtree import (
 from prefixtree.models.compiled import compile_layers
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import plan_trunks
-from prefixtree.scoring import kept_trunks as module
+from prefixtree.scoring import kept_runs as module
 from tests.scoring.kept_cases import (
     MAX_TOKENS,
     compare,
@@ -391,7 +391,7 @@ def test_a_block_that_is_left_early() -> None:
             model.model.embed_tokens.weight.register_hook(ran.append)
             raise KeyError
     assert not ran
-    with pytest.raises(RuntimeError, match="within its with block"):
+    with pytest.raises(RuntimeError, match="within their with block"):
         next(scored)
     # nothing is left behind
     assert_same(run(model), expected)
@@ -439,7 +439,7 @@ def test_plans_and_arguments_that_do_not_fit() -> None:
     plan = plan_of(ragged_objective())
     for batches in (cut[0], plan[0][:2], list(plan[0])):
         with (
-            pytest.raises(ValueError, match=r"takes plan\[rank\] of a plan that keeps trunks"),
+            pytest.raises(ValueError, match=r"be plan\[rank\] of a plan that keeps trunks"),
             kept_trunks(model, batches),
         ):
             pass

@@ -55,13 +55,19 @@ def test_ranks_of_fsdp2_run_in_lockstep_and_those_of_ddp_need_not(results: Resul
     assert all(each["gradients"] <= 1e-5 for each in empty)
 
 
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_values_are_those_of_micro_batches_alone(results: Results, wrapper: str) -> None:
+    for each in of(results, f"values, {wrapper}"):
+        assert max(each.values()) <= 1e-5, each
+
+
 def test_gradients_stay_local_within_no_sync(results: Results) -> None:
     assert max(of(results, "no_sync")) <= 1e-5
 
 
 def test_a_rank_that_cannot_tells_the_others(results: Results) -> None:
     first, second = of(results, "one rank cannot")
-    assert first.startswith("ValueError: kept_trunks takes plan[rank] of a plan that keeps")
+    assert first.startswith("ValueError: batches must be plan[rank] of a plan that keeps")
     assert second.startswith("ForestError: another rank cannot keep its trunks")
 
 

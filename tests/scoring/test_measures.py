@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.scoring import kept_trunks, logprobs
+from prefixtree.scoring import kept_runs, logprobs
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.scoring import kept_cases
 from tests.scoring.steps_cases import MAX_TOKENS, number_of_steps
@@ -193,14 +193,14 @@ def test_in_kept_trunks(family, options, monkeypatch):
     tolerance = 1e-4 if family == "qwen3_5" else 1e-5
     got = kept_cases.compare(model, tolerance=tolerance, measure=logprob_and_entropy, **options)
     assert_same(got, plain, tolerance)
-    backward = kept_trunks._backward
+    backward = kept_runs._backward
 
     def lost(scores: torch.Tensor, gradient: Any) -> None:
         # behind log p and the entropy
         gradient = gradient if gradient is None else gradient.index_fill(1, torch.arange(2, 4), 0)
         backward(scores, gradient)
 
-    monkeypatch.setattr(kept_trunks, "_backward", lost)
+    monkeypatch.setattr(kept_runs, "_backward", lost)
     wrong = kept_cases.run(model, measure=logprob_and_entropy, **options)
     found = errors(wrong, plain)
     assert found.logprob < 1e-5 and found.gradient > 0.01

@@ -16,7 +16,11 @@ import prefixtree as pt
 from prefixtree.models import vision
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.placements import place
+from prefixtree.planning.micro_batches import batches_with_trunks
+from prefixtree.planning.trunks import plan_trunks
+from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import kept_trunks as module
+from tests.scoring.test_kept_modes import Memory
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import TRANSFORMERS, adapted, counted, enable_checkpointing
 from tests.support.picture_cases import (
@@ -35,6 +39,7 @@ from tests.support.picture_cases import (
     reference,
     run_alone,
     run_packed,
+    screenshots,
     tolerance,
     videos,
 )
@@ -185,6 +190,56 @@ def test_scores_without_gradients_are_the_same():
         torch.testing.assert_close(found[i], wanted, rtol=0, atol=tolerance("qwen3_vl"))
 
 
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+def test_auto_plans_the_tower_too(share, monkeypatch):
+    """The most bytes alive are those that were predicted, of a trunk with a picture of 256 patches
+    and three micro-batches of two others each; gradients are those of each sequence alone."""
+    model, memory = build("qwen3_vl"), Memory(monkeypatch)
+    made = _shared_screen(6)
+    expected = run_alone(build("qwen3_vl", "eager"), made)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    pictures = pictures_of(model, made)
+    forest = pt.PrefixForest.from_sequences(pictures.sequences)
+    cost, members = pt.borrow_cost(model, "auto"), [np.arange(at, at + 2) for at in (0, 2, 4)]
+    batches = batches_with_trunks(plan_trunks(forest, 10**6, cost, members))
+    assert batches.trunks.stats.trunks == 1
+
+    def counted_bytes() -> int:
+        known = [x for p in model.parameters() for x in (p, p.grad)]
+        live = LiveBytes([*(p.pixels for p in pictures.distinct), *known])
+        most = 0
+        options = {"recompute": "auto", "chunk_size": 64}
+        with live, pt.kept_trunks(model, batches, pictures=pictures, **options) as scored:
+            for each, scores in scored:
+                _loss(scores.logprobs, each.take(made.weights)).backward()
+                most = max(most, live.restart())
+                del scores
+        return max(most, live.restart())
+
+    counted_bytes()
+    memory.left = memory.share(share)
+    model.zero_grad(set_to_none=False)
+    measured, plan = counted_bytes(), memory.plans[-1]
+    print(f"{share}: {plan}, predicted / counted: {plan.peak_bytes / measured:.3f}")
+    # a run is planned to the last patch that fits, and pictures are whole
+    assert 0.8 * plan.peak_bytes < measured < 1.03 * plan.peak_bytes <= 1.03 * memory.left
+    assert share or any(set(part.modes) != {"nothing"} for part in plan.of_part)
+    got = {n: p.grad for n, p in model.named_parameters() if n in expected.gradients}
+    assert distance(got, expected.gradients) < 5e-5
+
+
+def _shared_screen(count: int) -> Batch:
+    """As many sequences with two screens of 256 patches each, of which the first is the same."""
+    one = screenshots(count + 1)
+    screen, pixels = one.sequences[0][:-2], one.arguments["pixel_values"].split(256)
+    rows = [np.concatenate([screen, row]) for row in one.sequences[1:]]
+    shown = torch.cat([x for own in pixels[1:] for x in (pixels[0], own)])
+    grids = one.arguments["image_grid_thw"][:1].expand(2 * count, -1)
+    weights = [torch.ones(len(row) - 1, dtype=torch.float64) for row in rows]
+    return Batch(rows, {"pixel_values": shown, "image_grid_thw": grids}, weights)
+
+
 # ---- red -----------------------------------------------------------------------------------------
 
 
@@ -212,18 +267,13 @@ def test_features_without_gradients_are_seen(model_type, of_trunk, monkeypatch):
         return found
 
     monkeypatch.setattr(vision.PlacedPictures, "of", without)
-    wrong = errors(_run(model, made), reference(model_type))
+    options = {"recompute": "auto"} if model_type == "qwen3_vl" else {}
+    wrong = errors(_run(model, made, **options), reference(model_type))
     print(wrong)
     assert wrong.logprob < tolerance(model_type) and wrong.tower > (0.5 if of_trunk else 0.05)
 
 
 # ---- refused -------------------------------------------------------------------------------------
-
-
-def test_auto_is_refused():
-    model, made = build("qwen3_vl"), batch("qwen3_vl")
-    with pytest.raises(pt.UnsupportedError, match="recompute='auto' does not plan kept trunks"):
-        _run(model, made, recompute="auto")
 
 
 def test_pictures_of_another_model():

@@ -164,7 +164,7 @@ def test_the_gradient_of_one_copy_turns_it_red(monkeypatch):
 
 
 def test_a_language_model():
-    with pytest.raises(pt.UnsupportedError, match="needs a token or sequence classifier"):
+    with pytest.raises(pt.UnsupportedError, match="values need a token or sequence class"):
         sequence_values(build("qwen3"), ragged_packed())
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         sequence_values("qwen3", ragged_packed())  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from torch import nn
 
 import prefixtree as pt
 from prefixtree.recompute import forward as recompute
-from prefixtree.scoring import kept_trunks
+from prefixtree.recompute import plan
+from prefixtree.scoring import kept_runs
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
 from tests.support.picture_cases import batch, build, pictures_of, videos
@@ -30,6 +31,7 @@ RUNS = [
     ("fsdp2", "qwen3_vl", "kept, again"),
     ("fsdp2", "gemma4", "kept, recomputed"),
     ("fsdp2", "qwen3_vl", "kept, uneven"),
+    ("fsdp2", "qwen3_vl", "kept, auto"),
 ]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
@@ -43,8 +45,8 @@ KEPT["kept, recomputed"] = {"recompute": "all", "recompute_trunks": "again"}
 # sequences of each rank; in "uneven" those of rank 0 show two pictures in their trunk and none of
 # their own, so that the other rank's forwards, and then its backwards, meet others of another size
 OF_RANKS = {kind: [[*range(8)], [8]] for kind in KEPT}
-KEPT["kept, uneven"] = {"recompute": "all"}
-OF_RANKS["kept, uneven"] = [[2, 3], [0, 1, 4, 5, 6, 7, 8]]
+KEPT |= {"kept, uneven": {"recompute": "all"}, "kept, auto": {"recompute": "auto"}}
+OF_RANKS["kept, uneven"] = OF_RANKS["kept, auto"] = [[2, 3], [0, 1, 4, 5, 6, 7, 8]]
 # so little that steps may be small
 LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
@@ -76,7 +78,8 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
         mock.patch.object(recompute, "RUN", 1),
-        mock.patch.object(kept_trunks, "RUN", 1),
+        mock.patch.object(kept_runs, "RUN", 1),
+        mock.patch.object(plan, "RUN", 1),
         counted([tower]) as towers,
         counted(blocks[:1]) as first_blocks,
     ):
@@ -121,11 +124,11 @@ def _kept(
 ) -> list[Any]:
     """Log-probabilities of the sequences of a rank, whose micro-batches keep their trunks."""
     mine = OF_RANKS[kind][rank]
-    plan = pt.plan_micro_batches(
+    micro_batches = pt.plan_micro_batches(
         [pictures.sequences[i] for i in mine], 40, trunks=True, borrow_cost=LIGHT
     )
     found: dict[int, Any] = {}
-    with pt.kept_trunks(model, plan[0], pictures=pictures, **options) as scored:
+    with pt.kept_trunks(model, micro_batches[0], pictures=pictures, **options) as scored:
         for each, scores in scored:
             weights = [made.weights[mine[i]] for i in each.sequence_indices]
             terms = zip(scores.logprobs, weights, strict=True)

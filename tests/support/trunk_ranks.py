@@ -18,7 +18,13 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from prefixtree import kept_trunks, plan_micro_batches, sequence_logprobs
+from prefixtree import (
+    kept_trunks,
+    kept_values,
+    plan_micro_batches,
+    sequence_logprobs,
+    sequence_values,
+)
 from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.scoring import kept_modes
@@ -26,9 +32,11 @@ from tests.support.full import asked_for
 from tests.support.models import (
     build,
     counted,
+    enable_checkpointing,
     logprob_and_entropy,
     make_objective,
     ragged_sequences,
+    reward_model,
     with_measured,
 )
 from tests.support.step_ranks import LIGHT, Case, _distance, _gradients, _wrap, loss_of
@@ -207,6 +215,36 @@ def _many_kept(rank: int, folder: Path) -> dict[str, Any]:
     return {"empty": empty, "forwards": forwards(), "gradients": distance}
 
 
+def _values(wrapper: str, rank: int, folder: Path) -> dict[str, float]:
+    """A critic's, beside those of every micro-batch in a forward of its own."""
+    alone = _critic()
+    of_ranks = [
+        [_of_values(batch, sequence_values(alone, batch.packed)) for batch in _plan(each)[0]]
+        for each in range(2)
+    ]
+    expected = {n: g / 2 for n, g in _gradients(alone).items()}
+    with patch.object(Case, "model", lambda _: _critic()):
+        model, _ = _wrap(Case(wrapper), folder)
+    with kept_values(model, _plan(rank)[0]) as scored:
+        found = [_of_values(batch, values) for batch, values in scored]
+    gap = (torch.cat(found) - torch.cat(of_ranks[rank])).abs().max()
+    return {"values": float(gap), "gradients": _distance(_gradients(model), expected)}
+
+
+def _critic() -> nn.Module:
+    model = reward_model("qwen3")
+    enable_checkpointing(model, use_reentrant=False)
+    return model
+
+
+def _of_values(batch: Any, values: list[torch.Tensor]) -> torch.Tensor:
+    """All values of a micro-batch, whose loss ran backward."""
+    pairs = zip(batch.sequence_indices.tolist(), values, strict=True)
+    loss: Any = sum(((v - 0.3 * i) ** 2).sum() for i, v in pairs)
+    loss.backward()
+    return torch.cat(values).detach()
+
+
 def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     """Runs all cases on this rank."""
     warnings.simplefilter("ignore", FutureWarning)
@@ -214,6 +252,8 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
         name: lambda name=name: _run(name, rank, folder) for name in asked_for(CASES, QUICK)
     }
     runs["one rank cannot"] = lambda: _one_rank_cannot(rank, folder)
+    runs["values, ddp"] = lambda: _values("ddp", rank, folder)
+    runs["values, fsdp2"] = lambda: _values("fsdp2", rank, folder)
     runs["fsdp1"] = lambda: _fsdp1(rank, folder)
     runs["static graph"] = lambda: _static_graph(rank)
     runs["no_sync"] = lambda: _no_sync(rank, folder)

@@ -20,7 +20,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.contract import check_grpo
 from prefixtree.integrations.trl.fsdp import KeepsOutputs
-from prefixtree.integrations.trl.images import RowImages, forest_with_images
+from prefixtree.integrations.trl.images import PER_ROW, RowImages, forest_with_images
 from prefixtree.integrations.trl.kept_windows import (
     KeptWindow,
     Rows,
@@ -89,8 +89,8 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         )
         self._recompute = check_recompute(self, recompute)
         self._max_tokens = None if max_tokens is None else at_least_one("max_tokens", max_tokens)
-        refused = self._is_vlm, self.aux_loss_enabled, self.args.torch_compile
-        served = not any((*refused, self.is_deepspeed_enabled))
+        refused = self.aux_loss_enabled, self.args.torch_compile, self.is_deepspeed_enabled
+        served = not any(refused)
         self._keeps = keep_trunks and served and is_kept(self.model)
         # the micro-batches of this optimiser step, where they keep trunks, and how many are done;
         # whether one runs now
@@ -137,14 +137,22 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         shown = RowImages(images, self._is_vlm)
         rows = batch_size or len(input_ids)
         trains = torch.is_grad_enabled()
-        given = input_ids, attention_mask
         if trains and self._in_step and self._keeps:
+            given = Rows(input_ids, attention_mask, *shown.of())
             if self._window is None:
                 self._window = self._window_of_step(model, given, logits_to_keep, compute_entropy)
             if (window := self._window) is not None:
                 return *self._score_next(window, given, logits_to_keep), None
         elif not trains and self._keeps and rows < len(input_ids):
-            chunks = [*zip(*(x.split(rows) for x in given), strict=True)]
+            chunks = [
+                Rows(ids, mask, *shown.of(at, at + rows))
+                for at, ids, mask in zip(
+                    range(0, len(input_ids), rows),
+                    input_ids.split(rows),
+                    attention_mask.split(rows),
+                    strict=True,
+                )
+            ]
             if window := self._open(model, chunks, logits_to_keep, compute_entropy):
                 found = [self._score_next(window, each, logits_to_keep) for each in chunks]
                 window.close()
@@ -208,9 +216,10 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         left = self.current_gradient_accumulation_steps - self._done
         buffered = (self._buffered_inputs or [])[at : at + left]
         rows = [
-            (
+            Rows(
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+                *RowImages({n: batch.get(n) for n in PER_ROW}, self._is_vlm).of(),
             )
             for batch in buffered
         ]
@@ -227,6 +236,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
             self._keeps = False
             return None
         options = {"temperature": self.temperature, "return_entropy": with_entropy}
+        options["sees"] = self._is_vlm
         # TRL switches it off where it scores without gradients
         checkpointing: Recompute = "all" if self.args.gradient_checkpointing else None
         limits = self._max_tokens, self._recompute, checkpointing
@@ -238,7 +248,7 @@ class PrefixTreeGRPOTrainer(KeepsOutputs, KeepsNeighbours, GRPOTrainer):
         at = window.scored
         if torch.is_grad_enabled():
             self._sharing.begins(*window.sharing_of(at, self._sharing.cost))
-        scores = window.score(*given)
+        scores = window.score(given)
         prompts = window.prompts[at].tolist()
         logps = _completions(scores.logprobs, prompts, width)
         if scores.entropy is None:

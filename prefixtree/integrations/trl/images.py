@@ -49,8 +49,11 @@ class RowImages:
             split: Any = split_pixel_values_by_grid(given)
             self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
 
-    def of(self, start: int, end: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """pixel_values and image_grid_thw of rows start to end - 1; None where no row has any."""
+    def of(
+        self, start: int = 0, end: int | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """pixel_values and image_grid_thw of rows start to end - 1, or of all; None where no row
+        has any."""
         rows = self._rows[start:end]
         if not rows:
             return None, None

@@ -9,9 +9,9 @@ within what the largest micro-batch takes alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,30 @@ from torch.distributed.fsdp import FSDPModule
 
 from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.trl.images import forest_with_images
+from prefixtree.models.checks import transformer_of
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_trunks import check_kept, kept_trunks
+from prefixtree.scoring.kept_runs import check_kept
+from prefixtree.scoring.kept_trunks import kept_trunks
 
-#: Padded rows of a micro-batch: input_ids and attention_mask, [B, L] each.
-Rows = tuple[torch.Tensor, torch.Tensor]
+
+class Rows(NamedTuple):
+    """Padded rows of a micro-batch.
+
+    Attributes:
+        input_ids, attention_mask: [B, L] each.
+        pixels, grids: pixel_values and image_grid_thw of the rows, None without images.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    pixels: torch.Tensor | None = None
+    grids: torch.Tensor | None = None
 
 
 def is_kept(model: nn.Module) -> bool:
@@ -64,7 +78,7 @@ class KeptWindow:
         self._accelerator, self._model = accelerator, model
         self.rows, self.trunks = rows, trunks
         self.scored = 0
-        self.prompts = [prompt_lengths(mask, width) for _, mask in rows]
+        self.prompts = [prompt_lengths(each.attention_mask, width) for each in rows]
         lengths = trunks.forest.sequence_lengths
         prompts = np.concatenate(self.prompts)
         masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
@@ -81,13 +95,13 @@ class KeptWindow:
         """Whether all micro-batches were scored."""
         return self.scored == len(self.rows)
 
-    def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SequenceScores:
+    def score(self, rows: Rows) -> SequenceScores:
         """The scores of the next micro-batch.
 
         Raises:
             UnsupportedError: rows that are not those of that micro-batch.
         """
-        if self.is_over or not same_rows(self.rows[self.scored], (input_ids, attention_mask)):
+        if self.is_over or not same_rows(self.rows[self.scored], rows):
             raise UnsupportedError(
                 "the loss of a micro-batch asks for other rows than the trainer buffered, and the "
                 "trunks that its rows share with others were computed already: a subclass or a "
@@ -126,6 +140,7 @@ def open_window(
     max_tokens: int | None,
     recompute: Recompute,
     checkpointing: Recompute,
+    sees: bool = False,
     **options: Any,
 ) -> KeptWindow | None:
     """A window over micro-batches; None where each is better computed by itself.
@@ -138,21 +153,30 @@ def open_window(
         model: wrapped or not, one that `is_kept`.
         rows: of each micro-batch, as many of them on every process.
         width: C, the number of last columns, which are scored.
-        max_tokens: what may be held at once. Default: what the largest micro-batch takes.
+        max_tokens: what may be held at once; what towers hold is not counted. Default: what the
+            largest micro-batch takes.
         recompute: as in `kept_trunks`.
         checkpointing: what layers recompute in training where `recompute` is None.
+        sees: whether rows may have images. Default: False.
         options: temperature and return_entropy, as in `kept_trunks`.
     """
-    input_ids, attention_mask = (torch.cat([row[i] for row in rows]).cpu() for i in (0, 1))
+    input_ids = torch.cat([each.input_ids for each in rows]).cpu()
+    attention_mask = torch.cat([each.attention_mask for each in rows]).cpu()
     trunks, repeated, extra = None, 0, 0
     if bool(attention_mask[:, : input_ids.shape[1] - width].any(1).all()):
-        forest = PrefixForest.from_padded(input_ids, attention_mask)
-        border = np.cumsum([0, *(len(ids) for ids, _ in rows)])
+        border = np.cumsum([0, *(len(each.input_ids) for each in rows)])
         members = [np.arange(a, b) for a, b in itertools.pairwise(border)]
-        tokens = [_distinct(forest, each) for each in members]
-        budget = max(tokens) if max_tokens is None else max_tokens
-        repeated = sum(tokens) - forest.num_tokens
         try:
+            if sees:
+                images = _joined(each.pixels for each in rows), _joined(each.grids for each in rows)
+                config = transformer_of(model).config
+                given = forest_with_images(input_ids, attention_mask, images, config)
+                forest, options["pictures"] = given
+            else:
+                forest = PrefixForest.from_padded(input_ids, attention_mask)
+            tokens = [_distinct(forest, each) for each in members]
+            budget = max(tokens) if max_tokens is None else max_tokens
+            repeated = sum(tokens) - forest.num_tokens
             # also where no gradients are wanted now
             with torch.enable_grad():
                 cost = borrow_cost(model, recompute or checkpointing)
@@ -173,8 +197,16 @@ def prompt_lengths(attention_mask: torch.Tensor, width: int) -> np.ndarray:
 
 
 def same_rows(rows: Rows, others: Rows) -> bool:
-    """Whether tokens and padding are the same."""
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(rows, others, strict=True))
+    """Whether tokens, padding and images are the same."""
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(rows, others, strict=True)
+    )
+
+
+def _joined(parts: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    held = [part for part in parts if part is not None]
+    return torch.cat(held) if held else None
 
 
 def _distinct(forest: PrefixForest, sequences: np.ndarray) -> int:

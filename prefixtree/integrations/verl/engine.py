@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ from prefixtree.integrations.verl.refusals import (
     check_step,
 )
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
-from prefixtree.models.checks import find_causal_lm
+from prefixtree.models.checks import transformer_of
 from prefixtree.models.compiled import compile_layers
 from prefixtree.packing.layout import PackedForest, pack
 from prefixtree.pictures import Pictures
@@ -66,7 +66,9 @@ from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
-from prefixtree.scoring.kept_trunks import KeptScores, check_kept, kept_trunks
+from prefixtree.scoring.kept_runs import KeptRuns, check_kept
+from prefixtree.scoring.kept_trunks import kept_trunks
+from prefixtree.scoring.kept_values import kept_values
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 
@@ -151,7 +153,7 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self._work = Work.of(batches, None if forward_only else scored_tokens(data))
         outputs = []
         no_graph = torch.no_grad() if forward_only else nullcontext()
-        with no_graph, self._kept(data, batches, loss_function) as kept:
+        with no_graph, self._kept(data, batches, loss_function, pictures) as kept:
             for step, batch in enumerate(batches):
                 # backwards of trunks come in between, so each is reduced
                 last = step == len(batches) - 1 or kept is not None
@@ -190,17 +192,47 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
 
     def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
         """The cost of a kept trunk's token; None where trees are cut instead."""
-        return None
+        if self.pad_to_length or self.ulysses_parallel_group is not None:
+            return None
+        try:
+            check_kept(self.module)
+            config = transformer_of(self.module).config.get_text_config()
+            if getattr(config, "output_router_logits", False):
+                return None
+            # without a graph a token takes little beside the keys and values of a trunk's
+            with torch.enable_grad():
+                return borrow_cost(self.module, "all" if forward_only else self.recompute)
+        except UnsupportedError:
+            return None
 
+    @contextmanager
     def _kept(
         self,
         data: TensorDict,
         batches: Sequence[MicroBatch],
         loss_function: Callable[..., Any] | None,
-    ) -> Any:
-        """A context with the outputs of micro-batches that keep trunks, as functions of the
-        micro-batch; with None for others."""
-        return nullcontext()
+        pictures: Pictures | None,
+    ) -> Iterator[Iterator[_OutputsOf] | None]:
+        """The outputs of micro-batches that keep trunks; None for others."""
+        if getattr(batches, "trunks", None) is None:
+            yield None
+            return
+        with ExitStack() as stack:
+            # trunks run as the forwards of a micro-batch do
+            with self._autocast():
+                outputs = self._kept_outputs(data, batches, loss_function, pictures)
+                kept = stack.enter_context(outputs)
+            yield kept
+
+    def _kept_outputs(
+        self,
+        data: TensorDict,
+        batches: Sequence[MicroBatch],
+        loss_function: Callable[..., Any] | None,
+        pictures: Pictures | None,
+    ) -> AbstractContextManager[Iterator[_OutputsOf]]:
+        """A context with the outputs of each micro-batch, as a function of its rows."""
+        raise NotImplementedError
 
     # ---- a micro-batch -----------------------------------------------------------------------
 
@@ -286,29 +318,14 @@ class PackedActorEngine(_FsdpEngine):
         )
         return _outputs_of(scores, top_k, range(len(scores.logprobs)), micro_batch)
 
-    def _borrow_cost(self, forward_only: bool) -> BorrowCost | None:
-        if self.sees or self.pad_to_length or self.ulysses_parallel_group is not None:
-            return None
-        try:
-            check_kept(self.module)
-            if getattr(find_causal_lm(self.module).config, "output_router_logits", False):
-                return None
-            # without a graph a token takes little beside the keys and values of a trunk's
-            with torch.enable_grad():
-                return borrow_cost(self.module, "all" if forward_only else self.recompute)
-        except UnsupportedError:
-            return None
-
     @contextmanager
-    def _kept(
+    def _kept_outputs(
         self,
         data: TensorDict,
         batches: Sequence[MicroBatch],
         loss_function: Callable[..., Any] | None,
-    ) -> Iterator[Iterator[_OutputsOf] | None]:
-        if getattr(batches, "trunks", None) is None:
-            yield None
-            return
+        pictures: Pictures | None,
+    ) -> Iterator[Iterator[_OutputsOf]]:
         top_k: TopK | None = None
 
         def measure(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
@@ -316,19 +333,16 @@ class PackedActorEngine(_FsdpEngine):
             return top_k.measure(logits, edges)
 
         measured = loss_function if wants_topk(data) else None
-        with ExitStack() as stack:
-            # trunks run as the forwards of a micro-batch do
-            with self._autocast():
-                scored = kept_trunks(
-                    self.module,
-                    batches,
-                    **_score_options(data),
-                    recompute=self.recompute,
-                    measure=None if measured is None else measure,
-                )
-                kept = stack.enter_context(scored)
+        with kept_trunks(
+            self.module,
+            batches,
+            **_score_options(data),
+            recompute=self.recompute,
+            measure=None if measured is None else measure,
+            pictures=pictures,
+        ) as kept:
             if measured is not None:
-                assert isinstance(kept, KeptScores)
+                assert isinstance(kept, KeptRuns)
                 # edges have their numbers in the forest of the whole batch
                 top_k = TopK(measured, data, kept.packed, scored_tokens(data))
             yield (
@@ -407,4 +421,19 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
     ) -> dict[str, Any]:
         """values, jagged [B, n]."""
         values = sequence_values(self.module, packed, group=self.ulysses_parallel_group)
-        return {"values": to_jagged([v[:, 0] for v in values], micro_batch["input_ids"])}
+        return _values_of(values, micro_batch)
+
+    @contextmanager
+    def _kept_outputs(
+        self,
+        data: TensorDict,
+        batches: Sequence[MicroBatch],
+        loss_function: Callable[..., Any] | None,
+        pictures: Pictures | None,
+    ) -> Iterator[Iterator[_OutputsOf]]:
+        with kept_values(self.module, batches) as kept:
+            yield (partial(_values_of, values) for _, values in kept)
+
+
+def _values_of(values: list[torch.Tensor], micro_batch: TensorDict) -> dict[str, torch.Tensor]:
+    return {"values": to_jagged([v[:, 0] for v in values], micro_batch["input_ids"])}

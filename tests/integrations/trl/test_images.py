@@ -15,14 +15,22 @@ from prefixtree.integrations.trl import (
     PrefixTreeDPOTrainer,
     PrefixTreeGRPOTrainer,
     PrefixTreeSFTTrainer,
+    kept_windows,
     packed_model,
 )
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
 from prefixtree.models import vision as tower
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
-from tests.integrations.trl.runs import SameOrder, assert_equal_runs, make, parameters
+from tests.integrations.trl.runs import (
+    SameOrder,
+    assert_equal_runs,
+    make,
+    parameters,
+    worst_parameter,
+)
 from tests.integrations.trl.sample_runs import make_dpo, make_sft, ratios
+from tests.support.lost_gradients import lose_keys
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 3}
 
@@ -32,7 +40,9 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_vision_model(tmp_path_factory.mktemp("qwen3_vl"))
 
 
-def made(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+def made(
+    trainer: type[GRPOTrainer], folder: Path, options: Any = None, **arguments: Any
+) -> GRPOTrainer:
     """With a processor of images, which does not generate tokens that stand for some."""
     shown = processor(folder)
     names = ("<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>")
@@ -41,15 +51,17 @@ def made(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrai
         trainer,
         folder,
         model=AutoModelForImageTextToText.from_pretrained(folder),
-        options={"processing_class": shown, "train_dataset": chats()},
+        options={"processing_class": shown, "train_dataset": chats(), **(options or {})},
         generation_kwargs={"suppress_tokens": held},
         **{**SGD, **arguments},
     )
 
 
-def trained(trainer: type[GRPOTrainer], folder: Path, **arguments: Any) -> GRPOTrainer:
+def trained(
+    trainer: type[GRPOTrainer], folder: Path, options: Any = None, **arguments: Any
+) -> GRPOTrainer:
     """The constructor seeds what generates."""
-    found = made(trainer, folder, **arguments)
+    found = made(trainer, folder, options, **arguments)
     found.train()
     return found
 
@@ -96,12 +108,53 @@ def test_micro_batches_keep_the_images_of_their_rows(vision: Path) -> None:
     assert_equal_runs(ours, own, wanted=lambda name: name in ("loss", "grad_norm", "reward"))
 
 
+# of micro-batches that cut groups
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+@pytest.mark.parametrize("recompute", [None, "auto"])
+def test_trunks_of_a_step_keep_their_images(
+    vision: Path, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of 4 in micro-batches of 2: a group's image is encoded once for both, by the policy,
+    the old policy and the reference. Red where trunks lose the gradients that they get."""
+    opened: list[tuple[bool, int]] = []
+    kept = kept_windows.kept_trunks
+
+    def counted(*args: Any, **options: Any) -> Any:
+        opened.append((torch.is_grad_enabled(), len(options["pictures"])))
+        return kept(*args, **options)
+
+    monkeypatch.setattr(kept_windows, "kept_trunks", counted)
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+    options = {"recompute": recompute}
+    ours = trained(PrefixTreeGRPOTrainer, vision, options, **cut)
+    # two prompts a generation, whose images are distinct; two iterations
+    assert opened == [(False, 2), (False, 2), (True, 2), (True, 2)]
+    assert_equal_runs(ours, trained(SameOrder, vision, **cut))
+    if recompute is None:
+        lose_keys(monkeypatch)
+        wrong = trained(PrefixTreeGRPOTrainer, vision, **cut)
+        assert worst_parameter(ours, wrong)[0] > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+def test_images_that_change_within_a_step_are_refused(vision: Path) -> None:
+    class ChangesImages(PrefixTreeGRPOTrainer):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            if self._step == 2:
+                inputs = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
+            return super()._compute_loss(model, inputs)
+
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    with pytest.raises(pt.UnsupportedError, match="asks for other rows than the trainer buffered"):
+        trained(ChangesImages, vision, **cut)
+
+
 def test_images_of_other_rows_are_seen(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison turns red where rows get one another's images."""
     of = adapter.RowImages.of
 
-    def turned(self: Any, start: int, end: int) -> Any:
-        pixels, grids = of(self, start, end)
+    def turned(self: Any, *rows: int) -> Any:
+        pixels, grids = of(self, *rows)
         return pixels.flip(0), grids
 
     arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}

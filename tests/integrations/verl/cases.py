@@ -102,6 +102,7 @@ SEQUENCE_PARALLEL_CASES: dict[str, Settings] = {
 # a budget below the longest sequence, which verl's own engine refuses
 TRUNK_CASES: dict[str, Settings] = {
     "grpo, long sequences": Settings(tokens=20, beside="alone", even=False),
+    "ppo, long sequences": Settings(algorithm="ppo", tokens=20, beside="alone", even=False),
     "grpo, long sequences, lora, nothing recomputed": Settings(
         tokens=24,
         beside="alone",

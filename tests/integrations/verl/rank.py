@@ -75,6 +75,7 @@ def counted_exchanges() -> Iterator[Counter[str]]:
         patch.object(RankExchange, "borrow", counted("keys", RankExchange.borrow)),
         patch.object(StatesByHeads, "conv", counted("tails", StatesByHeads.conv)),
         patch.object(engine, "kept_trunks", counted("trunks", engine.kept_trunks)),
+        patch.object(engine, "kept_values", counted("trunks of critics", engine.kept_values)),
     ):
         yield calls
 

@@ -13,7 +13,7 @@ import torch
 from prefixtree.errors import UnsupportedError
 from prefixtree.integrations.verl import distillation, engine
 from prefixtree.integrations.verl.refusals import check_batch
-from prefixtree.scoring import kept_trunks
+from prefixtree.scoring import kept_runs
 from tests.integrations.verl.cases import CASES
 from tests.integrations.verl.distillation_runs import (
     BESIDE_REWARDS,
@@ -56,14 +56,14 @@ def test_top_k_beside_rewards_in_kept_trunks(models: Path, monkeypatch: pytest.M
         found = differences(expected, run_distillation("prefixtree", models, case), case.settings)
     print(found)
     assert kept.call_count == 4 and max(found) < 1e-5
-    backward = kept_trunks._backward
+    backward = kept_runs._backward
 
     def lost(scores: torch.Tensor, gradient: Any) -> None:
         # behind log p and the entropy
         columns = torch.arange(2, scores.shape[1])
         backward(scores, gradient if gradient is None else gradient.index_fill(1, columns, 0))
 
-    monkeypatch.setattr(kept_trunks, "_backward", lost)
+    monkeypatch.setattr(kept_runs, "_backward", lost)
     wrong = differences(expected, run_distillation("prefixtree", models, case), case.settings)
     print("RED", wrong)
     assert wrong[1] > 1e-3

@@ -24,11 +24,13 @@ from prefixtree.integrations.verl.batches import split
 from prefixtree.integrations.verl.metrics import Work
 from prefixtree.planning import trunks as trunks_module
 from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.scoring import kept_runs
 from tests.integrations.verl.cases import CASES, TRUNK_CASES
 from tests.integrations.verl.compare import check_same, difference
 from tests.integrations.verl.runs import (
     actor_loss,
     batch_of,
+    critic_loss,
     jagged,
     make_worker,
     parameters,
@@ -49,13 +51,16 @@ def update(
     worker: Any, rows: dict[str, list[Any]], tokens: int
 ) -> tuple[list[Any], dict[str, Any], int]:
     """One update: what it leaves, its metrics, and how many tokens ran forward."""
-    worker.set_loss_fn(actor_loss(SETTINGS))
+    is_actor = worker.engine.model_output == "log_probs"
+    worker.set_loss_fn(actor_loss(SETTINGS) if is_actor else critic_loss())
     response = [torch.full((len(r),), -4.0) for r in rows["responses"]]
     count = len(response)
     data = batch_of(
         rows,
         old_log_probs=jagged(response),
         advantages=jagged([r * 0 + 1 for r in response]),
+        values=jagged([r * 0 for r in response]),
+        returns=jagged([r * 0 + i % 3 for i, r in enumerate(response)]),
         temperature=1.0,
         global_token_num=None,
         global_batch_size=count,
@@ -69,6 +74,11 @@ def update(
     return [metrics["grad_norm"], *parameters(worker).values()], metrics, sum(seen)
 
 
+def distinct_tokens(rows: dict[str, list[Any]]) -> int:
+    sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
+    return pt.PrefixForest.from_sequences(sequences).num_tokens
+
+
 @contextmanager
 def cut_trees() -> Iterator[None]:
     """As if kept trunks were not served."""
@@ -79,8 +89,7 @@ def cut_trees() -> Iterator[None]:
 
 def test_every_distinct_token_is_computed_once(models: Path) -> None:
     rows = rollouts(8, groups=3, size=6)
-    sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
-    distinct = pt.PrefixForest.from_sequences(sequences).num_tokens
+    distinct = distinct_tokens(rows)
     ends = {}
     # nothing is recomputed, so that a token runs forward once; the budget cuts a tree
     settings = replace(SETTINGS, checkpointing=False)
@@ -98,7 +107,7 @@ def test_every_distinct_token_is_computed_once(models: Path) -> None:
     assert ends["kept"][0][0] > 0.1
 
 
-@pytest.mark.parametrize("name", TRUNK_CASES)
+@pytest.mark.parametrize("name", [name for name in TRUNK_CASES if "grpo" in name])
 def test_sequences_longer_than_the_budget(name: str, models: Path) -> None:
     settings = TRUNK_CASES[name]
     stock = run(settings.beside, models, settings)
@@ -108,25 +117,39 @@ def test_sequences_longer_than_the_budget(name: str, models: Path) -> None:
 
 
 def test_two_ranks_with_other_numbers_of_trunks(models: Path) -> None:
-    name = "grpo, long sequences"
+    """Of actors and critics."""
+    name = "ppo, long sequences"
     found = run_ranks(models, [name])
     for results in found:
         differences = check_same(
             results[name, "alone"], results[name, "prefixtree"], TRUNK_CASES[name]
         )
         print("DIFF", {k: f"{v:.1e}" for k, v in differences.items()})
-        # old log-probabilities, reference and four updates
-        assert results[name, "prefixtree"]["exchanges"] == {"trunks": 6}
+        # old log-probabilities or values, and four updates
+        expected = {"trunks": 5, "trunks of critics": 5}
+        assert results[name, "prefixtree"]["exchanges"] == expected
 
 
 def test_the_comparison_turns_red_where_a_trunk_loses_its_gradient(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of keys, or of the values of its tokens."""
     rows = rollouts(8, groups=3, size=6)
-    right, _, _ = update(make_worker("prefixtree", models / "qwen3", SETTINGS), rows, 40)
+
+    def ends(kind: str) -> list[Any]:
+        worker = make_worker("prefixtree", models / "qwen3", SETTINGS, kind)
+        found, metrics, _ = update(worker, rows, 40)
+        assert metrics["prefixtree/tokens_computed"] == [[distinct_tokens(rows)]]
+        return found
+
+    actor, critic = ends("language_model"), ends("value_model")
+    backward = kept_runs._backward
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_runs, "_backward", lambda values, _: backward(values, None))
+        assert difference(critic, ends("value_model")) > 1e-3
     lose_keys(monkeypatch)
-    wrong, _, _ = update(make_worker("prefixtree", models / "qwen3", SETTINGS), rows, 40)
-    assert difference(right, wrong) > 1e-3
+    assert difference(actor, ends("language_model")) > 1e-3
+    assert difference(critic, ends("value_model")) > 1e-3
 
 
 def test_auto_recomputes_what_does_not_fit(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +161,7 @@ def test_auto_recomputes_what_does_not_fit(models: Path, monkeypatch: pytest.Mon
     auto = replace(SETTINGS, model_options={"override_config": AUTO})
     kept, metrics, _ = update(make_worker("prefixtree", models / "qwen3", auto), rows, 40)
     assert len(plans) == 1
-    sequences = [torch.cat(p) for p in zip(rows["prompts"], rows["responses"], strict=True)]
-    distinct = pt.PrefixForest.from_sequences(sequences).num_tokens
-    assert metrics["prefixtree/tokens_computed"] == [[distinct]]
+    assert metrics["prefixtree/tokens_computed"] == [[distinct_tokens(rows)]]
     assert difference(kept, cut) < 1e-6
     lose_keys(monkeypatch)
     wrong, _, _ = update(make_worker("prefixtree", models / "qwen3", auto), rows, 40)

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
+from prefixtree.integrations.verl import engine
 from prefixtree.integrations.verl import pictures as room
 from prefixtree.models import vision
 from prefixtree.packing.placements import Placements
@@ -30,6 +32,7 @@ from tests.integrations.verl.runs import (
 )
 from tests.integrations.verl.vision_cases import VISION_CASES
 from tests.support.full import asked_for, mostly
+from tests.support.lost_gradients import lose_keys
 
 # every time
 ONE = (
@@ -67,6 +70,9 @@ def test_two_ranks(
         differences = check_same(
             results[name, settings.beside], results[name, "prefixtree"], settings
         )
+        # old log-probabilities, reference and four updates
+        trunks = {} if settings.tokens is None else {"trunks": 6}
+        assert results[name, "prefixtree"]["exchanges"] == trunks
         record_property(f"differences of rank {rank}", differences)
         print("DIFF", name, rank, {k: f"{v:.1e}" for k, v in differences.items()})
 
@@ -150,18 +156,26 @@ def gaps(stock: Any, packed: Any) -> tuple[float, float, float]:
 def test_a_gradient_left_out_is_seen(
     stock: Any, sees: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first picture of each forward, 8 features."""
+    """Of the first picture of each forward, 8 features; or of keys that trunks lend."""
     repeated = vision.Encoding._repeated
 
     def without(self: Any, features: torch.Tensor) -> torch.Tensor:
         return repeated(self, torch.cat([features[:8].detach(), features[8:]]))
 
-    right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
+    with patch.object(engine, "kept_trunks", wraps=engine.kept_trunks) as kept:
+        right = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
     assert max(right) < 1e-5, right
-    monkeypatch.setattr(vision.Encoding, "_repeated", without)
-    scores, _, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
-    assert scores == right[0]
-    assert tower > 1e-3
+    # old log-probabilities, reference and four updates
+    assert [len(call.kwargs["pictures"]) > 0 for call in kept.call_args_list] == [True] * 6
+    for lose, least in (
+        (lambda patched: patched.setattr(vision.Encoding, "_repeated", without), 1e-3),
+        (lose_keys, 2e-4),
+    ):
+        with monkeypatch.context() as patched:
+            lose(patched)
+            scores, _, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
+        assert scores == right[0]
+        assert tower > least
 
 
 def test_placements_in_another_order_are_seen(
@@ -174,7 +188,9 @@ def test_placements_in_another_order_are_seen(
         return Placements(placements.start, placements.number[::-1], placements.frame), paths
 
     monkeypatch.setattr(vision, "place", turned)
-    scores, text, tower = gaps(stock, run("prefixtree", sees, VISION_CASES[RED]))
+    # without trunks, whose pictures would be of other sizes than their tokens
+    whole = replace(VISION_CASES[RED], tokens=10_000)
+    scores, text, tower = gaps(stock, run("prefixtree", sees, whole))
     assert min(scores, text, tower) > 1e-3
 
 

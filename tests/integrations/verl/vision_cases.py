@@ -10,17 +10,16 @@ VISION_CASES: dict[str, Settings] = {
     "qwen2_5_vl, text": Settings(model="qwen2_5_vl", beside="alone"),
     "qwen2_5_vl, pictures": Settings(model="qwen2_5_vl", pictures="all", tokens=120),
     "qwen3_vl, text, decay": Settings(model="qwen3_vl", weight_decay=0.1),
-    "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all", tokens=120),
+    "qwen3_vl, pictures": Settings(model="qwen3_vl", pictures="all"),
     "qwen3_vl_moe, text": Settings(model="qwen3_vl_moe"),
-    "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all", tokens=120),
+    "qwen3_vl_moe, pictures": Settings(model="qwen3_vl_moe", pictures="all"),
     "qwen3_vl, lora": Settings(
         model="qwen3_vl",
         pictures="all",
-        tokens=120,
         model_options={"lora_rank": 4, "lora_alpha": 8},
         lr=1.0,
     ),
-    "qwen3_vl, one rank sees": Settings(model="qwen3_vl", pictures="first", tokens=120, lr=0.3),
+    "qwen3_vl, one rank sees": Settings(model="qwen3_vl", pictures="first", lr=0.3),
     # beside one rank: verl's tower would run the tests' stand-in for flash attention, a causal one
     "qwen3_vl, text, two ranks a forest": Settings(
         model="qwen3_vl",

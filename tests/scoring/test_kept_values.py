@@ -1,0 +1,167 @@
+"""`kept_values`: critics and reward models whose micro-batches compute their trunks once, against
+each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+import prefixtree as pt
+from prefixtree.scoring import kept_runs
+from tests.scoring.kept_cases import plan_of
+from tests.scoring.test_values import classifier
+from tests.support.lost_gradients import lose_keys
+from tests.support.models import (
+    adapted,
+    build,
+    enable_checkpointing,
+    gradients,
+    ragged_objective,
+    ragged_sequences,
+)
+from tests.support.picture_cases import Float64
+
+TOKEN, SEQUENCE = AutoModelForTokenClassification, AutoModelForSequenceClassification
+Loss = Callable[[Any, list[torch.Tensor]], torch.Tensor]
+
+
+def squares(batch: Any, values: list[torch.Tensor]) -> torch.Tensor:
+    """Another loss for each sequence: returns differ where tokens are shared."""
+    pairs = zip(batch.sequence_indices.tolist(), values, strict=True)
+    total: Any = sum(((v - 0.3 * i) ** 2).sum() for i, v in pairs)
+    return total
+
+
+def rewards(batch: Any, values: list[torch.Tensor]) -> torch.Tensor:
+    """A pairwise loss of the last tokens in a micro-batch."""
+    last = torch.stack([v[-1, 0] for v in values])
+    return -nn.functional.logsigmoid(last[:, None] - last).sum()
+
+
+def kept(model: nn.Module, loss: Loss = squares, **options: Any) -> dict[int, torch.Tensor]:
+    """The values of each sequence, once all backwards ran."""
+    plan = plan_of(ragged_objective())
+    assert plan.stats.trunks.trunks > 0 and plan.stats.packed_tokens == plan.forest.num_tokens
+    model.zero_grad(set_to_none=True)
+    found = {}
+    with pt.kept_values(model, plan[0], **options) as scored:
+        for batch, values in scored:
+            found |= dict(zip(batch.sequence_indices.tolist(), values, strict=True))
+            if torch.is_grad_enabled():
+                loss(batch, values).backward()
+    return {i: found[i].detach() for i in sorted(found)}
+
+
+def alone(model: nn.Module, loss: Loss = squares) -> dict[int, torch.Tensor]:
+    """The same of each sequence alone, and the sum of the micro-batches' losses."""
+    model.zero_grad(set_to_none=True)
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = []
+    for tokens in ragged_sequences():
+        hidden = inner.base_model(torch.from_numpy(tokens)[None], use_cache=False)
+        found.append(inner.score(hidden.last_hidden_state)[0])
+    batches = [b for b in plan_of(ragged_objective())[0] if not b.is_empty]
+    total: Any = sum(loss(b, b.take(found)) for b in batches)
+    total.backward()
+    return {i: v.detach() for i, v in enumerate(found)}
+
+
+def distance(found: dict[Any, torch.Tensor], expected: dict[Any, torch.Tensor]) -> float:
+    """The largest difference over the norm of what is expected; of all where one is small."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * sum(float(e.norm()) ** 2 for e in expected.values()) ** 0.5
+    gaps = ((found[i] - e).norm() / max(float(e.norm()), floor) for i, e in expected.items())
+    return max(map(float, gaps))
+
+
+def compare(model: nn.Module, reference: nn.Module, loss: Loss = squares, **options: Any) -> float:
+    expected, wanted = alone(reference, loss), gradients(reference)
+    return max(distance(kept(model, loss, **options), expected), distance(gradients(model), wanted))
+
+
+@pytest.mark.parametrize(
+    ("auto", "model_type", "again", "loss"),
+    [
+        (TOKEN, "qwen3", False, squares),
+        (SEQUENCE, "gemma2", True, squares),
+        (SEQUENCE, "qwen3", False, rewards),
+    ],
+)
+def test_float64_is_exact(auto: Any, model_type: str, again: bool, loss: Loss) -> None:
+    model, reference = (
+        classifier(auto, model_type, name).double() for name in ("prefixtree", "eager")
+    )
+    with Float64():
+        error = compare(model, reference, loss, recompute_trunks="again" if again else None)
+    print(f"{model_type}: {error:.1e}")
+    assert error < 1e-12
+
+
+def test_every_token_is_computed_once() -> None:
+    model, tokens = classifier(TOKEN, "qwen3"), list[int]()
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, args: tokens.append(len(args[0][0]))
+    )
+    kept(model)
+    assert sum(tokens) == plan_of(ragged_objective()).forest.num_tokens
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["lora", "checkpointed", "recomputed", "recurrent"])
+def test_goes_with(how: str) -> None:
+    auto, model_type = (TOKEN, "qwen3_next") if how == "recurrent" else (SEQUENCE, "qwen3")
+    model, reference = (classifier(auto, model_type, name) for name in ("prefixtree", "eager"))
+    options: dict[str, Any] = {}
+    if how == "lora":
+        model, reference = (adapted(m, "q_proj", "down_proj") for m in (model, reference))
+    elif how == "checkpointed":
+        enable_checkpointing(model, use_reentrant=False)
+    elif how == "recomputed":
+        options = {"recompute": "all_but_attention", "recompute_trunks": "all"}
+    assert compare(model, reference, **options) < (5e-5 if how == "recurrent" else 1e-5)
+
+
+def test_values_without_gradients_are_the_same() -> None:
+    model = classifier(TOKEN, "qwen3")
+    expected = kept(model)
+    with torch.no_grad():
+        assert distance(kept(model), expected) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["values of trunks", "keys"])
+def test_gradients_left_out_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the values of trunks' tokens, which losses of micro-batches use, or of their keys."""
+    model = classifier(TOKEN, "qwen3")
+    expected, wanted = kept(model), gradients(model)
+    if what == "keys":
+        lose_keys(monkeypatch)
+    else:
+        backward = kept_runs._backward
+        monkeypatch.setattr(kept_runs, "_backward", lambda rows, _: backward(rows, None))
+    found, wrong = kept(model), distance(gradients(model), wanted)
+    print(f"{what}: {wrong:.2f}")
+    assert distance(found, expected) < 1e-6 and wrong > 0.05
+
+
+def test_the_cost_of_a_classifier() -> None:
+    critic, model = classifier(TOKEN, "qwen3"), build("qwen3")
+    assert pt.borrow_cost(critic, "all") == pt.borrow_cost(model, "all")
+
+
+def test_what_is_refused() -> None:
+    plan, model = plan_of(ragged_objective()), classifier(TOKEN, "qwen3")
+
+    def refused(error: type[Exception], words: str, *given: Any, **options: Any) -> None:
+        with pytest.raises(error, match=words), pt.kept_values(*given, **options):
+            pass
+
+    refused(pt.UnsupportedError, "'auto' plans for language", model, plan[0], recompute="auto")
+    refused(pt.UnsupportedError, "values need a token or sequence", build("qwen3"), plan[0])
+    refused(TypeError, "must be a torch module, got str", "qwen3", plan[0])
+    cut = pt.plan_micro_batches(ragged_sequences(), 60)
+    refused(ValueError, r"be plan\[rank\] of a plan that keeps trunks", model, cut[0])
