@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.kernels.attention.triton import launch
+from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.attention.triton import chosen, launch
+from prefixtree.packing.block_tables import TileShape
 from tests.conftest import Poison
 from tests.support.attention_checks import (
     Case,
@@ -95,6 +97,58 @@ def test_the_tiles_of_the_table() -> None:
     forest = PrefixForest.from_parents([-1, 0, 0, 1], [150, 21, 9, 70])
     mask = _mask(forest)
     _check(forest, mask, Case.random(mask, (2, 2), (192, 128), DTYPES[0]))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("size", [(16, 16), (32, 32), (8, 64), (64, 8)])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_bits_of_tiles_are_the_choice(
+    size: tuple[int, int], window: int, is_part: bool
+) -> None:
+    """By query and by key; what a tile's flag says, too."""
+    tokens, keys = size
+    mask = _mask()
+    mask = mask.for_queries([(3, 40), (60, 127)]) if is_part else mask
+    bits, seen = random_choice(mask, 4)
+    position = mask.host.on(mask.device)["position_ids"]
+    if window:
+        rows = position[mask.host.on(mask.device)["query_tokens"].long()] if is_part else position
+        seen = seen & (rows[:, None] - position < window)
+    x = torch.zeros(len(bits), 1, 8, device=DEVICE)
+    call = AttentionCall(x, x, x, None, mask.host, 1.0, window, chosen=bits)
+    shape = TileShape(tokens, keys, True, 2, masked=True)
+    tables = mask.host.tables(shape, window, mask.device)
+
+    def of(by_key: bool) -> tuple[torch.Tensor, list[int]]:
+        found, beside = chosen.lay_out(call, position, tables, size, by_key)
+        lanes, side = size if by_key else size[::-1]
+        flat = found.view(len(tables.partial_tiles), -1, side).cpu()
+        unpacked = [(flat >> i) & 1 for i in range(min(32, lanes))]
+        return torch.stack(unpacked, 2).flatten(1, 2) > 0, beside.tolist()
+
+    by_query, starts = of(by_key=False)
+    by_key, first_pairs = of(by_key=True)
+    pairs = {}
+    for k_tile in range(len(tables.k_tiles)):
+        for at in range(*tables.k_ptr[k_tile : k_tile + 2].tolist()):
+            first, _, _, end = tables.k_runs[at].tolist()
+            pairs |= {(i, k_tile): first_pairs[at] + i - first for i in range(first, end)}
+    assert sorted(pairs.values()) == list(range(len(by_key)))
+    got, num_dense = torch.zeros_like(seen).cpu(), 0
+    for q_tile, (_, row, length) in enumerate(tables.q_tiles.tolist()):
+        for i in range(*tables.partial_ptr[q_tile : q_tile + 2].tolist()):
+            k_tile, begin = tables.partial_tiles[i].tolist()
+            # dead lanes: of queries dQ and the forward write none, so that these need no zeros
+            tile = by_key[pairs[q_tile, k_tile]]
+            count = int(tables.k_tiles[k_tile, 1])
+            assert not tile[length:].any() and not tile[:, count:].any()
+            assert torch.equal(by_query[i].T[:length, :count], tile[:length, :count])
+            got[row : row + length, begin : begin + count] |= tile[:length, :count]
+            is_dense = count == keys and bool(tile[:length].all())
+            assert starts[i] == (-1 - begin if is_dense else begin)
+            num_dense += is_dense
+    assert torch.equal(got, seen.cpu())
+    assert num_dense or is_part or size != (16, 16)
 
 
 @pytest.mark.parametrize("tiles", ["pointers", "tiles of their own"])
