@@ -47,7 +47,7 @@ def _count(ROW, scores, length, number, SIZE: tl.constexpr, IS_WHOLE: tl.constex
     return count
 
 
-@triton.jit(do_not_specialize=("width", "num_words", "most", "shortest"))
+@triton.jit(do_not_specialize=("POSITION", "width", "num_words", "most", "shortest"))
 def best_keys_kernel(
     SCORES,
     POSITION,

@@ -11,7 +11,7 @@ from prefixtree.kernels.chosen import from_bits, to_bits, words
 from tests.support.triton_tiles import DEVICE
 
 INF, NAN = float("inf"), float("nan")
-# the first of two programs of registers, and what is longer than both
+# up to both programs' sizes and beyond
 WIDTHS = (1, 31, 32, 33, 64, 65, 150)
 
 
@@ -26,6 +26,7 @@ def _scores(kind: str, width: int, g: torch.Generator) -> torch.Tensor:
     scores[0] *= 1e-42  # denormal
     scores[1] *= 1e38
     scores[2] = scores[2].where(torch.rand(width, generator=g) < 0.8, INF)
+    scores[3] = 1.0 + torch.randint(0, 4, (width,), generator=g) * 2.0**-23  # neighbours
     return scores
 
 
@@ -68,6 +69,14 @@ def test_of_ties_the_lowest_position_wins() -> None:
     for width, count in ((40, 33), (64, 5), (150, 64), (150, 97), (150, 149)):
         found = from_bits(_same(torch.zeros(1, width), count, torch.tensor([width - 1])), 0, width)
         assert found[0].tolist() == [at < count for at in range(width)]
+
+
+def test_nothing_is_written_behind_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = torch.full((8,), 7, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(torch, "zeros", lambda n, num, **_: buffer[: n * num].view(n, num).zero_())
+    scores, position = torch.ones(1, 150, device=DEVICE), torch.tensor([149], device=DEVICE)
+    kernels.best_bits(scores, 150, position, 5)
+    assert buffer.tolist() == [-1, -1, -1, -1, (1 << 22) - 1, 7, 7, 7]
 
 
 def test_of_no_columns_none_is_chosen() -> None:

@@ -22,5 +22,6 @@ def random_choice(
     chosen = torch.rand(len(rows), host.deepest, generator=generator) < share
     chosen[torch.arange(len(rows)), rows] = True
     chosen |= (rows < SHORT)[:, None]
+    chosen[:, :1] = True
     bits = to_bits(chosen, words(host.deepest))
     return bits.to(mask.device), mask.dense() & chosen[:, position].to(mask.device)

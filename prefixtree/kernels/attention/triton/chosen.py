@@ -52,7 +52,7 @@ def _pairs(
     seen = seen & alive[:, None]
     row = (tl.load(Q_TILES + 3 * q_tile + 1) + token).to(tl.int64) * num_words
     word = tl.load(CHOSEN + row[:, None] + (place // 32)[None, :], mask=seen, other=0)
-    return seen & (((word >> (place % 32)[None, :]) & 1) != 0)
+    return ((word >> (place % 32)[None, :]) & 1) != 0
 
 
 @triton.jit

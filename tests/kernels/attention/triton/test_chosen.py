@@ -31,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 # a path of 97 tokens, four words; nodes that begin inside a word and inside a tile; two trees
 FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1, 16, 6, 9])
+# full tiles whose keys reach into the last word of the choice
+LAST_WORD = PrefixForest.from_parents([-1, 0, 0], [5, 90, 3])
 # query and kv heads, head dims of k and v; MLA's differ
 HEADS = [((4, 2), (16, 16)), ((2, 2), (24, 16)), ((8, 1), (8, 24)), ((3, 3), (16, 8))]
 FEATURES = {
@@ -102,13 +104,14 @@ def test_the_tiles_of_the_table() -> None:
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("size", [(16, 16), (32, 32), (8, 64), (64, 8)])
 @pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("forest", [FOREST, LAST_WORD], ids=["words", "last word"])
 def test_the_bits_of_tiles_are_the_choice(
-    size: tuple[int, int], window: int, is_part: bool
+    forest: PrefixForest, size: tuple[int, int], window: int, is_part: bool
 ) -> None:
     """By query and by key; what a tile's flag says, too."""
     tokens, keys = size
-    mask = _mask()
-    mask = mask.for_queries([(3, 40), (60, 127)]) if is_part else mask
+    mask = _mask(forest)
+    mask = mask.for_queries([(3, 40), (60, mask.num_tokens)]) if is_part else mask
     bits, seen = random_choice(mask, 4)
     position = mask.host.on(mask.device)["position_ids"]
     if window:
@@ -152,14 +155,18 @@ def test_the_bits_of_tiles_are_the_choice(
 
 
 @pytest.mark.parametrize("tiles", ["pointers", "tiles of their own"])
-def test_probe_reveals_exactly_the_choice(tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [0.3, 0.0])
+def test_probe_reveals_exactly_the_choice(
+    tiles: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, tiles)
     mask = _mask()
     bits, visible = random_choice(mask, 1)
     q = torch.zeros(mask.num_tokens, 1, 16, dtype=DTYPES[0], device=DEVICE)
     # Dv = T: the output is the attention row itself
     values = torch.eye(mask.num_tokens, dtype=DTYPES[0], device=DEVICE)[:, None]
-    seen = tree_attention(q, torch.randn_like(q), values, mask, chosen=bits)[:, 0].cpu() > 0
+    out = tree_attention(q, torch.randn_like(q), values, mask, scale=scale, chosen=bits)
+    seen = out[:, 0].cpu() > 0
     assert torch.equal(seen, visible)
 
 
