@@ -27,7 +27,7 @@
 #
 #   tests        3.5   the GPU tests of both backends, of the head, and the interpreter's cases on the GPU
 #   compile      ?     compiled layers of the most used families against eager ones
-#   chosen       ?     attention to chosen keys, and an indexer's scores: tests and times
+#   chosen       ?     attention to chosen keys, an indexer's scores and selection: tests and times
 #   backends     4.5   triton and flash on every workload, flash-attn-4 by hand, host time
 #   peers        4     every workload against replication and FlexAttention; the dense ceilings
 #   depth        3     attention by depth of the forest
@@ -241,7 +241,7 @@ compile() {
 chosen() {
   ours chosen && cuda chosen || return
   tested chosen 400 tests/kernels/attention/triton/test_chosen.py tests/kernels/test_index_scores.py \
-    tests/kernels/attention/triton/test_chosen_on_gpu.py
+    tests/kernels/test_best_keys.py tests/kernels/attention/triton/test_chosen_on_gpu.py
   limited sparse 150 python3 -m benchmarks sparse "${read_rollouts[@]}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/sparse.json"
 }

@@ -28,7 +28,8 @@ from triton.compiler import ASTSource
 
 from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
-from prefixtree.kernels import index_scores
+from prefixtree.kernels import best_keys, index_scores
+from prefixtree.kernels.attention.triton import chosen as tile_bits
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     prepare_kernel,
@@ -44,7 +45,8 @@ from prefixtree.kernels.recurrence import decode_kernels
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
     "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
-    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN",
+    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN", "RUN_PAIRS",
+    "CHOSEN_TILES",
 }  # fmt: skip
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
@@ -75,6 +77,7 @@ def statics(
         "ROWS": config.rows,
         "KEYS": config.keys,
         "TOKENS": config.rows // choice.heads,
+        "TOKENS_PADDED": triton.next_power_of_2(-(-config.rows // choice.heads)),
         "TMA": choice.tma,
         "ROWS_TMA": choice.tma,
     }
@@ -227,6 +230,7 @@ def _helpers(capability: int, dtype: str) -> None:
         _index_scores(32 if on else 64, capability, dtype)
         for delta, dims in ((True, (128, 128)), (False, (256, 64))):
             _recurrent(on, delta, dims, capability, dtype)
+        _choice(on, capability)
 
 
 def _recurrent(
@@ -268,6 +272,31 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
     code = read(_built(kernel, signature, values, aligned, capability, launched), warps, capability)
     if code.stack > 16 or code.programs < 1:
         raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
+
+
+def _choice(is_on: bool, capability: int) -> None:
+    """The kernels of kernels/best_keys.py and attention/triton/chosen.py: they must not spill,
+    the selection on long paths but for a little beside its counts."""
+    tiles = {"HAS_WINDOW": is_on, "TOKENS": 128, "KEYS": 64}
+    launched: list[tuple[Any, ...]] = [
+        (kernel, tiles, 4, {}) for kernel in (tile_bits.by_query_kernel, tile_bits.by_key_kernel)
+    ]
+    limit = {"maxnreg": best_keys.REGISTERS}
+    for size, warps in list(best_keys.SIZES.items())[-1 if is_on else 0 :]:
+        values = {"SIZE": size, "IS_WHOLE": not is_on}
+        launched.append((best_keys.best_keys_kernel, values, warps, limit))
+    for kernel, values, warps, options in launched:
+        types = {"SCORES": "*fp32"} | dict.fromkeys(values, "constexpr")
+        signature = {
+            name: types.get(name, "*i32" if name.isupper() else "i32") for name in kernel.arg_names
+        }
+        aligned = [name for name, kind in signature.items() if kind[0] == "*"]
+        options = {"num_warps": warps} | options
+        code = read(
+            _built(kernel, signature, values, aligned, capability, options), warps, capability
+        )
+        if code.stack > (96 if is_on else 16) or code.programs < 1:
+            raise SystemExit(f"{kernel.__name__} {values}: {code}")
 
 
 def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
@@ -403,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]
         is_chosen = options.chosen or features
         at = capability // 10, capability % 10
-        choice = choose(at, *wide, h // hk, True, chosen=is_chosen)
+        choice = choose(at, *wide, h // hk, True)
         for name, kernel in KERNELS.items():
             chosen = list(dict.fromkeys(getattr(choice, name)))
             tried = CANDIDATES[name] if options.candidates else []

@@ -8,7 +8,11 @@ Legend: n queries, K positions, W words per query.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from prefixtree.kernels.packages import installed
 
 
 def words(positions: int) -> int:
@@ -32,6 +36,8 @@ def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch
         bool [n, K], true for at most `count` keys, none of them behind its query.
     """
     width = scores.shape[1]
+    if (kernels := _kernels_for(scores)) is not None:
+        return from_bits(kernels.best_bits(scores, count, position, words(width)), 0, width)
     seen = torch.arange(width, device=scores.device) <= position[:, None]
     if width == 0:
         return seen
@@ -42,6 +48,26 @@ def best_keys(scores: torch.Tensor, count: int, position: torch.Tensor) -> torch
     tied = (scores == least) & seen
     left = count - better.sum(-1, keepdim=True)
     return better | (tied & (tied.cumsum(-1, dtype=torch.int32) <= left))
+
+
+def best_bits(
+    scores: torch.Tensor, count: int, position: torch.Tensor, num_words: int
+) -> torch.Tensor:
+    """`best_keys` as int32 [n, num_words], 0 behind the K positions."""
+    if (kernels := _kernels_for(scores)) is not None:
+        bits: torch.Tensor = kernels.best_bits(scores, count, position, num_words)
+        return bits
+    return to_bits(best_keys(scores, count, position), num_words)
+
+
+def _kernels_for(scores: torch.Tensor) -> Any:
+    """The module whose kernel selects, or None: torch's operations, which alone know tensors
+    without numbers."""
+    if type(scores) is not torch.Tensor or not scores.is_cuda or not installed("triton"):
+        return None
+    from prefixtree.kernels import best_keys
+
+    return best_keys if best_keys.serves(scores) else None
 
 
 def to_bits(chosen: torch.Tensor, num_words: int) -> torch.Tensor:

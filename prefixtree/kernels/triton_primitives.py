@@ -20,6 +20,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 # first tiles are all masked needs no extra case: what it gathers there is multiplied by 0 at
 # its first visible key, and every query sees itself.
 MASKED = tl.constexpr(-1.0e30)
+# The same of a score, not yet multiplied by `outer`: a power of two, with which that is exact.
+MASKED_SCORE = tl.constexpr(-(2.0**80))
 
 
 @triton.jit
@@ -190,43 +192,24 @@ def visible(query, key, span, query_position, key_position, window, WINDOW: tl.c
     return seen
 
 
-# Chosen keys (`kernels.chosen`): CHOSEN is int32 [W, Tq], the words of all queries for 32 positions
-# side by side, so that the words of a tile's queries are.
-
-
 @triton.jit
-def chosen_in_run(CHOSEN, first_row, token, alive, position, num_queries, KEYS: tl.constexpr):
-    """Whether each row's query chose each of KEYS keys whose positions follow one another from
-    `position` on; broadcasts to [ROWS, KEYS]. Few loads: a word serves 32 keys."""
-    row = CHOSEN + first_row + token
-    lane = tl.arange(0, KEYS)
-    first = position // 32
-    # no word behind it is needed, and there may be none
-    last = (position + KEYS - 1) // 32
-    shift = (position % 32).to(tl.uint32)
-    low = tl.load(row + first.to(tl.int64) * num_queries, mask=alive, other=0)
-    for i in tl.static_range((KEYS + 31) // 32):
-        at = tl.minimum(first + i + 1, last).to(tl.int64)
-        high = tl.load(row + at * num_queries, mask=alive, other=0)
-        # in two shifts, as one by 32 is undefined
-        upper = (high.to(tl.uint32, bitcast=True) << 1) << (31 - shift)
-        word = ((low.to(tl.uint32, bitcast=True) >> shift) | upper)[:, None]
-        if i == 0:
-            words = word
-        else:
-            words = tl.where((lane // 32 == i)[None, :], word, words)
-        low = high
-    # a constant mask per lane: one instruction tests it
-    return (words & (1 << (lane % 32).to(tl.uint32))[None, :]) != 0
+def chosen_words(BITS, pair, at, lane, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """The word that holds the bit of each of a tile's pairs (at, lane). # [at, lane]
 
-
-@triton.jit
-def chosen_keys(CHOSEN, row, key_position, num_queries, alive):
-    """Whether the query in a row of q chose the key at a position of its path; false where not
-    `alive`. Broadcasts row and alive against key_position.
-
-    The loads do not wait for the mask of the tree: triton's pipeline has no place for that.
+    BITS are those that `attention.triton.chosen` laid out: for each 32 of LANES lanes, of the other
+    side's SIZE tokens a word each.
     """
-    at = (key_position // 32).to(tl.int64) * num_queries + row
-    word = tl.load(CHOSEN + at, mask=alive, other=0)
-    return ((word >> (key_position % 32)) & 1) != 0
+    COUNT: tl.constexpr = (LANES + 31) // 32
+    first = BITS + tl.cast(pair, tl.int64) * (COUNT * SIZE) + at
+    words = tl.load(first)[:, None]
+    for i in tl.static_range(1, COUNT):
+        words = tl.where((lane // 32 == i)[None, :], tl.load(first + i * SIZE)[:, None], words)
+    return words
+
+
+@triton.jit
+def chosen(words, lane):
+    """Whether each pair of `chosen_words` is to be attended to, visible and chosen."""
+    # A thread holds two neighbouring lanes of every eight, so that its lanes share bits 1 and 2: it
+    # shifts its few words by these, and tests its pairs with constants.
+    return ((words >> (lane & 6)[None, :]) & (1 << (lane & 25))[None, :]) != 0

@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.chosen import best_keys, to_bits, words
+from prefixtree.kernels.chosen import best_bits, best_keys, words
 from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import uncompiled
 from prefixtree.models.along_tree import AlongTree, Members, along_tree, check_own_code
@@ -337,7 +337,7 @@ class _Keys(QueryPath):
         return found
 
     def topk(self, count: int, dim: int) -> Any:
-        self.note(best_keys(self._scores, count, self.positions))
+        self.note_bits(best_bits(self._scores, count, self.positions, self.num_words))
         del self._scores
         return SimpleNamespace(indices=self.bits[self.rows])
 
@@ -432,7 +432,7 @@ class Products:
             q, self._keys, weights, self._host, self._rows.start, self._scale
         )
         position = self._host.query_positions(scores.device)[self._rows]
-        bits = to_bits(best_keys(scores, count, position), self._num_words)
+        bits = best_bits(scores, count, position, self._num_words)
         self.bits[self._rows] = bits
         return SimpleNamespace(indices=bits)
 

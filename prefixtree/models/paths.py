@@ -160,14 +160,21 @@ class QueryPath:
         parts = [known[begin:end] for begin, end, _ in self._runs]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    @property
+    def num_words(self) -> int:
+        """W."""
+        return words(self._host.deepest)
+
     def note(self, chosen: torch.Tensor) -> None:
         """chosen: bool [n, K], or [H, n, K]."""
-        heads, count = chosen.shape[:-2], words(self._host.deepest)
+        bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), self.num_words)
+        self.note_bits(bits.view(*chosen.shape[:-1], self.num_words))
+
+    def note_bits(self, bits: torch.Tensor) -> None:
+        """bits: int32 [n, W], or [H, n, W]."""
         if not hasattr(self, "bits"):
-            shape = *heads, self._host.num_queries, count
-            self.bits = chosen.new_empty(shape, dtype=torch.int32)
-        bits = to_bits(chosen.reshape(-1, chosen.shape[-1]), count)
-        self.bits[..., self.rows, :] = bits.view(*chosen.shape[:-1], count)
+            self.bits = bits.new_empty(*bits.shape[:-2], self._host.num_queries, self.num_words)
+        self.bits[..., self.rows, :] = bits
 
 
 def keys_of_part(

@@ -26,6 +26,8 @@ class TileShape:
             so that they may start anywhere and be shorter than `tile_k`.
         piece_tiles: the number of query tiles after which the backward cuts a key tile's query run
             into another piece; 0 never cuts.
+        masked: whether `BlockTables.partial_tiles` lists all tiles that a forward visits, as where
+            queries choose keys.
 
     Raises:
         ValueError: numbers that are no integers, tile_q or tile_k below 1, or piece_tiles below 0.
@@ -35,6 +37,7 @@ class TileShape:
     tile_k: int
     cut: bool = False
     piece_tiles: int = 0
+    masked: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tile_q", "tile_k", "piece_tiles"):
@@ -69,7 +72,8 @@ class BlockTables:
         partial_ptr: [NQ + 1] query tile i has the rows partial_ptr[i]:partial_ptr[i + 1] of
             `partial_tiles`.
         partial_tiles: [*, 2] key tile, packed start. These are the partial runs again, one row per
-            key tile, for kernels whose loop must read one table only.
+            key tile, for kernels whose loop must read one table only; in `masked` tiles the full
+            ones too, in front.
         k_cost: [NK] cost of each key tile.
         k_ptr: [NK + 1] key tile j has the runs k_ptr[j]:k_ptr[j + 1] of `k_runs`.
         k_runs: [*, 4] first query tile, full begin, full end, end. Query tiles before `full begin`
@@ -184,7 +188,8 @@ def build_tables(
         k_ptr, k_runs = tables.transposed_runs(q_ptr, q_runs, len(k_tiles))
     else:
         k_ptr, k_runs = tables.backward_runs(q_tiles, k_tiles, k_ends)
-    partial_ptr, partial_tiles = costs.partial_tiles(q_ptr, q_split, q_runs, k_tiles)
+    listed = q_ptr[:-1] if shape.masked else q_split
+    partial_ptr, partial_tiles = costs.partial_tiles(q_ptr, listed, q_runs, k_tiles)
     k_cost, k_ptr, k_runs, pieces, piece_cost, slots = costs.cut_pieces(
         k_ptr, k_runs, shape.piece_tiles
     )

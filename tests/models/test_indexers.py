@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import prefixtree as pt
-from prefixtree.kernels import index_scores
+from prefixtree.kernels import chosen, index_scores
 from prefixtree.kernels.attention import sdpa
 from prefixtree.models import attention, compressed, indexers, paths
 from prefixtree.models.along_tree import AlongTree
@@ -134,7 +134,7 @@ def test_keys_by_packed_order_turn_it_red(family: str, monkeypatch: Any) -> None
 
 @pytest.mark.parametrize("family", cases(FEW))
 def test_no_selection_turns_it_red(family: str, monkeypatch: Any) -> None:
-    for module in (indexers, compressed):
+    for module in (chosen, indexers, compressed):
         monkeypatch.setattr(module, "best_keys", lambda scores, *_: torch.ones_like(scores).bool())
     assert _errors(family).logprob > 1e-2
 
@@ -288,7 +288,7 @@ def test_paths_of_at_most_topk_tokens_ask_no_indexer(family: str, monkeypatch: A
         asked: list[int] = []
         best_keys = indexers.best_keys
         with monkeypatch.context() as patch:
-            for module in (indexers, compressed):
+            for module in (chosen, indexers, compressed):
                 patch.setattr(module, "best_keys", lambda *a: asked.append(0) or best_keys(*a))  # noqa: B023
             run = run_packed(build(family, **changes), ragged_packed(), ragged_objective())
         assert_same(run, reference, tolerance(family))
@@ -336,20 +336,20 @@ def test_every_mode_of_recomputation_gives_the_same_bits(mode: str) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_chooses_the_same_keys_again(use_reentrant: bool, monkeypatch: Any) -> None:
-    chosen: dict[bytes, int] = {}
-    to_bits = paths.to_bits
+    found: dict[bytes, int] = {}
+    to_bits = chosen.to_bits
 
     def noted(*args: Any) -> torch.Tensor:
         bits = to_bits(*args)
         name = args[0].numpy().tobytes() + bits.numpy().tobytes()
-        chosen[name] = chosen.get(name, 0) + 1
+        found[name] = found.get(name, 0) + 1
         return bits
 
-    monkeypatch.setattr(paths, "to_bits", noted)
+    monkeypatch.setattr(chosen, "to_bits", noted)
     model = build("deepseek_v32")
     enable_checkpointing(model, use_reentrant)
     run_packed(model, ragged_packed(), ragged_objective())
-    assert chosen and not any(times % 2 for times in chosen.values())
+    assert found and not any(times % 2 for times in found.values())
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -54,7 +54,6 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         group: int,
         tma: bool,
         cuda: bool = True,
-        chosen: bool = False,
     ) -> KernelConfigs:
         tma = tma and tiles.tma
         heads = tiles.heads or configs.heads_of_tile(group, tma)

@@ -18,8 +18,8 @@ from prefixtree.kernels.triton_primitives import (
     FOREST_ARGUMENTS,
     LOG2E,
     add_product,
-    chosen_in_run,
-    chosen_keys,
+    chosen,
+    chosen_words,
     key_lanes,
     load_keys,
     load_queries,
@@ -124,6 +124,7 @@ def keys_kernel(
     K_SPANS,
     POSITION,
     CHOSEN,
+    RUN_PAIRS,
     Q_TILES,
     K_TILES,
     PIECES,
@@ -156,6 +157,7 @@ def keys_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SHARE: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
+    TOKENS_PADDED: tl.constexpr,
     SUBSET: tl.constexpr,
     DETERMINISTIC: tl.constexpr,
     WITH_DK: tl.constexpr,
@@ -177,8 +179,6 @@ def keys_kernel(
     key, live, span, key_position = key_lanes(K_SPANS, POSITION, tile, begin, KEYS, HAS_WINDOW, TMA)
     k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
     v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
-    if HAS_CHOSEN:
-        place = tl.load(POSITION + key)
     first_head = kv_head * GROUP
     first_block = kv_head * BLOCKS
     rows = KV_HEADS * BLOCKS * rows_a_block
@@ -236,33 +236,30 @@ def keys_kernel(
                 share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
             scores = squash(product(k, tl.trans(q)), inner, HAS_SOFTCAP)
             logits = scores * outer - top[None, :]
-            if SUBSET or ROWS != TOKENS * HEADS:
-                # what lies behind a short tile is another tile's
-                logits = tl.where(alive[None, :], logits, float("-inf"))
-            if (q_tile < full_begin) | (q_tile >= full_end):
-                query = start + token
-                position = query
-                if HAS_WINDOW:
-                    position = tl.load(POSITION + query, mask=alive, other=0)
-                seen = visible(
-                    query[None, :],
-                    key[:, None],
-                    span[:, None],
-                    position[None, :],
-                    key_position[:, None],
-                    window,
-                    HAS_WINDOW,
-                )
-                logits = tl.where(seen, logits, float("-inf"))
             if HAS_CHOSEN:
-                chosen = chosen_keys(
-                    CHOSEN,
-                    (first_row + token)[None, :],
-                    place[:, None],
-                    num_queries,
-                    alive[None, :],
-                )
-                logits = tl.where(chosen, logits, float("-inf"))
+                pair = tl.load(RUN_PAIRS + run) + q_tile - tl.load(K_RUNS + 4 * run)
+                lane = tl.arange(0, KEYS)
+                words = chosen_words(CHOSEN, pair, lane, token, KEYS, TOKENS_PADDED)
+                logits = tl.where(chosen(words, token), logits, float("-inf"))
+            else:
+                if SUBSET or ROWS != TOKENS * HEADS:
+                    # what lies behind a short tile is another tile's
+                    logits = tl.where(alive[None, :], logits, float("-inf"))
+                if (q_tile < full_begin) | (q_tile >= full_end):
+                    query = start + token
+                    position = query
+                    if HAS_WINDOW:
+                        position = tl.load(POSITION + query, mask=alive, other=0)
+                    seen = visible(
+                        query[None, :],
+                        key[:, None],
+                        span[:, None],
+                        position[None, :],
+                        key_position[:, None],
+                        window,
+                        HAS_WINDOW,
+                    )
+                    logits = tl.where(seen, logits, float("-inf"))
             if WITH_DK:
                 dp = product(v, tl.trans(dout))
                 p, ds = _gradients(
@@ -379,6 +376,7 @@ def queries_kernel(
     K_SPANS,
     POSITION,
     CHOSEN,
+    CHOSEN_TILES,
     Q_TILES,
     Q_ORDER,
     K_TILES,
@@ -408,6 +406,7 @@ def queries_kernel(
     DV: tl.constexpr,
     D_PADDED: tl.constexpr,
     DV_PADDED: tl.constexpr,
+    TOKENS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -455,57 +454,69 @@ def queries_kernel(
         share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
 
     dq = tl.zeros([ROWS, D_PADDED], tl.float32)
-    for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
-        begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
-        tiles = tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)
-        if HAS_CHOSEN:
-            run_position = tl.load(POSITION + begin)
-        for i in range(tiles):
-            at = begin + i * KEYS
-            k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
-            v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-            logits = scores * outer - top[:, None]
-            if HAS_CHOSEN:
-                chosen = chosen_in_run(
-                    CHOSEN, first_row, token, alive, run_position + i * KEYS, num_queries, KEYS
+    if not HAS_CHOSEN:
+        for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
+            begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
+            for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
+                at = begin + i * KEYS
+                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
+                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
+                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+                logits = scores * outer - top[:, None]
+                dp = product(dout, tl.trans(v))
+                _, ds = _gradients(
+                    scores,
+                    logits,
+                    dp,
+                    delta[:, None],
+                    share[:, None],
+                    inner,
+                    HAS_SOFTCAP,
+                    HAS_SHARE,
                 )
-                logits = tl.where(chosen, logits, float("-inf"))
-            dp = product(dout, tl.trans(v))
-            _, ds = _gradients(
-                scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
-            )
-            dq = add_product(ds.to(k.dtype), k, dq)
+                dq = add_product(ds.to(k.dtype), k, dq)
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
-    for i in range(tl.load(PARTIAL_PTR + tile), tl.load(PARTIAL_PTR + tile + 1)):
-        begin = tl.load(PARTIAL + 2 * i + 1)
+    first = tl.load(PARTIAL_PTR + tile)
+    end = tl.load(PARTIAL_PTR + tile + 1)
+    if HAS_CHOSEN:
+        # a tile ahead: beside a load in its own step the pipeline would be a stage shorter
+        following = tl.load(CHOSEN_TILES + first)
+    for i in range(first, end):
+        if HAS_CHOSEN:
+            begin = following ^ (following >> 31)
+            is_dense = following < 0
+            following = tl.load(CHOSEN_TILES + tl.minimum(i + 1, end - 1))
+            lane = tl.arange(0, KEYS)
+            words = chosen_words(CHOSEN, i, token, lane, TOKENS_PADDED, KEYS)
+        else:
+            begin = tl.load(PARTIAL + 2 * i + 1)
         key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
         k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
         v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
-        seen = visible(
-            query[:, None],
-            key[None, :],
-            span[None, :],
-            position[:, None],
-            key_position[None, :],
-            window,
-            HAS_WINDOW,
-        )
         if HAS_CHOSEN:
-            seen = seen & chosen_keys(
-                CHOSEN,
-                (first_row + token)[:, None],
-                tl.load(POSITION + key)[None, :],
-                num_queries,
-                alive[:, None],
+            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            # in front of the branch, across which products do not overlap
+            dp = product(dout, tl.trans(v))
+            logits = scores * outer - top[:, None]
+            if not is_dense:
+                logits = tl.where(chosen(words, lane), logits, float("-inf"))
+        else:
+            seen = visible(
+                query[:, None],
+                key[None, :],
+                span[None, :],
+                position[:, None],
+                key_position[None, :],
+                window,
+                HAS_WINDOW,
             )
-        scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-        logits = tl.where(seen, scores * outer - top[:, None], float("-inf"))
-        dp = product(dout, tl.trans(v))
+            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            logits = tl.where(seen, scores * outer - top[:, None], float("-inf"))
+            dp = product(dout, tl.trans(v))
         _, ds = _gradients(
             scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
         )

@@ -120,13 +120,6 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
     ),
 }
 
-# The keys' kernel on Hopper where keys are chosen, whose words go through shared memory too: it has
-# no room for a third stage. Compiled.
-_HOPPER_CHOSEN: dict[tuple[int, int], Pair] = {
-    (128, 128): _both(Config(64, 128, 8, 2)),
-    (256, 256): _both(Config(32, 128, 8, 2, apart=True)),
-}
-
 # Pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
 # --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7, 21.0, 15.8; at D 256:
 # 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
@@ -195,7 +188,6 @@ def choose(
     group: int,
     tma: bool,
     cuda: bool = True,
-    chosen: bool = False,
 ) -> KernelConfigs:
     """The configurations for a GPU and a model.
 
@@ -205,17 +197,13 @@ def choose(
         group: query heads a kv head.
         tma: whether the inputs' layouts suit tensor descriptors.
         cuda: False for AMD GPUs.
-        chosen: whether queries choose keys.
     """
     tma = tma and cuda and capability[0] == 9
     heads = heads_of_tile(group, tma)
     wide = max(d, dv, 64)
     if tma:
         key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
-        forward, keys, queries = _HOPPER[key]
-        if chosen:
-            keys = _HOPPER_CHOSEN.get(key, keys)
-        return KernelConfigs(True, heads, forward, keys, queries)
+        return KernelConfigs(True, heads, *_HOPPER[key])
     if cuda and capability[0] == 9:
         return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
     # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program

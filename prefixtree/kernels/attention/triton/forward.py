@@ -15,9 +15,10 @@ from prefixtree.kernels.triton_primitives import (
     LN2,
     LOG2E,
     MASKED,
+    MASKED_SCORE,
     absorb,
-    chosen_in_run,
-    chosen_keys,
+    chosen,
+    chosen_words,
     key_lanes,
     load_keys,
     load_queries,
@@ -40,6 +41,7 @@ def forward_kernel(
     K_SPANS,
     POSITION,
     CHOSEN,
+    CHOSEN_TILES,
     Q_TILES,
     Q_ORDER,
     K_TILES,
@@ -65,6 +67,7 @@ def forward_kernel(
     DV: tl.constexpr,
     D_PADDED: tl.constexpr,
     DV_PADDED: tl.constexpr,
+    TOKENS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -91,60 +94,61 @@ def forward_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
-    for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
-        # full tiles have the full length and stand side by side
-        begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
-        tiles = tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)
-        if HAS_CHOSEN:
-            # all of the tile's queries see them all, so they lie on one path
-            run_position = tl.load(POSITION + begin)
-        for i in range(tiles):
-            at = begin + i * KEYS
-            k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
-            v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-            if HAS_CHOSEN:
-                chosen = chosen_in_run(
-                    CHOSEN, first_row, token, alive, run_position + i * KEYS, num_queries, KEYS
-                )
-                logits = tl.where(chosen, scores * outer, MASKED)
-                top, total, acc = absorb(logits, 1.0, v, top, total, acc)
-            else:
+    # where queries choose keys, every tile counts as partial
+    if not HAS_CHOSEN:
+        for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
+            # full tiles have the full length and stand side by side
+            begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
+            for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
+                at = begin + i * KEYS
+                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
+                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
+                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
                 top, total, acc = absorb(scores, outer, v, top, total, acc)
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
-    for i in range(tl.load(PARTIAL_PTR + tile), tl.load(PARTIAL_PTR + tile + 1)):
-        begin = tl.load(PARTIAL + 2 * i + 1)
+    first = tl.load(PARTIAL_PTR + tile)
+    end = tl.load(PARTIAL_PTR + tile + 1)
+    if HAS_CHOSEN:
+        # a tile ahead: beside a load in its own step the pipeline would be a stage shorter
+        following = tl.load(CHOSEN_TILES + first)
+    for i in range(first, end):
+        if HAS_CHOSEN:
+            begin = following ^ (following >> 31)
+            is_dense = following < 0
+            following = tl.load(CHOSEN_TILES + tl.minimum(i + 1, end - 1))
+            lane = tl.arange(0, KEYS)
+            words = chosen_words(CHOSEN, i, token, lane, TOKENS_PADDED, KEYS)
+        else:
+            begin = tl.load(PARTIAL + 2 * i + 1)
         key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
         k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
         v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
-        seen = visible(
-            query[:, None],
-            key[None, :],
-            span[None, :],
-            position[:, None],
-            key_position[None, :],
-            window,
-            HAS_WINDOW,
-        )
         if HAS_CHOSEN:
-            seen = seen & chosen_keys(
-                CHOSEN,
-                (first_row + token)[:, None],
-                tl.load(POSITION + key)[None, :],
-                num_queries,
-                alive[:, None],
+            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            if not is_dense:
+                scores = tl.where(chosen(words, lane), scores, MASKED_SCORE)
+            top, total, acc = absorb(scores, outer, v, top, total, acc)
+        else:
+            seen = visible(
+                query[:, None],
+                key[None, :],
+                span[None, :],
+                position[:, None],
+                key_position[None, :],
+                window,
+                HAS_WINDOW,
             )
-        scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-        logits = tl.where(seen, scores * outer, MASKED)
-        top, total, acc = absorb(logits, 1.0, v, top, total, acc)
+            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            logits = tl.where(seen, scores * outer, MASKED)
+            top, total, acc = absorb(logits, 1.0, v, top, total, acc)
 
     if HAS_CHOSEN:
         # a query that chose no key at all has no softmax
-        total = tl.where(top > MASKED, total, float("nan"))
+        total = tl.where(top > MASKED_SCORE * outer, total, float("nan"))
     row = first_row.to(tl.int64)
     at_lse = (first_head + head).to(tl.int64) * num_queries + (row + token)
     tl.store(LSE + at_lse, (top + tl.log2(total)) * LN2, mask=alive)

@@ -22,6 +22,7 @@ from prefixtree.kernels.attention.triton.backward import (
     queries_kernel,
     reduce_kernel,
 )
+from prefixtree.kernels.attention.triton.chosen import lay_out
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
@@ -66,9 +67,7 @@ class Problem:
         call: as it came.
         q, k, v: those of the call, copied where no kernel can read them in place.
         choice: the frozen tiles.
-        position: int32 [T], each token's on its path, on the device; with chosen keys, zeros for
-            the lanes of a tile behind the last token.
-        chosen: int32 [W, Tq], the words of chosen keys; where all keys are, anything.
+        position: int32 [T], each token's on its path, on the device.
         configs: of the forward, the keys' and the queries' kernel.
     """
 
@@ -78,7 +77,6 @@ class Problem:
     v: torch.Tensor
     choice: KernelConfigs
     position: torch.Tensor
-    chosen: torch.Tensor
     configs: tuple[Config, Config, Config]
 
     @classmethod
@@ -92,15 +90,9 @@ class Problem:
             q.shape[1] // k.shape[1],
             tma,
             torch.version.hip is None,
-            call.chosen is not None,
         )
         position = call.mask.on(q.device)["position_ids"]
-        chosen, of_kernels = position, choice.of(call.mask, call.window)
-        if call.chosen is not None:
-            chosen = call.chosen.t().contiguous()
-            behind = max(config.keys for config in of_kernels)
-            position = torch.nn.functional.pad(position, (0, behind))
-        return cls(call, q, k, v, choice, position, chosen, of_kernels)
+        return cls(call, q, k, v, choice, position, choice.of(call.mask, call.window))
 
     @property
     def group(self) -> int:
@@ -125,8 +117,16 @@ class Problem:
                 self.k.shape[1],
                 device_info.processors(self.q.device),
             )
-        shape = TileShape(self.tokens(config), config.keys, config.cut, longest)
+        masked = self.call.chosen is not None
+        shape = TileShape(self.tokens(config), config.keys, config.cut, longest, masked)
         return self.call.mask.tables(shape, self.call.window, self.q.device)
+
+    def chosen(self, config: Config, tables: BlockTables, by_key: bool) -> tuple[Any, Any]:
+        """The result of `chosen.lay_out`; anything where all keys are chosen."""
+        if self.call.chosen is None:
+            return self.position, self.position
+        size = _padded_tokens(config, self.choice), config.keys
+        return lay_out(self.call, self.position, tables, size, by_key)
 
     def statics(self, config: Config) -> dict[str, Any]:
         """Compile-time arguments common to the kernels, and the launch options."""
@@ -146,7 +146,10 @@ class Problem:
     def factors(self) -> tuple[float, float]:
         """`inner` and `outer` of `primitives.squash`."""
         scale, softcap = self.call.scale, self.call.softcap
-        return (scale / softcap, softcap * LOG2E) if softcap else (0.0, scale * LOG2E)
+        if softcap:
+            return scale / softcap, softcap * LOG2E
+        # with chosen keys `outer` multiplies a masked score, which must stay far below the others
+        return 0.0, max(scale * LOG2E, 2.0**-46 if self.call.chosen is not None else 0.0)
 
     # ---- what a kernel receives for an array: a pointer, or a descriptor -------------------------
 
@@ -209,6 +212,11 @@ class Problem:
         return (self.k.stride(0), self.k.stride(1), self.v.stride(0), self.v.stride(1))
 
 
+def _padded_tokens(config: Config, choice: KernelConfigs) -> int:
+    """A power of two, more than the greatest token of a tile's rows."""
+    return triton.next_power_of_2(-(-config.rows // choice.heads))
+
+
 @cache
 def _statics(
     config: Config,
@@ -229,6 +237,7 @@ def _statics(
         "DV": dv,
         "D_PADDED": padded(d),
         "DV_PADDED": padded(dv),
+        "TOKENS_PADDED": _padded_tokens(config, choice),
         "ROWS": config.rows,
         "KEYS": config.keys,
         "HAS_WINDOW": has_window,
@@ -263,7 +272,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             lse,
             problem.spans(tables),
             problem.position,
-            problem.chosen,
+            *problem.chosen(config, tables, False),
             *_forward_tables(tables),
             *problem.q.stride()[:2],
             *problem.key_strides(),
@@ -367,6 +376,7 @@ def _keys_gradient(
         sums = rows.new_empty(shape) if deterministic else rows.new_zeros(shape)
     operands = problem.gradient_operands(config, dout, rows)
     numbers = problem.gradient_numbers(dout, rows_a_block)
+    chosen = problem.chosen(config, tables, True)
     for with_dk, with_dv in ((True, False), (False, True)) if config.apart else ((True, True),):
         keys_kernel[(len(tables.pieces) * kv_heads,)](
             *operands,
@@ -375,7 +385,7 @@ def _keys_gradient(
             sums,
             problem.spans(tables),
             problem.position,
-            problem.chosen,
+            *chosen,
             tables.q_tiles,
             tables.k_tiles,
             tables.pieces,
@@ -421,7 +431,7 @@ def _queries_gradient(
         dq,
         problem.spans(tables),
         problem.position,
-        problem.chosen,
+        *problem.chosen(config, tables, False),
         *_forward_tables(tables),
         *problem.gradient_numbers(dout, rows_a_block),
         HAS_SHARE=len(rows) == 3,

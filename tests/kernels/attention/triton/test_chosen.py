@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask, tree_attention
-from prefixtree.kernels.attention.triton import launch
+from prefixtree.kernels.attention.protocol import AttentionCall
+from prefixtree.kernels.attention.triton import chosen, launch
+from prefixtree.packing.block_tables import TileShape
 from tests.conftest import Poison
 from tests.support.attention_checks import (
     Case,
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 # a path of 97 tokens, four words; nodes that begin inside a word and inside a tile; two trees
 FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1, 16, 6, 9])
+# full tiles whose keys reach into the last word of the choice
+LAST_WORD = PrefixForest.from_parents([-1, 0, 0], [5, 90, 3])
 # query and kv heads, head dims of k and v; MLA's differ
 HEADS = [((4, 2), (16, 16)), ((2, 2), (24, 16)), ((8, 1), (8, 24)), ((3, 3), (16, 8))]
 FEATURES = {
@@ -97,15 +101,72 @@ def test_the_tiles_of_the_table() -> None:
     _check(forest, mask, Case.random(mask, (2, 2), (192, 128), DTYPES[0]))
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("size", [(16, 16), (32, 32), (8, 64), (64, 8)])
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("forest", [FOREST, LAST_WORD], ids=["words", "last word"])
+def test_the_bits_of_tiles_are_the_choice(
+    forest: PrefixForest, size: tuple[int, int], window: int, is_part: bool
+) -> None:
+    """By query and by key; what a tile's flag says, too."""
+    tokens, keys = size
+    mask = _mask(forest)
+    mask = mask.for_queries([(3, 40), (60, mask.num_tokens)]) if is_part else mask
+    bits, seen = random_choice(mask, 4)
+    position = mask.host.on(mask.device)["position_ids"]
+    if window:
+        rows = position[mask.host.on(mask.device)["query_tokens"].long()] if is_part else position
+        seen = seen & (rows[:, None] - position < window)
+    x = torch.zeros(len(bits), 1, 8, device=DEVICE)
+    call = AttentionCall(x, x, x, None, mask.host, 1.0, window, chosen=bits)
+    shape = TileShape(tokens, keys, True, 2, masked=True)
+    tables = mask.host.tables(shape, window, mask.device)
+
+    def of(by_key: bool) -> tuple[torch.Tensor, list[int]]:
+        found, beside = chosen.lay_out(call, position, tables, size, by_key)
+        lanes, side = size if by_key else size[::-1]
+        flat = found.view(len(tables.partial_tiles), -1, side).cpu()
+        unpacked = [(flat >> i) & 1 for i in range(min(32, lanes))]
+        return torch.stack(unpacked, 2).flatten(1, 2) > 0, beside.tolist()
+
+    by_query, starts = of(by_key=False)
+    by_key, first_pairs = of(by_key=True)
+    pairs = {}
+    for k_tile in range(len(tables.k_tiles)):
+        for at in range(*tables.k_ptr[k_tile : k_tile + 2].tolist()):
+            first, _, _, end = tables.k_runs[at].tolist()
+            pairs |= {(i, k_tile): first_pairs[at] + i - first for i in range(first, end)}
+    assert sorted(pairs.values()) == list(range(len(by_key)))
+    got, num_dense = torch.zeros_like(seen).cpu(), 0
+    for q_tile, (_, row, length) in enumerate(tables.q_tiles.tolist()):
+        for i in range(*tables.partial_ptr[q_tile : q_tile + 2].tolist()):
+            k_tile, begin = tables.partial_tiles[i].tolist()
+            # dead lanes: of queries dQ and the forward write none, so that these need no zeros
+            tile = by_key[pairs[q_tile, k_tile]]
+            count = int(tables.k_tiles[k_tile, 1])
+            assert not tile[length:].any() and not tile[:, count:].any()
+            assert torch.equal(by_query[i].T[:length, :count], tile[:length, :count])
+            got[row : row + length, begin : begin + count] |= tile[:length, :count]
+            is_dense = count == keys and bool(tile[:length].all())
+            assert starts[i] == (-1 - begin if is_dense else begin)
+            num_dense += is_dense
+    assert torch.equal(got, seen.cpu())
+    assert num_dense or is_part or size != (16, 16)
+
+
 @pytest.mark.parametrize("tiles", ["pointers", "tiles of their own"])
-def test_probe_reveals_exactly_the_choice(tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [0.3, 0.0])
+def test_probe_reveals_exactly_the_choice(
+    tiles: str, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, tiles)
     mask = _mask()
     bits, visible = random_choice(mask, 1)
     q = torch.zeros(mask.num_tokens, 1, 16, dtype=DTYPES[0], device=DEVICE)
     # Dv = T: the output is the attention row itself
     values = torch.eye(mask.num_tokens, dtype=DTYPES[0], device=DEVICE)[:, None]
-    seen = tree_attention(q, torch.randn_like(q), values, mask, chosen=bits)[:, 0].cpu() > 0
+    out = tree_attention(q, torch.randn_like(q), values, mask, scale=scale, chosen=bits)
+    seen = out[:, 0].cpu() > 0
     assert torch.equal(seen, visible)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import prefixtree as pt
 from prefixtree import tree_attention
-from prefixtree.kernels import index_scores
+from prefixtree.kernels import chosen, index_scores
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.models import attention
 from tests.support.attention_checks import Case, assert_numerics, ours, run
@@ -110,6 +110,17 @@ def test_scores_of_an_indexer(heads: int, dtype: torch.dtype) -> None:
         seen = mask.dense()[rows]
         at = position[None].expand_as(seen).clamp(max=got.shape[1] - 1)
         assert torch.equal(got.gather(1, at)[seen].double(), want[rows][seen])
+
+
+@pytest.mark.parametrize("width", [2048, 5000, 16384, 20001])
+@pytest.mark.parametrize("are_ties", [False, True])
+def test_the_selection_is_that_of_torch(width: int, are_ties: bool) -> None:
+    g = torch.Generator().manual_seed(width)
+    scores = torch.randn(64, width, generator=g)
+    scores = scores.mul(8).round() if are_ties else scores
+    position = torch.arange(width - 1, 0, -(width // 64))[:64]
+    want = chosen.best_keys(scores, 2048, position)
+    assert torch.equal(chosen.best_keys(scores.cuda(), 2048, position.cuda()).cpu(), want)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
