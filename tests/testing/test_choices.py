@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from prefixtree.cli.verify import show
-from prefixtree.models import indexers
+from prefixtree.kernels import chosen as kernels
 from prefixtree.testing.choices import Margins
 from tests.support.cli_runs import one_thread, run_json
 from tests.support.models import build
@@ -69,14 +69,14 @@ def test_in_half_precision_most_of_the_difference_is_the_choice(verify):
 @pytest.mark.parametrize("damage", ["worst", "fewer", "later"])
 def test_another_choice_is_red(monkeypatch, verify, damage):
     """The runs alone take it, so nothing else would show it."""
-    best = indexers.best_keys
+    best = kernels.best_keys
 
     def damaged(scores, count, position):
         if damage == "worst":
             scores = -scores
         return best(scores, count - (damage == "fewer"), position + 5 * (damage == "later"))
 
-    monkeypatch.setattr(indexers, "best_keys", damaged)
+    monkeypatch.setattr(kernels, "best_keys", damaged)
     checks = verify("float32", exit_code=1)["checks"]
     assert not checks["chosen keys"]["passed"]
 
