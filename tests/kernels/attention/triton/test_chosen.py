@@ -31,10 +31,10 @@ pytestmark = pytest.mark.filterwarnings(
 
 # a path of 97 tokens, four words; nodes that begin inside a word and inside a tile; two trees
 FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1, 16, 6, 9])
-# full tiles whose keys reach into the last word of the choice
-LAST_WORD = PrefixForest.from_parents([-1, 0, 0], [5, 90, 3])
+# full tiles whose keys reach into the last word of the choice; runs of several tiles of many tokens
+LAST_WORD = PrefixForest.from_parents([-1, -1], [109, 108])
 # query and kv heads, head dims of k and v; MLA's differ
-HEADS = [((4, 2), (16, 16)), ((2, 2), (24, 16)), ((8, 1), (8, 24)), ((3, 3), (16, 8))]
+HEADS = [((4, 2), (16, 16)), ((2, 2), (24, 16)), ((8, 1), (8, 24)), ((7, 1), (16, 8))]
 FEATURES = {
     "plain": {},
     "window": {"window": 13},
@@ -119,7 +119,7 @@ def test_the_bits_of_tiles_are_the_choice(
         seen = seen & (rows[:, None] - position < window)
     x = torch.zeros(len(bits), 1, 8, device=DEVICE)
     call = AttentionCall(x, x, x, None, mask.host, 1.0, window, chosen=bits)
-    shape = TileShape(tokens, keys, True, 2, masked=True)
+    shape = TileShape(tokens, keys, forest is FOREST, 2, masked=True)
     tables = mask.host.tables(shape, window, mask.device)
 
     def of(by_key: bool) -> tuple[torch.Tensor, list[int]]:
