@@ -121,7 +121,10 @@ test-verl-hybrids: .venvs/verl-$(VERL)/.ready
 # the own forwards of OpenRLHF, SkyRL and ms-swift: their wheels, unpacked, as what they require
 # wants a GPU
 TRAINERS ?= openrlhf==0.11.2 skyrl==0.3.0 ms-swift==4.6.0
-test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready
+# before them torchao's layers, apart: transformers imports torchao wherever it is installed
+TORCHAO ?= 0.18.0
+test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready .venvs/torchao-$(TORCHAO)/.ready
+	$(TEST_ENV) PYTHONPATH=.venvs/torchao-$(TORCHAO) $(BIN)/python -m pytest tests/models/test_torchao.py
 	$(TEST_ENV) PYTHONPATH=.venvs/trainers/site:$$(echo .venvs/trainers/site/openrlhf-*.data/purelib) \
 	  .venvs/trl-$(TRL)/bin/python -m pytest tests/integrations/batch_trainers $(ARGS)
 
@@ -130,6 +133,12 @@ test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready
 	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 	  --python-version 3.11 --dest .venvs/trainers/wheels $(TRAINERS)
 	@for wheel in .venvs/trainers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel .venvs/trainers/site; done
+	@touch $@
+
+.venvs/torchao-%/.ready: $(READY)
+	@echo "setting up .venvs/torchao-$*"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/torchao-$* \
+	  "torchao==$*"
 	@touch $@
 
 # the adapter for Megatron-Core, in the versions it is tested with; in one process, as tests start ranks

@@ -19,6 +19,7 @@ collect_ignore = [
     "integrations/verl",
     "kernels/attention/flash/fa4",
     "kernels/recurrence/fla",
+    "models/test_torchao.py",
 ]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined

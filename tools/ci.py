@@ -157,7 +157,10 @@ def targets() -> list[Target]:
             pins=("TRANSFORMERS", "TORCH"),
         ),
         Target("types"),
-        Target("test-trainers", (".venvs/trainers/.ready", trl)),
+        Target(
+            "test-trainers",
+            (".venvs/trainers/.ready", trl, f".venvs/torchao-{pin['TORCHAO']}/.ready"),
+        ),
         Target("test-verl-hybrids", (verl,), has_more=True),
         Target(f"test-megatron MEGATRON={new}", (megatron[new],)),
         Target(
