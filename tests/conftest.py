@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 collect_ignore = [
     "integrations/batch_trainers",
     "integrations/megatron",
+    "integrations/ms_swift",
     "integrations/trl",
     "integrations/verl",
     "kernels/attention/flash/fa4",
