@@ -72,9 +72,8 @@ def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> N
     if not passes:
         raise UnsupportedError(
             f"{name} ({type(module).__name__} with {kind.__name__}) gives its input no gradient, "
-            "so that what stands before it would not be trained, or on a part of its gradient: "
-            "load it with quantised weights alone; a frozen model (requires_grad_(False)) and "
-            "torch.no_grad() need none"
+            "so that what stands before it would not be trained: load it with quantised weights "
+            "alone, or freeze the model (requires_grad_(False))"
         )
     _tried[module] = kind, trains
 
