@@ -93,6 +93,7 @@ def trained(folder: Path, model_type: str, *more: str) -> tuple[list[dict[str, A
         "temperature": 0.9,
         "seed": 1,
         "log_entropy": "true",
+        "dataloader_num_workers": 0,
         "save_strategy": "no",
         # would ask ModelScope for a newer one
         "check_model": "false",
