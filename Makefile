@@ -118,10 +118,15 @@ test-verl-hybrids: .venvs/verl-$(VERL)/.ready
 	  fastapi uvicorn cachetools "TransferQueue>=0.1.10"
 	@touch $@
 
-# the own forwards of OpenRLHF, SkyRL and ms-swift: their wheels, unpacked, as what they require
-# wants a GPU
-TRAINERS ?= openrlhf==0.11.2 skyrl==0.3.0 ms-swift==4.6.0
-test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready
+# torchao's layers, apart: transformers imports torchao wherever it is installed; ms-swift's whole
+# trainer; the own forwards of OpenRLHF, SkyRL and ms-swift: their wheels, unpacked, as what the first
+# two require wants a GPU
+SWIFT ?= 4.6.0
+TRAINERS ?= openrlhf==0.11.2 skyrl==0.3.0 ms-swift==$(SWIFT)
+TORCHAO ?= 0.18.0
+test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready .venvs/torchao-$(TORCHAO)/.ready .venvs/ms-swift-$(SWIFT)/.ready
+	$(TEST_ENV) PYTHONPATH=.venvs/torchao-$(TORCHAO) $(BIN)/python -m pytest tests/models/test_torchao.py
+	$(TEST_ENV) .venvs/ms-swift-$(SWIFT)/bin/python -m pytest tests/integrations/ms_swift
 	$(TEST_ENV) PYTHONPATH=.venvs/trainers/site:$$(echo .venvs/trainers/site/openrlhf-*.data/purelib) \
 	  .venvs/trl-$(TRL)/bin/python -m pytest tests/integrations/batch_trainers $(ARGS)
 
@@ -130,6 +135,22 @@ test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready
 	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 	  --python-version 3.11 --dest .venvs/trainers/wheels $(TRAINERS)
 	@for wheel in .venvs/trainers/wheels/*.whl; do $(BIN)/python -m zipfile -e $$wheel .venvs/trainers/site; done
+	@touch $@
+
+.venvs/torchao-%/.ready: $(READY)
+	@echo "setting up .venvs/torchao-$*"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venvs/torchao-$* \
+	  "torchao==$*"
+	@touch $@
+
+# torch from $(VENV), which comes first; then ms-swift's own transformers, TRL and PEFT, and what it
+# imports but does not require
+.venvs/ms-swift-%/.ready: $(READY)
+	@echo "setting up .venvs/ms-swift-$*"
+	@$(PYTHON) -m venv .venvs/ms-swift-$*
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  "$$(.venvs/ms-swift-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/venv.pth"
+	@.venvs/ms-swift-$*/bin/python -m pip install --quiet --disable-pip-version-check "ms-swift==$*" msgspec
 	@touch $@
 
 # the adapter for Megatron-Core, in the versions it is tested with; in one process, as tests start ranks

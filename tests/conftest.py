@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, settings
 collect_ignore = [
     "integrations/batch_trainers",
     "integrations/megatron",
+    "integrations/ms_swift",
     "integrations/trl",
     "integrations/verl",
     "kernels/attention/flash/fa4",
     "kernels/recurrence/fla",
+    "models/test_torchao.py",
 ]
 
 # without a GPU the Triton kernels run in its interpreter; read when a kernel is defined

@@ -83,6 +83,8 @@ def targets() -> list[Target]:
     """The targets with their environments; the versions are those of the Makefile."""
     pin = pins()
     trl, verl, fla = (f".venvs/{n}-{pin[n.upper()]}/.ready" for n in ("trl", "verl", "fla"))
+    torchao = f".venvs/torchao-{pin['TORCHAO']}/.ready"
+    swift = f".venvs/ms-swift-{pin['SWIFT']}/.ready"
     flash = f".venvs/fa4-{pin['FLASH']}/.ready"
     new, old = pin["MEGATRON"].split()
     megatron = {v: f".venvs/megatron-{v}/.ready" for v in (new, old)}
@@ -157,7 +159,7 @@ def targets() -> list[Target]:
             pins=("TRANSFORMERS", "TORCH"),
         ),
         Target("types"),
-        Target("test-trainers", (".venvs/trainers/.ready", trl)),
+        Target("test-trainers", (".venvs/trainers/.ready", trl, torchao, swift)),
         Target("test-verl-hybrids", (verl,), has_more=True),
         Target(f"test-megatron MEGATRON={new}", (megatron[new],)),
         Target(

@@ -60,11 +60,6 @@ def find_causal_lm(model: nn.Module) -> Any:
     Raises:
         TypeError: not a module. UnsupportedError: there is none.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch module, got {type(model).__name__}; "
-            'AutoModelForCausalLM.from_pretrained(path, attn_implementation="prefixtree") makes one'
-        )
     causal_lm = _outermost(model)
     if causal_lm is None or causal_lm.get_output_embeddings() is None:
         raise UnsupportedError(
@@ -199,7 +194,7 @@ def transformer_of(model: nn.Module) -> Any:
     """The transformers model inside wrappers and adapters.
 
     Raises:
-        UnsupportedError: there is none.
+        TypeError: not a module. UnsupportedError: there is none.
     """
     transformer = _outermost(model)
     if transformer is None:
@@ -210,6 +205,11 @@ def transformer_of(model: nn.Module) -> Any:
 def _outermost(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a torch module, got {type(model).__name__}; "
+            "AutoModelForCausalLM.from_pretrained(path) makes one"
+        )
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 

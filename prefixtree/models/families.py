@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
+import torch
 from packaging import version
 from torch import nn
 
@@ -266,8 +267,9 @@ def check_modules(model: nn.Module) -> None:
     """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
     included; linear layers of low precision that mix tokens, models that transformers loaded
     quantised, and layers replaced by kernels of the hub."""
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     for name, module in model.named_modules():
-        check_low_precision(name, module)
+        check_low_precision(name, module, trains)
         check_quantizer(module)
         if vars(module).get("_use_kernels"):
             raise UnsupportedError("use_kernels replaces layers of the model: load it without")

@@ -67,6 +67,7 @@ def prepare(model: _Model) -> _Model:
         The same model.
 
     Raises:
+        TypeError: not a module.
         UnsupportedError: a model that does not run exactly on packed forests, with the reason.
     """
     transformer = transformer_of(model)

@@ -19,53 +19,76 @@ from prefixtree.errors import UnsupportedError
 _ROWS = 32
 # how torchao calls one scale for all tokens
 _ONE_SCALE = ("TENSORWISE", "PerTensor")
-# by module, the kind of weight with which it was tried
-_tried: weakref.WeakKeyDictionary[nn.Module, type] = weakref.WeakKeyDictionary()
+# by module, the kind of weight with which it was tried, and whether its gradient was
+_tried: weakref.WeakKeyDictionary[nn.Module, tuple[type, bool]] = weakref.WeakKeyDictionary()
 
 
-def check_low_precision(name: str, module: nn.Module) -> None:
-    """Refuses a linear layer whose output for a token depends on the tokens beside it.
+def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> None:
+    """Refuses a layer whose output for a token depends on the tokens beside it.
 
-    torchao's and bitsandbytes' are known by name. Others whose class or weight is not torch's are
-    tried once, on two batches of a few rows, where their weight is on one device and whole.
+    torchao's and bitsandbytes' are known by name. Other linear layers whose class or weight is not
+    torch's are tried once, on two batches of a few rows, where their weight is on one device and
+    whole.
+
+    Args:
+        trains: whether gradients are wanted of layers before it.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: it does, or it stops gradients that are wanted.
     """
     # adapters are judged by their method
     origin = type(module).__module__
-    if not isinstance(module, nn.Linear) or origin.startswith("peft."):
+    if origin.startswith("peft."):
         return
-    if origin.startswith("bitsandbytes."):
+    if isinstance(module, nn.Linear) and origin.startswith("bitsandbytes."):
         _check_bitsandbytes(name, module)
         return
-    weight: Any = getattr(module.weight, "_local_tensor", module.weight)
+    # experts keep all their weights in one
+    for weight in module.parameters(recurse=False):
+        if _one_scale_of(module, _local(weight)):
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__}) quantises its input with one scale for all "
+                "tokens of a call, so a token's output depends on which others stand beside it: "
+                f"{_INSTEAD}"
+            )
+    if not isinstance(module, nn.Linear):
+        return
     # a family's own are proven with it
     known = type(module).forward is nn.Linear.forward or origin.startswith("transformers.models.")
-    if known and type(weight) in (nn.Parameter, torch.Tensor):
+    if known and is_plain(module.weight):
         return
-    if _one_scale_of(module, weight):
-        raise UnsupportedError(
-            f"{name} ({type(module).__name__}) quantises its input with one scale for all tokens "
-            f"of a call, so a token's output depends on which others stand beside it: {_INSTEAD}"
-        )
-    if _tried.get(module) is type(weight) or weight is not module.weight:
+    kind = type(module.weight)
+    done = _tried.get(module) in ((kind, trains), (kind, True))
+    if done or _local(module.weight) is not module.weight:
         return
-    if (depends := _depends_on_others(module, weight)) is None:
+    if (tried := _try(module, module.weight, trains)) is None:
         return
-    if depends:
+    alone, passes = tried
+    if not alone:
         raise UnsupportedError(
             f"{name} ({type(module).__name__}) gives a token another output when other tokens "
             f"stand beside it, which a packed forest changes: {_INSTEAD}"
         )
-    _tried[module] = type(weight)
+    if not passes:
+        raise UnsupportedError(
+            f"{name} ({type(module).__name__} with {kind.__name__}) gives its input no gradient, "
+            "so that what stands before it would not be trained: load it with quantised weights "
+            "alone, or freeze the model (requires_grad_(False))"
+        )
+    _tried[module] = kind, trains
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight, or this rank's part of it, is torch's own tensor: products with others are
+    what their `linear` makes of them."""
+    return type(_local(weight)) in (nn.Parameter, torch.Tensor)
 
 
 def check_quantizer(transformer: nn.Module) -> None:
     """Refuses a model that transformers loaded with a quantiser whose layers are not verified.
 
     Raises:
-        UnsupportedError: any but bitsandbytes in 4 bits, or in 8 without a threshold.
+        UnsupportedError: any but bitsandbytes and torchao, whose layers are judged one by one.
     """
     if not is_quantised(transformer):
         return
@@ -73,11 +96,10 @@ def check_quantizer(transformer: nn.Module) -> None:
     method = quantizer.quantization_config.quant_method
     # a name, or a member of an enumeration
     method = getattr(method, "value", method)
-    if method != "bitsandbytes":
+    if method not in ("bitsandbytes", "torchao"):
         raise UnsupportedError(
             f"models that transformers loads quantised (quantization_config) by {method} are "
-            "not verified: load it unquantised, or by bitsandbytes; torchao's quantize_ may then "
-            "quantise its weights"
+            "not verified: load it unquantised, or by bitsandbytes or torchao"
         )
 
 
@@ -118,22 +140,42 @@ def _one_scale_of(module: Any, weight: Any) -> bool:
         found.append(cast.scaling_granularity.name)
     if (options := getattr(weight, "act_quant_kwargs", None)) is not None:
         found.append(type(getattr(options, "granularity", None)).__name__)
+        # of NVFP4, above its scales of blocks
+        if getattr(options, "use_dynamic_per_tensor_scale", False):
+            return True
     return any(name in _ONE_SCALE for name in found)
 
 
-@torch.no_grad()
-def _depends_on_others(module: nn.Linear, weight: torch.Tensor) -> bool | None:
-    """None where it cannot be tried: on the wrong device, or partitioned."""
+def _local(weight: Any) -> Any:
+    """This rank's part of a sharded weight."""
+    return getattr(weight, "_local_tensor", weight)
+
+
+def _try(module: nn.Linear, weight: torch.Tensor, trains: bool) -> tuple[bool, bool] | None:
+    """Whether a layer treats a row alone, and whether gradients pass it if it `trains`; None where
+    it cannot be tried: on the wrong device, or partitioned."""
     if weight.is_meta or weight.numel() == 0:
         return None
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, 1, module.in_features, generator=generator).to(weight.device, weight.dtype)
-    alone = row.repeat(1, _ROWS, 1)
     # much larger ones, which take a common scale with them
     among_others = torch.cat([row, row.flip(-1) * 1000] * (_ROWS // 2), 1)
     try:
-        expected, found = module.forward(alone)[:, 0], module.forward(among_others)[:, 0]
+        with torch.set_grad_enabled(trains):
+            rows = row.repeat(1, _ROWS, 1).requires_grad_(trains)
+            output = module.forward(rows)
+            passes = not trains or _reaches(output, rows)
+        with torch.no_grad():
+            expected, found = output[:, 0], module.forward(among_others)[:, 0]
+            # far above the rounding of kernels that take rows in another order
+            alone = not bool((found - expected).abs().max() > 0.01 * expected.abs().max())
     except Exception:
         return None
-    # far above the rounding of kernels that take rows in another order
-    return bool((found - expected).abs().max() > 0.01 * expected.abs().max())
+    return alone, passes
+
+
+def _reaches(output: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a gradient of the output reaches the input, beside a bias that takes one."""
+    if not output.requires_grad:
+        return False
+    return torch.autograd.grad(output.sum(), rows, allow_unused=True)[0] is not None

@@ -15,6 +15,7 @@ from torch import nn
 
 from prefixtree.kernels.lm_head.vocabulary_parallel import VocabularySlice
 from prefixtree.models.checks import foreign_module
+from prefixtree.models.low_precision import is_plain
 
 # who wrote the forward, and what it wraps: a further wrapper might change logits
 _COLWISE_FORWARD = ("transformers.distributed.tensor_parallel", "torch.nn.modules.linear")
@@ -62,11 +63,14 @@ def sliced_head(lm_head: nn.Module, forward: Callable[..., Any]) -> SlicedHead |
 
 
 def is_linear(lm_head: nn.Module) -> bool:
-    """Whether its class computes what nn.Linear computes; its own `forward` may do something else.
+    """Whether its class and weight compute what nn.Linear computes; its own `forward` may do
+    something else.
 
     Sharding wrappers change the class by a subclass of the same forward.
     """
-    return isinstance(lm_head, nn.Linear) and type(lm_head).forward is nn.Linear.forward
+    if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+        return False
+    return is_plain(lm_head.weight)
 
 
 def _is_cut_by_rows(parameter: Any) -> bool:

@@ -159,7 +159,8 @@ def _is_sharded(model: nn.Module, lm_head: nn.Module) -> bool:
         return False
     if not is_linear(lm_head) or getattr(lm_head.forward, "__func__", None) is not _LINEAR:
         raise UnsupportedError(
-            f"the teacher is sharded, and its lm_head ({type(lm_head).__name__}) is not linear: "
+            f"the teacher is sharded, and its lm_head ({type(lm_head).__name__}) is not linear, or "
+            "quantised: "
             "leave the teacher whole on every rank"
         )
     return True

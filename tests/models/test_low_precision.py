@@ -1,6 +1,6 @@
 """Linear layers of low precision: those that treat every token alone run, others are refused.
 
-torchao is not installed. Stand-ins have the names that its layers and tensors are known by.
+Here those of bitsandbytes, and of no name; torchao's are in test_torchao.py.
 """
 
 from __future__ import annotations
@@ -26,23 +26,8 @@ from tests.support.models import (
     ragged_packed,
     run_packed,
     run_replicated,
+    with_random_lora,
 )
-
-
-class Int8Weight(torch.Tensor):
-    """As torchao's tensors: integers and scales, which `linear` reads."""
-
-    act_quant_kwargs: Any = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func is nn.functional.linear:
-                x, weight = args[:2]
-                return func(
-                    x, weight.data.as_subclass(torch.Tensor).mul(16).round() / 16, *args[2:]
-                )
-            return func(*args, **(kwargs or {}))
 
 
 class _Rounded(nn.Linear):
@@ -60,70 +45,25 @@ class _RoundedByRow(_Rounded):
     dim = -1
 
 
-class Float8Linear(_Rounded):
-    """As torchao's: its configuration says how inputs are scaled."""
-
-
 def with_layer(change: Any, implementation: str = "prefixtree") -> Any:
     model = build("llama", implementation)
     change(model.model.layers[1].mlp.up_proj)
     return model
 
 
-def of_class(kind: type, **attributes: Any) -> Any:
-    def change(linear: nn.Linear) -> None:
-        linear.__class__ = kind
-        vars(linear).update(attributes)
-
-    return change
+def of_class(kind: type) -> Any:
+    return lambda linear: setattr(linear, "__class__", kind)
 
 
-def of_weight(options: Any = None) -> Any:
-    def change(linear: nn.Linear) -> None:
-        weight = linear.weight.detach().as_subclass(Int8Weight)
-        weight.act_quant_kwargs = options
-        linear._parameters["weight"] = weight
-
-    return change
+def test_a_scale_for_all_tokens_is_refused() -> None:
+    message = r"layers\.1\.mlp\.up_proj .*another output when other tokens stand beside it.*rowwise"
+    with pytest.raises(UnsupportedError, match=message):
+        sequence_logprobs(with_layer(of_class(_Rounded)), ragged_packed())
 
 
-def recipe(granularity: str, scaling_type: str = "DYNAMIC") -> Any:
-    names = SimpleNamespace(name=scaling_type), SimpleNamespace(name=granularity)
-    cast = SimpleNamespace(scaling_type=names[0], scaling_granularity=names[1])
-    return SimpleNamespace(cast_config_input=cast)
-
-
-def per(granularity: str) -> Any:
-    return SimpleNamespace(granularity=type(granularity, (), {})())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (of_class(Float8Linear, config=recipe("TENSORWISE")), "one scale for all tokens"),
-        (of_weight(per("PerTensor")), "one scale for all tokens"),
-        # by no name
-        (of_class(_Rounded), "another output when other tokens stand beside it"),
-    ],
-)
-def test_a_scale_for_all_tokens_is_refused(change: Any, message: str) -> None:
-    model = with_layer(change)
-    with pytest.raises(UnsupportedError, match=rf"layers\.1\.mlp\.up_proj .*{message}.*rowwise"):
-        sequence_logprobs(model, ragged_packed())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        of_class(_RoundedByRow),
-        of_class(_RoundedByRow, config=recipe("AXISWISE")),
-        of_weight(),
-        of_weight(per("PerRow")),
-    ],
-)
-def test_what_treats_every_token_alone_runs(change: Any) -> None:
-    model, objective = with_layer(change), ragged_objective()
-    packed = run_packed(model, ragged_packed(), objective)
+def test_what_treats_every_token_alone_runs() -> None:
+    change, objective = of_class(_RoundedByRow), ragged_objective()
+    packed = run_packed(with_layer(change), ragged_packed(), objective)
     assert_same(packed, run_replicated(with_layer(change, "eager"), objective))
 
 
@@ -141,7 +81,6 @@ def test_a_layer_is_tried_once() -> None:
 
 def _loaded(folder: Path, model_type: str, **settings: Any) -> Any:
     """A checkpoint that transformers quantised while it loaded it, with LoRA, in training mode."""
-    peft = pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     build(model_type, "eager").save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
@@ -151,10 +90,7 @@ def _loaded(folder: Path, model_type: str, **settings: Any) -> Any:
         device_map="cpu",
         dtype=torch.float32,
     )
-    layers = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, config)
+    return with_random_lora(model, "q_proj", "v_proj", "up_proj", "down_proj")
 
 
 _NF4 = {

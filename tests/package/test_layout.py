@@ -12,7 +12,7 @@ PACKAGE = Path(prefixtree.__file__).parent
 # what tests something else than one room of the package
 BESIDE = {"support", "package", "examples", "benchmarks"}
 # half of a room: what needs another environment
-APART = {"kernels/attention/flash/fa4"}
+APART = {"kernels/attention/flash/fa4", "integrations/ms_swift"}
 FILES = {file.relative_to(TESTS).as_posix(): file for file in sorted(TESTS.rglob("*.py"))}
 FOLDERS = sorted({Path(name).parent.as_posix() for name in FILES} - {"."})
 

@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -80,29 +81,35 @@ def _of_the_taken(logits: torch.Tensor, edges: Any) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, edges.token[:, None])
 
 
-def _run(layout: str, wanted: Objective, roll: int = 0) -> tuple[Run, pt.BatchScores]:
+def _run(
+    layout: str, wanted: Objective, roll: int = 0, roll_temperature: int = 0
+) -> tuple[Run, pt.BatchScores]:
     """Through `batch_logprobs`; the loss is computed in the layout of the batch.
 
     Args:
         roll: columns by which the weights of the loss are shifted.
+        roll_temperature: columns by which temperatures per token are.
     """
     model = build("qwen3")
     given, place = _batch(layout, wanted.sequences)
     shape = given["input_ids"].shape
     masks = wanted.loss_masks
     assert masks is not None
-    if layout in ("right", "left", "both"):
+    per_row = all(np.ndim(t) == 0 for t in wanted.temperatures)
+    if per_row and layout in ("right", "left", "both"):
         temperature = np.ones(shape[0], np.float32)
         temperature[np.delete(np.arange(shape[0]), [0, 4])] = wanted.temperatures
     else:
         temperature = _spread(
             [
-                np.full(len(s), t)
+                np.broadcast_to(np.float64(t), len(s))
                 for s, t in zip(wanted.sequences, wanted.temperatures, strict=True)
             ],
             place,
             shape,
-        ).clamp(min=0.5)
+        )
+        # a temperature's column is that of its token
+        temperature = temperature.roll(roll_temperature, 1).clamp(min=0.5)
     scores = pt.batch_logprobs(
         model,
         **given,
@@ -148,6 +155,19 @@ def test_a_shift_by_one_column_is_seen() -> None:
     run, _ = _run("right", ragged_objective(), roll=1)
     found = errors(run, _reference())
     assert found.logprob < 1e-5 and found.gradient > 0.3
+
+
+@pytest.mark.parametrize("layout", ["left", "cu_seqlens"])
+def test_a_temperature_per_token(layout: str) -> None:
+    """At its token, and seen one column off: at the predictor."""
+    wanted = ragged_objective()
+    drawn = np.random.default_rng(1)
+    lengths = [len(tokens) for tokens in wanted.sequences]
+    wanted = replace(wanted, temperatures=[drawn.choice([0.7, 1.0, 1.6], n) for n in lengths])
+    reference = run_eager(build("qwen3"), wanted)
+    assert_same(_run(layout, wanted)[0], reference)
+    found = errors(_run(layout, wanted, roll_temperature=-1)[0], reference)
+    assert found.logprob > 0.1 and found.gradient > 0.1
 
 
 def test_a_batch_of_padding_runs_for_the_other_ranks() -> None:

@@ -177,6 +177,14 @@ def adapted(model: nn.Module, *targets: str) -> Any:
     return model.train()
 
 
+def with_random_lora(model: nn.Module, *targets: str) -> Any:
+    """With adapters of random weights; the model's own, which may be quantised, stay."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=[*targets], init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
 def text_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that text trains: not those of image encoders or indexers, nor frozen ones."""
     return {

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
+import runpy
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,6 +173,38 @@ def test_ms_swift(model_type: str, padding_free: bool, monkeypatch: pytest.Monke
     assert entropy.shape == logprobs.shape
     with pytest.raises(pt.UnsupportedError, match="pixel_values: images"):
         method(model, {**inputs, "pixel_values": ids}, keep, inputs["input_ids"], False)
+
+
+@pytest.mark.parametrize("trainer", ["openrlhf", "skyrl"])
+def test_the_launch_file_of_the_page(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the trainer gives to Ray stays, and the hook replaces its forward in a worker."""
+    page = (Path(__file__).parents[3] / "docs/your-trainer.md").read_text()
+    (text,) = re.findall(r"```py\n(import runpy, ray\n.*?)```", page, re.DOTALL)
+    name = "openrlhf.cli.train_ppo_ray"
+    assert name in text and "`use_skyrl`" in page
+    if trainer == "skyrl":
+        text = text.replace("use_openrlhf", "use_skyrl")
+        name = "skyrl.train.entrypoints.main_base"
+        assert f"`{name}`" in page
+    assert any((Path(folder) / f"{name.replace('.', '/')}.py").exists() for folder in sys.path)
+    given: list[Any] = []
+    ray = SimpleNamespace(init=lambda **settings: given.append(settings))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    # as both trainers start
+    start = lambda *args, **kwargs: ray.init(runtime_env={"env_vars": {"A": "1"}})  # noqa: E731
+    monkeypatch.setattr(runpy, "run_module", start)
+    exec(text, {})
+    (settings,) = given
+    hook = settings["runtime_env"].pop("worker_process_setup_hook")
+    assert settings == {"runtime_env": {"env_vars": {"A": "1"}}}
+    owner = importlib.import_module(ACTOR).Actor
+    if trainer == "skyrl":
+        owner = importlib.import_module(WRAPPER).HFModelWrapper
+    theirs = owner.forward
+    monkeypatch.setattr(owner, "forward", theirs)
+    monkeypatch.setattr(owner, "__init__", owner.__init__)
+    getattr(importlib.import_module(hook.rpartition(".")[0]), hook.rpartition(".")[2])()
+    assert owner.forward is not theirs
 
 
 def test_a_shift_turns_it_red() -> None:
