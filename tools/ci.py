@@ -44,6 +44,8 @@ _OF_MODELS = (
     *("models", "recompute", "sampling", "scoring", "parallel", "testing"),
     *("kernels", "kernels/attention", "kernels/lm_head", "kernels/recurrence"),
 )
+# and those of an adapter's: what its trainers hand through
+_OF_TRAINERS = ("models", "scoring", "parallel", "planning", "testing")
 # a target fails when it takes this many times its entry in COSTS, and so many processor seconds
 # more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
@@ -97,7 +99,7 @@ def targets() -> list[Target]:
                 f"test-full-{name}",
                 (environment,),
                 files=(
-                    *(f"prefixtree/{room}/*.py" for room in (*_OF_MODELS, "planning")),
+                    *(f"prefixtree/{room}/*.py" for room in _OF_TRAINERS),
                     *("prefixtree/integrations/*.py", f"prefixtree/integrations/{name}/**/*.py"),
                     *(f"tests/integrations/{name}/*.py", f"examples/{name}*", *more),
                 ),
