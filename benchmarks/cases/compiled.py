@@ -277,9 +277,15 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
 def _choice(is_on: bool, capability: int) -> None:
     """The kernels of kernels/best_keys.py and attention/triton/chosen.py: they must not spill,
     the selection on long paths but for a little beside its counts."""
-    tiles = {"HAS_WINDOW": is_on, "TOKENS": 128, "KEYS": 64}
     launched: list[tuple[Any, ...]] = [
-        (kernel, tiles, 4, {}) for kernel in (tile_bits.by_query_kernel, tile_bits.by_key_kernel)
+        (
+            kernel,
+            {"HAS_WINDOW": is_on, "TOKENS": 128, "KEYS": keys},
+            tile_bits.warps_of(128, keys),
+            {},
+        )
+        for kernel in (tile_bits.by_query_kernel, tile_bits.by_key_kernel)
+        for keys in (64, 128)
     ]
     limit = {"maxnreg": best_keys.REGISTERS}
     for size, warps in list(best_keys.SIZES.items())[-1 if is_on else 0 :]:

@@ -173,7 +173,7 @@ class LoanStore:
         Raises:
             RuntimeError: a layer's backward did not take what borrowers returned for its rows.
         """
-        left = {layer: 0 for loan in self.of_lender[step] for layer in loan.gradients}
+        left = {_module_of(key): 0 for loan in self.of_lender[step] for key in loan.gradients}
         if left:
             raise RuntimeError(
                 f"the backward of step {step} did not reach the attention of {len(left)} layers "
@@ -232,10 +232,11 @@ class StepExchanges:
             UnsupportedError: a module that attends twice per forward, in a step's first forward.
         """
         if self.lends and layer in self.seen:
+            name = type(_module_of(layer)).__name__
             raise UnsupportedError(
-                f"{type(layer).__name__} attends twice in one forward: the keys of both would be "
-                "one, so it cannot lend them from step to step; score without max_tokens, in "
-                "micro-batches (plan_micro_batches)"
+                f"{name} attends twice in one forward: the keys of both would be one, so it cannot "
+                "lend them from step to step; score without max_tokens, in micro-batches "
+                "(plan_micro_batches)"
             )
         self.seen.add(layer)
         return StepExchange(self, layer)
@@ -462,6 +463,11 @@ def run_in_steps(
     anchor = torch.zeros((), device=device, requires_grad=True)
     rows: tuple[torch.Tensor, ...] = _InSteps.apply(anchor, run)
     return rows
+
+
+def _module_of(layer: Hashable) -> Hashable:
+    """The attention module by which a layer is known, of which groups of heads may be numbered."""
+    return layer[0] if isinstance(layer, tuple) else layer
 
 
 def to_host(rows: _Rows) -> _Rows:

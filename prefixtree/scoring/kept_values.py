@@ -116,4 +116,7 @@ class _ValuesOfParts:
     def result(
         self, rows: torch.Tensor, index: GatherIndex, lengths: list[int]
     ) -> list[torch.Tensor]:
+        if lengths == [0]:
+            # an empty micro-batch: one token, as `take` has it, whose gradient is 0
+            return [rows.new_zeros(1, rows.shape[1]) + rows.sum()]
         return list(gather(rows, index).split(lengths))

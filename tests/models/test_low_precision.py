@@ -61,6 +61,48 @@ def test_a_scale_for_all_tokens_is_refused() -> None:
         sequence_logprobs(with_layer(of_class(_Rounded)), ragged_packed())
 
 
+class _Strict(torch.autograd.Function):
+    """Wants a contiguous gradient, as custom kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if not gradient.is_contiguous():
+            raise RuntimeError("expected a contiguous gradient")
+        return gradient
+
+
+class _RoundedStrictly(_Rounded):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Strict.apply(super().forward(x))
+
+
+class _RoundedInPlace(_Rounded):
+    """Whose own trial of gradients fails on a leaf."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(1.0))
+
+
+class _WithoutBackward(_Rounded):
+    """Whose gradient cannot be tried at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no backward here")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [_RoundedStrictly, _RoundedInPlace, _WithoutBackward])
+def test_a_trial_of_gradients_that_fails_hides_no_scale(kind: type) -> None:
+    """Tokens are tried apart from gradients."""
+    with pytest.raises(UnsupportedError, match="another output when other tokens"):
+        run_packed(with_layer(of_class(kind)), ragged_packed(), ragged_objective())
+
+
 def test_what_treats_every_token_alone_runs() -> None:
     change, objective = of_class(_RoundedByRow), ragged_objective()
     packed = run_packed(with_layer(change), ragged_packed(), objective)

@@ -133,6 +133,23 @@ def test_values_without_gradients_are_the_same() -> None:
         assert distance(kept(model), expected) < 1e-6
 
 
+def test_an_empty_micro_batch_has_one_token() -> None:
+    """As `take` has it and `sequence_values`: a loop needs no special case."""
+    model = classifier(SEQUENCE, "qwen3")
+    plan = plan_of(ragged_objective(), min_micro_batches=40)
+    empty = 0
+    with pt.kept_values(model, plan[0]) as scored:
+        for batch, values in scored:
+            if batch.is_empty:
+                (taken,) = batch.take([torch.ones(len(s)) for s in ragged_sequences()])
+                (direct,) = pt.sequence_values(model, batch.packed)
+                assert len(values) == 1 and values[0].shape == direct.shape == (len(taken), 2)
+                assert not values[0].any()
+                empty += 1
+            rewards(batch, values).backward()
+    assert empty
+
+
 @pytest.mark.parametrize("what", ["values of trunks", "keys"])
 def test_gradients_left_out_are_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the values of trunks' tokens, which losses of micro-batches use, or of their keys."""

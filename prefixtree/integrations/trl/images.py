@@ -46,6 +46,7 @@ class RowImages:
             raise UnsupportedError(f"the batch has {', '.join(unknown)}: {why}")
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         if "pixel_values" in given:
+            self._all = given["pixel_values"], given["image_grid_thw"]
             split: Any = split_pixel_values_by_grid(given)
             self._rows = list(zip(split["pixel_values"], split["image_grid_thw"], strict=True))
 
@@ -57,7 +58,10 @@ class RowImages:
         rows = self._rows[start:end]
         if not rows:
             return None, None
-        pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        pixels, grids = self._all
+        if len(rows) < len(self._rows):
+            # those of all rows are not copied
+            pixels, grids = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return (pixels, grids) if len(grids) else (None, None)
 
 

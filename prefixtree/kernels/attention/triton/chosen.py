@@ -63,7 +63,8 @@ def _packed(pairs, SIZE: tl.constexpr, LANES: tl.constexpr):
     return tl.trans(tl.sum(tl.reshape(bits, [SIZE, LANES // WIDE, WIDE]), 2))
 
 
-@triton.jit(do_not_specialize=("num_words", "window"))
+# CHOSEN may be a slice, which starts anywhere
+@triton.jit(do_not_specialize=("CHOSEN", "num_words", "window"))
 def by_query_kernel(
     CHOSEN,
     BITS,
@@ -136,7 +137,8 @@ def by_query_kernel(
         tl.store(TILES + i, tl.load(PARTIAL + 2 * i + 1))
 
 
-@triton.jit(do_not_specialize=("num_words", "window"))
+# CHOSEN may be a slice, which starts anywhere
+@triton.jit(do_not_specialize=("CHOSEN", "num_words", "window"))
 def by_key_kernel(
     CHOSEN,
     BITS,
@@ -178,6 +180,11 @@ def by_key_kernel(
             )
             tl.store(into + at, _packed(tl.trans(pairs), KEYS, TOKENS))
             into += WORDS * KEYS
+
+
+def warps_of(tokens: int, keys: int) -> int:
+    """Of a program that lays out the bits of such tiles: with fewer it spills."""
+    return 8 if tokens * keys > 128 * 64 else 4
 
 
 def lay_out(
@@ -234,5 +241,6 @@ def lay_out(
         HAS_WINDOW=call.window > 0,
         TOKENS=tokens,
         KEYS=keys,
+        num_warps=warps_of(tokens, keys),
     )
     return bits, beside

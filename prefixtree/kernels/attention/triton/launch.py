@@ -49,6 +49,10 @@ def refusal(call: AttentionCall) -> str | None:
         return f"head dims must be 1 to 256, and are {q.shape[2]} and {v.shape[2]}"
     if not call.scale >= 0:
         return f"scale must not be negative, and is {call.scale}"
+    # a masked score is multiplied by it, and must stay finite and far below the others
+    outer = (call.softcap or call.scale) * LOG2E
+    if call.chosen is not None and outer and not 2.0**-46 <= outer <= 2.0**46:
+        return f"with chosen keys, scale (or softcap) must be about 1, and is {outer / LOG2E}"
     if 3 * (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
         return f"{q.shape[0]} query tokens x {q.shape[1]} heads do not fit 32-bit row numbers"
     return None

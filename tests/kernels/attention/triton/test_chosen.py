@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixtree import PrefixForest, TreeMask, tree_attention
+from prefixtree import PrefixForest, TreeMask, UnsupportedError, tree_attention
 from prefixtree.kernels.attention.protocol import AttentionCall
 from prefixtree.kernels.attention.triton import chosen, launch
 from prefixtree.packing.block_tables import TileShape
@@ -168,6 +168,19 @@ def test_probe_reveals_exactly_the_choice(
     out = tree_attention(q, torch.randn_like(q), values, mask, scale=scale, chosen=bits)
     seen = out[:, 0].cpu() > 0
     assert torch.equal(seen, visible)
+
+
+@pytest.mark.parametrize("options", [{"scale": 1e-20}, {"scale": 1e20}, {"softcap": 1e-20}])
+def test_a_scale_that_masked_scores_do_not_survive_is_refused(
+    options: dict[str, float],
+) -> None:
+    mask = _mask()
+    x = torch.randn(mask.num_tokens, 1, 16, dtype=DTYPES[0], device=DEVICE)
+    with pytest.raises(UnsupportedError, match="must be about 1"):
+        bits = random_choice(mask, 1)[0]
+        tree_attention(x, x, x, mask, chosen=bits, backend="triton", **options)
+    # without a choice nothing is multiplied
+    assert tree_attention(x, x, x, mask, backend="triton", **options).isfinite().all()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
