@@ -227,7 +227,8 @@ def _attend_by_group(
     assert sinks is None
     count = len(chosen)
     groups = zip(q.chunk(count, 1), k.chunk(count, 1), v.chunk(count, 1), chosen, strict=True)
-    with as_one_call((mask.mask if isinstance(mask, DividedMask) else mask).host, "attention"):
+    attended = mask.attended if isinstance(mask, DividedMask) else mask
+    with as_one_call(attended.host, "attention"):
         parts = [
             _attend((module, i), a, b, c, mask, chosen=bits, **options)
             for i, (a, b, c, bits) in enumerate(groups)

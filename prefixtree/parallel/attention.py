@@ -17,6 +17,7 @@ from torch import nn
 from prefixtree.kernels.attention.api import check_chosen, checked_call
 from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION_BACKWARD
 from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.packing.mask import TreeMask
 from prefixtree.planning.parts import Part
 
 
@@ -73,6 +74,11 @@ class DividedMask:
         self.part = part
         self.mask = part.mask
         self.states_of = states_of
+
+    @property
+    def attended(self) -> TreeMask:
+        """The mask over which attention runs."""
+        return self.mask
 
     def attend(
         self,

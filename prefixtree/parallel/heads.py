@@ -20,6 +20,7 @@ from prefixtree.kernels.attention.operator import TREE_ATTENTION, TREE_ATTENTION
 from prefixtree.kernels.call_counter import as_one_call
 from prefixtree.kernels.chosen import words
 from prefixtree.kernels.torch_library import uncompiled
+from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.attention import DividedMask
 from prefixtree.parallel.ranks import RankExchange, TokensForHeads, divides
 from prefixtree.planning.parts import Parts
@@ -58,6 +59,10 @@ class HeadsMask(DividedMask):
         self.whole = parts.packed.mask
         self.exchange = exchange
         self._rows = RankExchange(parts, exchange.index, exchange.group)
+
+    @property
+    def attended(self) -> TreeMask:
+        return self.whole
 
     def index_keys(self, indexer: nn.Module, own: torch.Tensor) -> torch.Tensor:
         # every rank chooses for its own tokens, as heads of one query choose alike

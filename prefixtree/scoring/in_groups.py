@@ -396,18 +396,23 @@ def check_group_mode(mode: Any) -> None:
 
 def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) -> None:
     """Refuses what cannot be divided among ranks in this way."""
-    heads: Any = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if mode == "parts":
-        check_backend_of_parts(packed, heads, kv_heads)
-    if mode == "heads" and heads:
+    for heads, kv_heads in _heads_of(config):
+        if mode == "parts":
+            check_backend_of_parts(packed, heads, kv_heads)
+            continue
         # groups of heads that choose keys apart are divided one by one
         groups = kv_heads if INDEXED_BLOCKS in (getattr(config, "layer_types", None) or ()) else 1
         if problem := heads_problem(heads // groups, kv_heads // groups, ranks):
-            each = (
-                "" if groups == 1 else f"of each of {groups} groups of heads, which choose keys, "
-            )
+            each = "" if groups == 1 else f"of each of {groups} groups of heads that choose keys, "
             raise ValueError(each + problem)
+
+
+def _heads_of(config: Any) -> set[tuple[int, int]]:
+    """The query heads and kv heads of a model's layers; none where they have no attention."""
+    layers = getattr(config, "per_layer_config", None)
+    each = [config] if layers is None else [layers[i] for i in range(config.num_hidden_layers)]
+    heads = ((c, getattr(c, "num_attention_heads", None)) for c in each)
+    return {(n, getattr(c, "num_key_value_heads", None) or n) for c, n in heads if n}
 
 
 def check_backend_of_parts(packed: PackedForest, heads: int, kv_heads: int) -> None:

@@ -70,8 +70,9 @@ def test_two_ranks(
         differences = check_same(
             results[name, settings.beside], results[name, "prefixtree"], settings
         )
-        # old log-probabilities, reference and four updates
-        trunks = {} if settings.tokens is None else {"trunks": 6}
+        # old log-probabilities and reference; four updates too where cut trees would compute more
+        count = 2 if name == "qwen2_5_vl, pictures" else 6
+        trunks = {} if settings.tokens is None else {"trunks": count}
         assert results[name, "prefixtree"]["exchanges"] == trunks
         record_property(f"differences of rank {rank}", differences)
         print("DIFF", name, rank, {k: f"{v:.1e}" for k, v in differences.items()})
