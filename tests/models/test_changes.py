@@ -143,6 +143,7 @@ ELSEWHERE = {
     "models/indexers.py": "prepare: stays",
     "sampling/graphs.py": "torch's synchronisation warnings, within try",
     "demo/depot.py": "models of its own",
+    "testing/choices.py": "models of verify's own, which are thrown away",
     "testing/models.py": "models of its own",
     "testing/reference.py": "torch's precision of convolutions, within try",
     "kernels/torch_library.py": "torch's namespace of operators: stays",
