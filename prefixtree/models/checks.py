@@ -27,7 +27,7 @@ from prefixtree.models.families import (
     check_tokens,
     family_of,
 )
-from prefixtree.models.family_table import ATTENDING_TYPES
+from prefixtree.models.family_table import ATTENDING_TYPES, layer_types_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
@@ -178,9 +178,7 @@ def _check_states(transformer: Any, calls: int) -> None:
     """Every recurrent layer must have called its functions along the tree."""
     config = transformer.config.get_text_config()
     family = family_of(config)
-    layers = sum(
-        kind in family.recurrent_types for kind in getattr(config, "layer_types", None) or ()
-    )
+    layers = sum(kind in family.recurrent_types for kind in layer_types_of(config))
     if calls < layers * (expected := len(family.operators)):
         raise UnsupportedError(
             f"{calls} recurrent calls followed the tree in a forward of "

@@ -22,6 +22,7 @@ from prefixtree.models.family_table import (
     OLDEST_WITH_INDEXERS,
     OLDEST_WITH_STATES,
     Family,
+    layer_types_of,
 )
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
@@ -176,7 +177,7 @@ def check_config(config: Any, training: bool) -> None:
     family = family_of(config)
     if family.rules:
         _check_version(config)
-    if INDEXED in family.layer_types - set(getattr(config, "layer_types", None) or ()):
+    if INDEXED in family.layer_types - set(layer_types_of(config)):
         raise UnsupportedError(
             f"{config.model_type} has indexers, verified from transformers {OLDEST_WITH_INDEXERS} "
             f'on; {_TRANSFORMERS} is installed: pip install "transformers>={OLDEST_WITH_INDEXERS}"'
@@ -186,7 +187,7 @@ def check_config(config: Any, training: bool) -> None:
             f"{config.model_type} ignores config.sliding_window ({config.sliding_window}) in its "
             "other attentions, so that results would differ; set it to None"
         )
-    for layer_type in sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types):
+    for layer_type in sorted(set(layer_types_of(config)) - family.layer_types):
         raise UnsupportedError(
             f"layers of type {layer_type!r} are not verified in {config.model_type}: they may mix "
             "tokens by packed order, not along the tree; only "

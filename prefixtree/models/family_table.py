@@ -6,6 +6,7 @@ gradients (tests/models/test_families.py). Nothing is inferred from what a class
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 OLDEST_WITH_STATES = "5.17"
 # earlier ones call layers with indexers otherwise
 OLDEST_WITH_INDEXERS = "5.23"
+
+
+def layer_types_of(config: Any) -> Sequence[str]:
+    """transformers' names of a configuration's layers; none where it has no such list."""
+    return getattr(config, "layer_types", None) or ()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from prefixtree.models.families import (
     check_modules,
     family_of,
 )
-from prefixtree.models.family_table import FUSED, Family
+from prefixtree.models.family_table import FUSED, Family, layer_types_of
 from prefixtree.models.indexers import prepare_indexers
 from prefixtree.models.paths import unprepared
 from prefixtree.models.plain_batches import SHOWN_POSITIONS
@@ -332,7 +332,7 @@ def _check_mixer(name: str, mixer: nn.Module, config: Any, family: Family) -> No
 
 
 def _check_none_is_missing(found: int, config: Any, family: Family) -> None:
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = layer_types_of(config)
     expected = sum(kind in family.recurrent_types for kind in kinds)
     if found < max(1, expected):
         raise UnsupportedError(

@@ -39,6 +39,7 @@ from prefixtree.models.family_table import (
     INDEXED,
     INDEXED_BLOCKS,
     INDEXED_TYPES,
+    layer_types_of,
 )
 from prefixtree.models.paths import (
     CHUNK,
@@ -86,12 +87,12 @@ _SIZES = ("index_topk", "q_lora_rank", "topk_blocks", "block_size", "compress_ra
 
 def has_indexers(config: Any) -> bool:
     """Whether a configuration has layers with indexers."""
-    return not INDEXED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    return not INDEXED_TYPES.isdisjoint(layer_types_of(config))
 
 
 def compresses_keys(config: Any) -> bool:
     """Whether a configuration has layers that attend to compressed keys."""
-    return not COMPRESSED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    return not COMPRESSED_TYPES.isdisjoint(layer_types_of(config))
 
 
 def prepare_indexers(transformer: Any, config: Any) -> None:

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import check_config, family_of
-from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES
+from prefixtree.models.family_table import ATTENDING_TYPES, COMPRESSED_TYPES, layer_types_of
 
 # the keyword of positions in models whose layers hand on all keywords but position_ids
 SHOWN_POSITIONS = "shown_position_ids"
@@ -68,7 +68,7 @@ def plain_attention(
         raise ValueError(f'attn_implementation="prefixtree" needs the forest\'s mask: {_FIX}')
     config: Any = module.config
     check_config(config, training=False)
-    if not COMPRESSED_TYPES.isdisjoint(getattr(config, "layer_types", None) or ()):
+    if not COMPRESSED_TYPES.isdisjoint(layer_types_of(config)):
         raise UnsupportedError(
             f"ordinary batches of {config.model_type}, whose keys are compressed, are not verified "
             'under "prefixtree": use model.set_attn_implementation("eager") for them'
@@ -170,7 +170,7 @@ def shows_positions(module: nn.Module) -> bool:
     if index is None or index <= 0:
         # one that several layers share has no number of its own
         return index is not None
-    kinds = getattr(module.config, "layer_types", None) or ()
+    kinds = layer_types_of(module.config)
     # of hybrids the first layers may carry a state and see no positions
     return len(kinds) > index and not any(k in ATTENDING_TYPES for k in kinds[:index])
 

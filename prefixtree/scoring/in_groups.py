@@ -16,7 +16,7 @@ from torch import nn
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.checks import runs_deepspeed
 from prefixtree.models.families import ROUTES, forward_inputs
-from prefixtree.models.family_table import INDEXED_BLOCKS
+from prefixtree.models.family_table import INDEXED_BLOCKS, layer_types_of
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.vision import EncodedPictures, PlacedPictures
 from prefixtree.packing.gather import GatherIndex, gather
@@ -401,7 +401,7 @@ def _check_mode(mode: GroupMode, config: Any, packed: PackedForest, ranks: int) 
             check_backend_of_parts(packed, heads, kv_heads)
             continue
         # groups of heads that choose keys apart are divided one by one
-        groups = kv_heads if INDEXED_BLOCKS in (getattr(config, "layer_types", None) or ()) else 1
+        groups = kv_heads if INDEXED_BLOCKS in layer_types_of(config) else 1
         if problem := heads_problem(heads // groups, kv_heads // groups, ranks):
             each = "" if groups == 1 else f"of each of {groups} groups of heads that choose keys, "
             raise ValueError(each + problem)

@@ -2,12 +2,13 @@
 
 A trunk's forward runs once and its graph is kept. Each micro-batch reads the trunk's keys and
 values (in recurrent layers its states) in every layer, and what the model gives of the trunk, as
-leaves; its backward runs at once and
-adds to their gradients in float32. Behind the backward of the last micro-batch that borrows from
-it, the trunk's own backward runs. So every distinct token is computed once per rank, for a loss
-that is a sum over micro-batches. How parts lend and return is in `parallel.steps`, which parts
-there are in `planning.trunks`, and what the model gives of a part in `scoring.kept_trunks` and
-`scoring.kept_values`. Legend: S sequences that were planned, U units that get a row.
+leaves; its backward runs at once and adds to their gradients in float32. Behind the backward of the
+last micro-batch that borrows from it, the trunk's own backward runs. So every distinct token is
+computed once per rank, for a loss that is a sum over micro-batches. How parts lend and return is in
+`parallel.steps`, which parts there are in `planning.trunks`, and what the model gives of a part in
+`scoring.kept_trunks` and `scoring.kept_values`.
+
+Legend: S sequences that were planned, U units that get a row.
 """
 
 from __future__ import annotations

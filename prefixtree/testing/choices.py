@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from prefixtree.kernels.chosen import from_bits
-from prefixtree.models.family_table import INDEXED
+from prefixtree.models.family_table import INDEXED, layer_types_of
 from prefixtree.packing.layout import PackedForest
 
 
@@ -156,7 +156,7 @@ class Margins:
 
 def chooses_keys(config: Any) -> bool:
     """Whether a model of this configuration has indexers that choose keys one by one."""
-    return INDEXED in (getattr(config.get_text_config(), "layer_types", None) or ())
+    return INDEXED in layer_types_of(config.get_text_config())
 
 
 def _indexers_of(model: nn.Module) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 
 from prefixtree.errors import InputError, UnsupportedError
 from prefixtree.hub import explain, load_config
-from prefixtree.models.family_table import COMPRESSED_TYPES, INDEXED_BLOCKS
+from prefixtree.models.family_table import COMPRESSED_TYPES, INDEXED_BLOCKS, layer_types_of
 from prefixtree.rollouts import Rollouts
 from prefixtree.rollouts.picture_messages import FIRST_PICTURE
 from prefixtree.testing.reference import EAGER_BY_ROWS
@@ -133,7 +133,7 @@ def _build(setting: Setting, attention: str) -> Any:
             if not file.is_file():
                 raise
             raise OSError(f"{problem} {file} in the folder's place gives random weights") from None
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = layer_types_of(model.config.get_text_config())
     if attention == EAGER_BY_ROWS and not _EAGER_ALONE.isdisjoint(kinds):
         model.set_attn_implementation("eager")
     model.to(setting.device).eval()

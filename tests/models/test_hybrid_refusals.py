@@ -48,8 +48,9 @@ def test_prepare_of_a_model_without_states_changes_nothing_and_checks() -> None:
         pt.prepare(torch.nn.Sequential(build("qwen3"), torch.nn.Dropout(0.1)).train())
     with pytest.raises(pt.UnsupportedError, match="holds no transformers model"):
         pt.prepare(torch.nn.Linear(2, 2))
+    path: Any = "path"
     with pytest.raises(TypeError, match="got str; AutoModelForCausalLM"):
-        pt.prepare("path")  # type: ignore[type-var]
+        pt.prepare(path)
 
 
 @pytest.mark.skipif(SERVED, reason="this transformers hands recurrent layers the tree")
