@@ -50,7 +50,8 @@
 #                      FIRST_STEP_ARGS="--models qwen3-0.6b"
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        3     a tree larger than one forward, on one GPU
-#   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times
+#   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times; megatron_4gpu, context
+#                      parallelism on four
 #   decode       1     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
 #   sampling     1     the sampler's tests: captured steps, memory, families
 #   decode_steps 1     a whole decoding step, over the time of its bytes
@@ -503,13 +504,19 @@ update_2gpu() {
 }
 
 # a process a GPU. `pack_megatron` gathers its wheel, of which all that is used is Python
-megatron() {
-  ours megatron || return
-  unpack "$files/megatron.tar.xz" "$megatron" || { failed+=("megatron (no $files/megatron.tar.xz)"); return 1; }
-  PYTHONPATH=$PYTHONPATH:$megatron OUT=$out/megatron_2gpu.json limited megatron 400 \
-    python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-    -m tests.integrations.megatron.on_gpus
+megatron_on() {
+  local name=megatron
+  (($1 == 2)) || name=megatron_4gpu
+  ours $name || return
+  unpack "$files/megatron.tar.xz" "$megatron" || { failed+=("$name (no $files/megatron.tar.xz)"); return 1; }
+  PYTHONPATH=$PYTHONPATH:$megatron OUT=$out/megatron_$1gpu.json limited $name 400 \
+    python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$1" \
+    -m tests.integrations.megatron.on_gpus ${MEGATRON_ARGS:-}
 }
+
+megatron() { megatron_on 2; }
+
+megatron_4gpu() { megatron_on 4; }
 
 pack_megatron() {
   set -e
@@ -597,7 +604,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

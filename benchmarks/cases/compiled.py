@@ -156,6 +156,8 @@ class Code:
     shared: int
     programs: int
     loops: list[Loop]
+    # registers that a step's products read and the step then gives to something else
+    overwritten: int = 0
 
 
 def read(kernel: Any, warps: int, capability: int) -> Code:
@@ -169,8 +171,10 @@ def read(kernel: Any, warps: int, capability: int) -> Code:
     shared = kernel.metadata.shared
     by_registers = 65536 // (-(-registers // 8) * 8 * warps * 32)
     by_memory = SHARED[capability] * 1024 // (shared + 1024)
-    loops = sorted((_loop(body, warps) for body in _innermost(lines)), key=lambda loop: loop.issued)
-    return Code(registers, stack, shared, min(by_registers, by_memory), loops[:2])
+    bodies = _innermost(lines)
+    loops = sorted((_loop(body, warps) for body in bodies), key=lambda loop: loop.issued)
+    overwritten = sum(_overwritten(body) for body in bodies)
+    return Code(registers, stack, shared, min(by_registers, by_memory), loops[:2], overwritten)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -201,6 +205,35 @@ def _loop(body: list[str], warps: int) -> Loop:
             tensor += int(m[1]) // 2
     scale = warps // 4
     return Loop(sum(counts.values()) * scale, tensor * scale, counts["LDL"])
+
+
+_PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), (R(\d+))?")
+_RESULT = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(\S*)\s+(?:U?P\w+, )?R(\d+)\b")
+
+
+def _overwritten(body: list[str]) -> int:
+    """Registers of a first operand that outlives a step, and are written in the step.
+
+    Of such an operand (the forward's queries) every later step reads something else: ptxas of CUDA
+    12.8 gave registers of queries to probabilities where both products had one shape and a branch
+    lay between them, and the output was wrong.
+    """
+    written: set[int] = set()
+    outlives: set[int] = set()
+    lost: set[int] = set()
+    for line in body:
+        results: Iterable[int] = ()
+        if m := _PRODUCT.search(line):
+            first = range(int(m[4]), int(m[4]) + 4) if m[3] else ()
+            outlives |= set(first) - written
+            results = range(int(m[2]), int(m[2]) + int(m[1]) // 2)
+        elif (m := _RESULT.search(line)) and not re.match(r"ST|RED|ATOM|LDGSTS", m[1]):
+            wide = re.search(r"\.(64|128|WIDE|M88\.4|M88\.2)\b", m[2])
+            count = {"64": 2, "WIDE": 2, "128": 4, "M88.4": 4, "M88.2": 2}[wide[1]] if wide else 1
+            results = range(int(m[3]), int(m[3]) + count)
+        lost |= outlives & set(results)
+        written |= set(results)
+    return len(lost)
 
 
 def launched(found: Iterable[Config]) -> Iterator[tuple[Config, dict[str, bool]]]:
@@ -404,6 +437,10 @@ def _row(name: str, dims: str, is_chosen: bool, config: Config, code: Code) -> d
 def _wrong(row: dict[str, Any], features: bool) -> list[str]:
     """Why a chosen configuration must not be shipped."""
     where, out = f"{row['kernel']} {row['dims']}", []
+    if row["overwritten"]:
+        out.append(
+            f"{where}: {row['overwritten']} registers of a product's operand are overwritten"
+        )
     if row["programs"] == 0:
         out.append(f"{where}: {row['shared']} bytes of shared memory do not fit")
     if not features and any(x["spills"] * 12 > x["issued"] for x in row["loops"][:1]):

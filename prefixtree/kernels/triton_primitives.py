@@ -213,3 +213,19 @@ def chosen(words, lane):
     # A thread holds two neighbouring lanes of every eight, so that its lanes share bits 1 and 2: it
     # shifts its few words by these, and tests its pairs with constants.
     return ((words >> (lane & 6)[None, :]) & (1 << (lane & 25))[None, :]) != 0
+
+
+@triton.jit
+def only_chosen(values, other, words, lane, is_dense, BRANCH: tl.constexpr):
+    """Each pair's value where it is `chosen`, else `other`; where is_dense, all are.
+
+    BRANCH says whether dense tiles skip the compares. It must be off where the products before and
+    behind have results of one shape: ptxas (CUDA 12.8) then puts the second's operand into those
+    registers of the first's that later steps read again (`benchmarks.cases.compiled` counts them).
+    """
+    if BRANCH:
+        if not is_dense:
+            values = tl.where(chosen(words, lane), values, other)
+    else:
+        values = tl.where(chosen(words, lane), values, other)
+    return values

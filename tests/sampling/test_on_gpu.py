@@ -19,7 +19,7 @@ from prefixtree.sampling import Draws, Samples, TreeSampler
 from prefixtree.sampling.graphs import StepGraphs
 from prefixtree.sampling.step import DecodeStep
 from tests.sampling.cases import GREEDY, words
-from tests.support.models import build
+from tests.support.models import build, cases
 
 pytestmark = pytest.mark.gpu
 
@@ -146,7 +146,8 @@ def test_logprobs_are_those_of_training() -> None:
         torch.testing.assert_close(new.cpu(), old, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "lfm3"])
+@pytest.mark.filterwarnings("ignore:recurrent layers run through torch")
+@pytest.mark.parametrize("family", cases(["qwen3_5", "bamba", "lfm3"]))
 def test_states_move_in_graphs(family: str) -> None:
     """Bit by bit as steps that are not captured, with rows that stop; and log-probabilities are
     those of training."""

@@ -46,7 +46,7 @@ from tests.integrations.megatron.runs import (
 )
 from tests.integrations.megatron.state_runs import DELTA, MAMBA
 from tests.integrations.megatron.test_one_process import FULL
-from tests.support.megatron_cpu import in_float64
+from tests.support.megatron_cpu import DEVICE, in_float64
 from tests.support.megatron_states import stand_in_for_kernels
 
 SP = {"sequence_parallel": True}
@@ -104,7 +104,7 @@ def with_loss(logprobs: Any, entropy: Any, config: Any) -> tuple[Any, Callable[[
     # this rank's share of the tokens
     group = parallel_state.get_context_parallel_group()
     share = TOKENS // group.size() + (group.rank() < TOKENS % group.size())
-    tokens = torch.tensor(share, dtype=torch.int)
+    tokens = torch.tensor(share, dtype=torch.int, device=DEVICE)
     return loss, lambda value: (value, tokens, {"loss": value.detach().clone()})
 
 

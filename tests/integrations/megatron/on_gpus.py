@@ -1,8 +1,10 @@
-"""The cases of two ranks on two GPUs with NCCL, half precision through our backends, and times
-of an 8B-shaped slice. There is no fused attention of Megatron's to compare times with where
-TransformerEngine is not installed, so a forest without sharing, through our kernels, stands for it.
+"""The cases of two ranks and of four on as many GPUs with NCCL, half precision through our backends,
+and times of an 8B-shaped slice. There is no fused attention of Megatron's to compare times with
+where TransformerEngine is not installed, so a forest without sharing, through our kernels, stands
+for it.
 
     torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus tensor pipeline half times
+    torchrun --nproc-per-node 4 -m tests.integrations.megatron.on_gpus context
 
 Rank 0 writes all results to the file that OUT names, where it does.
 """
@@ -28,7 +30,7 @@ from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, SequenceScores, pack
 from prefixtree.integrations.megatron import pack_batches, tree_logprobs, tree_spec
 from prefixtree.kernels.attention import explain
-from tests.integrations.megatron import pipeline_ranks, tensor_ranks
+from tests.integrations.megatron import context_ranks, pipeline_ranks, tensor_ranks
 from tests.integrations.megatron.runs import (
     Case,
     Weights,
@@ -165,10 +167,17 @@ def pipeline() -> dict[str, Any]:
     return found
 
 
+def context() -> dict[str, Any]:
+    """Every case of test_context_parallel.py, on four ranks."""
+    return context_ranks.on_rank(dist.get_rank(), Path())
+
+
 if __name__ == "__main__":
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     runs = {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
+    if dist.get_world_size() == 4:
+        runs = {"context": context}
     rows: list[dict[str, Any]] = []
     for chosen in sys.argv[1:] or runs:
         # Megatron keeps the first scale's shape, and its schedules give another than a backward

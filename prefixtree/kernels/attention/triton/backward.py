@@ -25,6 +25,7 @@ from prefixtree.kernels.triton_primitives import (
     load_queries,
     load_rows,
     load_vector,
+    only_chosen,
     product,
     rows_of_tile,
     squash,
@@ -502,8 +503,7 @@ def queries_kernel(
             # in front of the branch, across which products do not overlap
             dp = product(dout, tl.trans(v))
             logits = scores * outer - top[:, None]
-            if not is_dense:
-                logits = tl.where(chosen(words, lane), logits, float("-inf"))
+            logits = only_chosen(logits, float("-inf"), words, lane, is_dense, KEYS != D_PADDED)
         else:
             seen = visible(
                 query[:, None],

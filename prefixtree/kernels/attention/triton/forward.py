@@ -17,11 +17,11 @@ from prefixtree.kernels.triton_primitives import (
     MASKED,
     MASKED_SCORE,
     absorb,
-    chosen,
     chosen_words,
     key_lanes,
     load_keys,
     load_queries,
+    only_chosen,
     product,
     rows_of_tile,
     squash,
@@ -129,8 +129,7 @@ def forward_kernel(
         v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
         if HAS_CHOSEN:
             scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-            if not is_dense:
-                scores = tl.where(chosen(words, lane), scores, MASKED_SCORE)
+            scores = only_chosen(scores, MASKED_SCORE, words, lane, is_dense, KEYS != DV_PADDED)
             top, total, acc = absorb(scores, outer, v, top, total, acc)
         else:
             seen = visible(

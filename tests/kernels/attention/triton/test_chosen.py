@@ -86,7 +86,7 @@ def test_any_forest(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, sorted(TILES)[seed % len(TILES)])
     forest = random_forest(rng, 12, int(rng.choice([2, 12, 50])))
     mask = _mask(forest)
-    if seed % 3 == 2:
+    if seed % 3 == 2 and mask.num_tokens > 2:
         middle = mask.num_tokens // 2
         mask = mask.for_queries([(middle // 2, middle), (middle + 1, mask.num_tokens)])
         mask = mask.with_options(backend="triton")
@@ -167,7 +167,7 @@ def test_probe_reveals_exactly_the_choice(
     values = torch.eye(mask.num_tokens, dtype=DTYPES[0], device=DEVICE)[:, None]
     out = tree_attention(q, torch.randn_like(q), values, mask, scale=scale, chosen=bits)
     seen = out[:, 0].cpu() > 0
-    assert torch.equal(seen, visible)
+    assert torch.equal(seen, visible.cpu())
 
 
 @pytest.mark.parametrize("options", [{"scale": 1e-20}, {"scale": 1e20}, {"softcap": 1e-20}])

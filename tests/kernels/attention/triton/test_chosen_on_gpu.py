@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree import tree_attention
+from prefixtree import PrefixForest, tree_attention
 from prefixtree.kernels import chosen, index_scores
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.models import attention
@@ -21,18 +21,21 @@ pytestmark = pytest.mark.gpu
 
 # DeepSeek V3.2's and GLM-5's head dims, and grouped heads
 SHAPES = [((4, 4), (192, 128)), ((4, 4), (256, 256)), ((8, 2), (128, 128)), ((8, 1), (64, 64))]
+# its nodes are long, for which some head dims have other tiles
+LONG = PrefixForest.from_parents([-1, 0, 0], [1500, 600, 900])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("heads, dims", SHAPES)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("forest", [FOREST, LONG], ids=["short", "long"])
 def test_numerics(
-    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], deterministic: bool
+    dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], forest: PrefixForest
 ) -> None:
-    mask = cuda_mask(FOREST, deterministic=deterministic)
-    bits, visible = random_choice(mask)
-    case = Case.random(mask, heads, dims, dtype).to("cuda")
-    assert_numerics(FOREST, mask, case, ours(mask, backend="triton", chosen=bits), visible)
+    for deterministic in (False, True):
+        mask = cuda_mask(forest, deterministic=deterministic)
+        bits, visible = random_choice(mask)
+        case = Case.random(mask, heads, dims, dtype).to("cuda")
+        assert_numerics(forest, mask, case, ours(mask, backend="triton", chosen=bits), visible)
 
 
 def test_float32_runs_on_sdpa() -> None:
