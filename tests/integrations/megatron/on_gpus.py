@@ -1,7 +1,7 @@
-"""The cases of two ranks and of four on as many GPUs with NCCL, half precision through our backends,
-and times of an 8B-shaped slice. There is no fused attention of Megatron's to compare times with
-where TransformerEngine is not installed, so a forest without sharing, through our kernels, stands
-for it.
+"""The cases of two ranks and of four on as many GPUs with NCCL, half precision through our
+backends, and times of an 8B-shaped slice. There is no fused attention of Megatron's to compare
+times with where TransformerEngine is not installed, so a forest without sharing, through our
+kernels, stands for it.
 
     torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus tensor pipeline half times
     torchrun --nproc-per-node 4 -m tests.integrations.megatron.on_gpus context
