@@ -271,7 +271,8 @@ def _token_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # RoPE leaves query and key in float32; eager's matrix products would cast all three
         dtype = torch.get_autocast_dtype(tensors[0].device.type)
         tensors = tuple(x.to(dtype) for x in tensors)
-    return tuple(x[0].transpose(0, 1) for x in tensors)
+    # `x[0]` would have a gradient that is filled with zeros first, and lies head by head
+    return tuple(x.squeeze(0).transpose(0, 1) for x in tensors)
 
 
 # attributes and values by which attention modules tell that they have a sliding window

@@ -150,7 +150,8 @@ def _conv(
     if tree_mask is None and forest_cache is None:
         return original(x, weight, bias, activation=activation, **kwargs)
     _check_call(tree_mask, x.transpose(1, 2), kwargs)
-    rows = x[0].t().to(weight.dtype)
+    # not x[0], whose gradient is laid out channel by channel: no product takes that at full speed
+    rows = x.squeeze(0).t().to(weight.dtype)
     out = _states_of(tree_mask, forest_cache).conv(rows, weight, bias, activation)
     return out.to(x.dtype).t()[None]
 
@@ -171,7 +172,7 @@ def _delta_rule(
         return original(query, key, value, g=g, beta=beta, **kwargs)
     _check_call(tree_mask, query, kwargs)
     l2norm = kwargs.get("use_qk_l2norm_in_kernel", False)
-    rows = (part[0] for part in (query, key, value, g, beta))
+    rows = (part.squeeze(0) for part in (query, key, value, g, beta))
     out = _states_of(tree_mask, forest_cache).delta_rule(*rows, qk_l2norm=l2norm)
     return out[None], None
 
@@ -195,7 +196,7 @@ def _ssd(
         raise UnsupportedError("a gate inside mamba2_chunk_scan (z) is not verified")
     names = ("D", "dt_bias", "dt_softplus", "dt_limit")
     options = {name: kwargs[name] for name in names if name in kwargs}
-    rows = x[0], dt[0], A, B[0], C[0]
+    rows = x.squeeze(0), dt.squeeze(0), A, B.squeeze(0), C.squeeze(0)
     return _states_of(tree_mask, forest_cache).ssd(*rows, **options)[None]
 
 

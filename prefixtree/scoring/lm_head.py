@@ -210,7 +210,7 @@ def scoring_lm_head(
         def score(hidden: torch.Tensor) -> torch.Tensor:
             _check_whole(hidden, lm_head.weight if plain else None)
             _check_rows(causal_lm, hidden, len(edges.predictors))
-            rows = gather(hidden[0], edges.to_predictors)
+            rows = gather(hidden.squeeze(0), edges.to_predictors)
             rest = (edges.target, edges.temperature, options)
             # statistics and measures need whole rows
             slices = not (plain or options.statistics or options.measure)

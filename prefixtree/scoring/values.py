@@ -107,7 +107,7 @@ def values_of_tokens(
             f"{type(classifier).__name__} returned {got}, expected one row of values per token, "
             f"{list(expected)}; use a token classifier"
         )
-    return values[0].to(torch.promote_types(values.dtype, torch.float32))
+    return values.squeeze(0).to(torch.promote_types(values.dtype, torch.float32))
 
 
 def checked_classifier(model: nn.Module, packed: PackedForest) -> Any:

@@ -7,7 +7,7 @@ import copy
 import io
 import json
 import pickle
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -344,3 +344,23 @@ def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
     assert cost.attention == 7 * 4 * (16 + 16)
     plan = pt.plan_micro_batches(sequences, max_tokens=60, cost_model=cost)
     assert sorted(i for batch in plan[0] for i in batch.sequence_indices) == list(range(12))
+
+
+@needs_states
+@pytest.mark.parametrize(
+    "family", cases(["qwen3", "qwen3_5", "kimi_linear", "olmo_hybrid", "bamba"])
+)
+def test_gradients_reach_projections_token_by_token(family: str) -> None:
+    """Channel by channel, their products take several times as long on a GPU."""
+    model, channelwise = build(family), []
+
+    def note(name: str, module: torch.nn.Module, _: Any, upstream: Any) -> None:
+        if upstream[0].stride(-1) != 1:
+            channelwise.append((name, upstream[0].shape, upstream[0].stride()))
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_full_backward_hook(partial(note, name))
+    scores = pt.sequence_logprobs(model, ragged_packed())
+    torch.cat(list(scores.logprobs)).sum().backward()
+    assert not channelwise

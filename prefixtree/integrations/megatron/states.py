@@ -74,14 +74,15 @@ def _conv(
     states: KeepsStates, x: torch.Tensor, weight: Any, bias: Any, activation: str, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """As fla's causal_conv1d: x [1, t, D] -> [1, t, D]."""
-    return states.conv(x[0], weight, bias, activation)[None], None
+    return states.conv(x.squeeze(0), weight, bias, activation)[None], None
 
 
 def _delta_rule(
     states: KeepsStates, query: Any, key: Any, value: Any, g: Any, beta: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """As fla's chunk_gated_delta_rule: [1, t, H, ...] -> [1, t, H, P]."""
-    return states.delta_rule(query[0], key[0], value[0], g[0], beta[0])[None], None
+    rows = (part.squeeze(0) for part in (query, key, value, g, beta))
+    return states.delta_rule(*rows)[None], None
 
 
 class ForestMamba(_Mixer):

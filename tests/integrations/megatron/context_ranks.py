@@ -168,7 +168,8 @@ def run(case: Case, step: Any, wrap: Callable[[Any], Any] | None = None) -> dict
         if model.config.calculate_per_token_loss:
             size = parallel_state.get_context_parallel_world_size()
             rank = parallel_state.get_context_parallel_rank()
-            tokens = torch.tensor(TOKENS // size + (rank < TOKENS % size), dtype=torch.int)
+            share = TOKENS // size + (rank < TOKENS % size)
+            tokens = torch.tensor(share, dtype=torch.int, device=DEVICE)
         finalize_model_grads([ddp], tokens)
         found = {name: p.main_grad.clone() for name, p in model.named_parameters()}
         routers = router_runs.router_results(model)
