@@ -51,12 +51,14 @@ class RowRuns:
 
         Args:
             source: [rows, ...], any strides.
-            out: [count, ...] of the same dtype; written.
+            out: [count, ...] of the same dtype, any strides; written.
 
         Returns:
             `out`.
         """
         if not self._by_slices:
+            if not out.is_contiguous():
+                return out.copy_(source.index_select(0, self.index))
             return torch.index_select(source, 0, self.index, out=out)
         for first, at, length in self._runs:
             out[at : at + length] = source[first : first + length]
@@ -66,8 +68,8 @@ class RowRuns:
         """Writes rows into a larger tensor.
 
         Args:
-            target: [rows, ...]; written.
-            rows: [count, ...] of the same dtype.
+            target: [rows, ...], any strides; written.
+            rows: [count, ...] of the same dtype, any strides.
         """
         if not self._by_slices:
             target.index_copy_(0, self.index, rows)

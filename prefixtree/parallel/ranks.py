@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from prefixtree.packing.row_runs import RowRuns
-from prefixtree.packing.transfers import move
 from prefixtree.parallel.attention import PartMask
 from prefixtree.planning.parts import Part, Parts
 
@@ -192,14 +191,20 @@ class TokensForHeads:
         return counts
 
     @cached_property
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [T] each: the row at which each packed token arrives, and the token of each row."""
-        # numbers of 16 bits are sorted in linear time
-        token = np.argsort(self._parts.owner.astype(np.uint16), kind="stable")
-        row = np.empty_like(token)
-        row[token] = np.arange(len(token))
-        both = move(torch.from_numpy(np.concatenate([row, token])), self._parts.packed.device)
-        return both[: len(token)], both[len(token) :]
+    def _runs(self) -> list[RowRuns]:
+        """The packed tokens of each rank."""
+        owner, device = self._parts.owner, self._parts.packed.device
+        first = np.flatnonzero(np.diff(owner, prepend=-1))
+        length = np.diff(first, append=len(owner))
+        of_runs = owner[first]
+        return [
+            RowRuns(first[of_runs == rank], length[of_runs == rank], device)
+            for rank in range(self.ranks)
+        ]
+
+    def _but_own(self, counts: Sequence[int]) -> list[int]:
+        """Own rows are copied: through the exchange they would take as long as another rank's."""
+        return [0 if rank == self.index else count for rank, count in enumerate(counts)]
 
     def turns(self, *heads: int) -> int:
         """The number of turns in which so many heads each may be exchanged and computed: while a
@@ -235,12 +240,21 @@ class TokensForHeads:
             for x in _in_one_dtype(rows)
         ]
         widths = [x.shape[2] for x in pieces]
-        sent = torch.cat([x.transpose(0, 1) for x in pieces], 2).flatten(0, 1)
-        got, on_its_way = start_all_to_all(sent, [own] * ranks, self._counts, self.group)
+        sent = pieces[0].new_empty(ranks - 1, own, sum(widths))
+        others = [rank for rank in range(ranks) if rank != self.index]
+        for to_rank, rank in zip(sent, others, strict=True):
+            torch.cat([x[:, rank] for x in pieces], 1, out=to_rank)
+        to_ranks, of_ranks = self._but_own([own] * ranks), self._but_own(self._counts)
+        got, on_its_way = start_all_to_all(sent.flatten(0, 1), to_ranks, of_ranks, self.group)
+        found = sent.new_empty(sum(self._counts), sum(widths))
+        for x, columns in zip(pieces, found.split(widths, 1), strict=True):
+            self._runs[self.index].put(columns, x[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            found = got.index_select(0, self._places[0])
+            for runs, of_rank in zip(self._runs, got.split(of_ranks), strict=True):
+                if len(of_rank):
+                    runs.put(found, of_rank)
             return [
                 _in_its_dtype(y, x.dtype).unflatten(1, (-1, x.shape[-1]))
                 for x, y in zip(rows, found.split(widths, 1), strict=True)
@@ -251,17 +265,28 @@ class TokensForHeads:
     def start_to_tokens(self, heads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """The reverse, of [T, h, d] each; the function returns [t, n h, d] each."""
         ranks, own = self.ranks, self._counts[self.index]
-        pieces = _in_one_dtype(heads)
-        sent = torch.cat([x.flatten(1) for x in pieces], 1).index_select(0, self._places[1])
-        got, on_its_way = start_all_to_all(sent, self._counts, [own] * ranks, self.group)
-        widths = [x.shape[1] * x.shape[2] for x in pieces]
+        pieces = [x.flatten(1) for x in _in_one_dtype(heads)]
+        widths = [x.shape[1] for x in pieces]
+        to_ranks, of_ranks = self._but_own(self._counts), self._but_own([own] * ranks)
+        sent = pieces[0].new_empty(sum(to_ranks), sum(widths))
+        for runs, to_rank in zip(self._runs, sent.split(to_ranks), strict=True):
+            if len(to_rank):
+                for x, columns in zip(pieces, to_rank.split(widths, 1), strict=True):
+                    runs.take(x, columns)
+        got, on_its_way = start_all_to_all(sent, to_ranks, of_ranks, self.group)
+        found = [x.new_empty(own, ranks, width) for x, width in zip(pieces, widths, strict=True)]
+        for x, out in zip(pieces, found, strict=True):
+            self._runs[self.index].take(x, out[:, self.index])
 
         def arrived() -> list[torch.Tensor]:
             on_its_way.wait()
-            of_ranks = got.unflatten(0, (ranks, own)).transpose(0, 1).split(widths, 2)
+            for rank, of_rank in enumerate(got.split(of_ranks)):
+                if len(of_rank):
+                    for out, columns in zip(found, of_rank.split(widths, 1), strict=True):
+                        out[:, rank] = columns
             return [
                 _in_its_dtype(y.flatten(1), x.dtype).unflatten(1, (ranks * x.shape[1], x.shape[2]))
-                for x, y in zip(heads, of_ranks, strict=True)
+                for x, y in zip(heads, found, strict=True)
             ]
 
         return arrived
