@@ -48,7 +48,7 @@ TABLES = {
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
     "first_step": ("first_step.tables", "h*/first_step*.json"),
-    "run": ("run.tables", "h200/run.json", "h200/run_*.json"),
+    "run": ("run.tables", "h200/run.json", "h200/run_*.json", "h100/run_*.json"),
     "compiled": ("compiled.chosen", "cpu/compiled.json"),
     "micro_batches": ("micro_batches.tables", "cpu/micro_batches.json"),
     "verl_balance": ("verl_balance.tables", "cpu/verl_balance.json"),
@@ -236,7 +236,9 @@ def main() -> None:
     VERL.write_text(replaced(VERL.read_text(), "verl_update", markdown(headline)))
     MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
     readme = replaced(README.read_text(), "speed", markdown(speed()))
-    steps = markdown(run.headline(*read(*TABLES["run"][1:])))
+    # the curves' steps are short ones
+    work = ("h200/run.json", "h200/run_256.json", "h100/run_8k.json", "h100/run_turns.json")
+    steps = markdown(run.headline(*read(*work)))
     README.write_text(replaced(readme, "run", steps))
     TRL.write_text(replaced(TRL.read_text(), "run", steps))
 

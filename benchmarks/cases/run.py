@@ -153,7 +153,7 @@ def tables(*runs: Row) -> Parts:
 
     yield Table(
         [
-            Column("work", lambda line: line[0]["work"]),
+            Column("work", lambda line: work_of(line[0], runs)),
             Column("trainer", lambda line: line[1]["side"]),
             Column("step, s", lambda line: seconds(line[1])),
             *(part(of) for of in PARTS),
@@ -209,7 +209,7 @@ def headline(*runs: Row) -> Parts:
 
     yield Table(
         [
-            Column("GRPO step in TRL (generation + update)", lambda line: line[0]["work"]),
+            Column("GRPO step in TRL (generation + update)", lambda line: work_of(line[0], runs)),
             Column("TRL's trainer", lambda line: split(line[1])),
             Column("class replaced", lambda line: split(line[2]) if line[2] else ""),
             Column("prefixtree, all set", lambda line: split(line[3])),
@@ -253,6 +253,12 @@ def about(run: Row) -> str:
         f"{machine(run['environment'], 'triton', 'transformers')}, TRL {run['trl']}; "
         f"{run['shape']}, {run['layers']} layers, micro-batches of {run['rows_per_batch']} rows"
     )
+
+
+def work_of(run: Row, runs: Sequence[Row]) -> str:
+    """The work of a run, and its GPU where that is not the first run's."""
+    gpu, first = (r["environment"]["gpu"] for r in (run, runs[0]))
+    return str(run["work"]) if gpu == first else f"{run['work']} ({gpu.split()[1]})"
 
 
 def seconds(row: Row) -> str:
