@@ -455,27 +455,7 @@ def queries_kernel(
         share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
 
     dq = tl.zeros([ROWS, D_PADDED], tl.float32)
-    if not HAS_CHOSEN:
-        for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
-            begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
-            for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
-                at = begin + i * KEYS
-                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
-                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
-                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
-                logits = scores * outer - top[:, None]
-                dp = product(dout, tl.trans(v))
-                _, ds = _gradients(
-                    scores,
-                    logits,
-                    dp,
-                    delta[:, None],
-                    share[:, None],
-                    inner,
-                    HAS_SOFTCAP,
-                    HAS_SHARE,
-                )
-                dq = add_product(ds.to(k.dtype), k, dq)
+    # partial tiles first, as in the forward
     position = query
     if HAS_WINDOW:
         position = tl.load(POSITION + query, mask=alive, other=0)
@@ -521,5 +501,26 @@ def queries_kernel(
             scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
         )
         dq = add_product(ds.to(k.dtype), k, dq)
+    if not HAS_CHOSEN:
+        for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
+            begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
+            for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
+                at = begin + i * KEYS
+                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
+                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
+                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+                logits = scores * outer - top[:, None]
+                dp = product(dout, tl.trans(v))
+                _, ds = _gradients(
+                    scores,
+                    logits,
+                    dp,
+                    delta[:, None],
+                    share[:, None],
+                    inner,
+                    HAS_SOFTCAP,
+                    HAS_SHARE,
+                )
+                dq = add_product(ds.to(k.dtype), k, dq)
     DQ += (row * (KV_HEADS * GROUP) + first_head) * D
     store_rows(DQ, (token * (KV_HEADS * GROUP) + head) * D, alive, dq * scale, D, D_PADDED)
