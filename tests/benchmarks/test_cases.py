@@ -434,9 +434,12 @@ def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.Mo
 def test_distill(tmp_path: Path) -> None:
     out = tmp_path / "distill.json"
     assert distill.main([*TINY, "--out", str(out)]) == 0
-    rows = result(out)["rows"]
-    assert [row["side"] for row in rows] == list(distill.SIDES)
-    assert all(row["ms"] > row["forward_ms"] > 0 and row["red"] == [] for row in rows)
+    data = result(out)
+    # TRL's side runs in its environment, Liger's kernels on a GPU
+    skipped = data["environment"]["skipped"]
+    assert {"liger"} <= set(skipped) <= {"trl", "liger", "liger_chunks"}
+    assert [row["side"] for row in data["rows"]] == [s for s in distill.SIDES if s not in skipped]
+    assert all(row["ms"] > 0 and row["red"] == [] for row in data["rows"])
 
 
 @pytest.mark.full
