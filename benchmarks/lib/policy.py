@@ -20,12 +20,12 @@ from transformers import Qwen3Config
 
 from benchmarks.lib import layers
 from benchmarks.lib.layers import Batch, attention_in
+from benchmarks.lib.precision import packed_in
 from benchmarks.lib.replicated import attending, chains
 from benchmarks.lib.verl import verl_micro_batches
 from prefixtree import (
     PackedForest,
     PrefixForest,
-    pack,
     plan_micro_batches,
     plan_recomputation,
 )
@@ -263,7 +263,8 @@ class Step:
         attend, backend = attention_in(
             side, forest, options, getattr(options, "layers_by", "transformers")
         )
-        packed = pack(whole).to(device).with_options(backend)
+        packed = packed_in(getattr(options, "precision", "plain"), whole).to(device)
+        packed = packed.with_options(backend)
         return cls(indices, packed, attend, masks, advantage, weight)
 
     @property
