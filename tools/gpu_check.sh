@@ -61,7 +61,8 @@
 #   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
 #   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
-#   distill      1     KL to a teacher beside it, and by TRL's and Liger's kernels
+#   distill      1     KL to a teacher beside it, and by TRL's and Liger's kernels; distill_models, the update with
+#                      four layers of student and teacher
 #   pictures     ?     an update of a browser agent's turns: screenshots encoded once, and anew for every sample
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -511,15 +512,21 @@ sampling() {
 
 head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
-# beside TRL's and Liger's kernels, where they are packed
-distill() {
-  ours distill || return
+# of_distillation NAME SECONDS ARGUMENT...: beside TRL's and Liger's kernels, where they are packed
+of_distillation() {
+  local name=$1 limit=$2
+  shift 2
+  ours "$name" || return
   ! unpack "$files/low.tar.xz" "$low" || PYTHONPATH=$PYTHONPATH:$low
   # in front: datasets must be the one that TRL was packed with
   ! unpack "$files/trl.tar.xz" "$trl" || PYTHONPATH=$PWD:$trl${PYTHONPATH#"$PWD"}
-  limited distill 400 env TRL_EXPERIMENTAL_SILENCE=1 python3 -m benchmarks distill "${read_rollouts[@]}" \
-    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/distill.json" ${DISTILL_ARGS:-}
+  limited "$name" "$limit" env TRL_EXPERIMENTAL_SILENCE=1 python3 -m benchmarks "$name" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@" ${DISTILL_ARGS:-}
 }
+
+distill() { of_distillation distill 400; }
+
+distill_models() { of_distillation distill_models 300 --repeats 1 "${read_rollouts[@]}"; }
 
 pictures() { benchmark pictures 590 ${PICTURES_ARGS:-}; }
 
@@ -658,7 +665,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* =~ ^pack(_verl|_trl|_low|_megatron)?$ ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -63,7 +63,7 @@ from benchmarks.lib.layers import (
     response_lengths,
 )
 from benchmarks.lib.plots import bars, figure, name, save
-from benchmarks.lib.policy import Update, turn_samples
+from benchmarks.lib.policy import Update, airline
 from benchmarks.lib.precision import PRECISIONS, lowered, missing
 from benchmarks.lib.replicated import (
     HYBRID_PEERS,
@@ -89,11 +89,9 @@ from benchmarks.lib.update_tables import (
     recomputed,
     tables,
 )
-from prefixtree import pack, plan_micro_batches
-from prefixtree.planning.cost_model import CostModel
+from prefixtree import pack
 from prefixtree.planning.model_cost import model_cost
 from prefixtree.recompute.layers import MODES
-from prefixtree.testing.attention import pieces
 
 # what `show` draws of its files
 __all__ = [
@@ -107,7 +105,7 @@ __all__ = [
     "tables",
 ]
 
-PROMPT, RESPONSES, BUDGET = 8192, 32, 32768
+PROMPT, RESPONSES = 8192, 32
 # mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random
 # layers; unrelated logits of this model differ by 1.4. The small model is what proves a side right
 DRIFT = 0.2
@@ -126,25 +124,6 @@ def long_reason(micro_batch: int, options: argparse.Namespace) -> dict[str, list
         for at in range(0, RESPONSES, micro_batch)
     ]
     return {"packed": batches, "replicated": batches}
-
-
-def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
-    """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
-    sequences, masks, _ = turn_samples(
-        options, config(1, options.is_tiny, shape=options.shape).vocab_size
-    )
-    budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET
-
-    def some(indices: Sequence[int]) -> Batch:
-        return Batch.of([sequences[i] for i in indices], [masks[i] for i in indices])
-
-    model = CostModel.from_config(
-        config(1, options.is_tiny, shape=options.shape), gradient_checkpointing=True
-    )
-    plan = plan_micro_batches(sequences, budget, cost_model=model)
-    packed = [some(b.sequence_indices) for b in plan[0] if not b.is_empty]
-    replicated = pieces([len(s) for s in sequences], budget)
-    return {"packed": packed, "replicated": [some(indices) for indices in replicated]}
 
 
 def apart(options: argparse.Namespace) -> dict[str, list[Batch]]:

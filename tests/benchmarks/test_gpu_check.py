@@ -107,7 +107,7 @@ def test_the_steps_of_low_precision(tmp_path: Path) -> None:
     files.mkdir()
     with tarfile.open(files / "low.tar.xz", "w:xz"):
         pass
-    steps = {"low": 4, "low_compiled": 2, "distill": 1}
+    steps = {"low": 4, "low_compiled": 2, "distill": 1, "distill_models": 1}
     for step, runs in steps.items():
         done = gpu_check(tmp_path, step, python='echo "python3 $* in $PYTHONPATH"')
         assert done.returncode == 0, done.stdout + done.stderr
