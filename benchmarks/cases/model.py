@@ -109,6 +109,8 @@ PROMPT, RESPONSES = 8192, 32
 # mean difference of log-probabilities, in nats, that two sides in bf16 may have behind 36 random
 # layers; unrelated logits of this model differ by 1.4. The small model is what proves a side right
 DRIFT = 0.2
+# of tokens that are rounded to float8, otherwise where bf16 differs: 0.14 behind 8 layers on a CPU
+FLOAT8_DRIFT = 0.5
 
 
 # ---- cases --------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def run_side(
         return row
     if "logprobs" in known:
         row["drift"] = drift(olds, known["logprobs"])
-        if not row["drift"] <= DRIFT:
+        if not row["drift"] <= (FLOAT8_DRIFT if options.precision == "float8" else DRIFT):
             row["red"] = [f"log-probabilities differ by {row['drift']:.3f} from {known['side']}"]
             return row
     else:
