@@ -125,7 +125,8 @@ SWIFT ?= 4.6.0
 TRAINERS ?= openrlhf==0.11.2 skyrl==0.3.0 ms-swift==$(SWIFT)
 TORCHAO ?= 0.18.0
 test-trainers: .venvs/trainers/.ready .venvs/trl-$(TRL)/.ready .venvs/torchao-$(TORCHAO)/.ready .venvs/ms-swift-$(SWIFT)/.ready
-	$(TEST_ENV) PYTHONPATH=.venvs/torchao-$(TORCHAO) $(BIN)/python -m pytest tests/models/test_torchao.py
+	$(TEST_ENV) PYTHONPATH=.venvs/torchao-$(TORCHAO) $(BIN)/python -m pytest --full tests/models/test_torchao.py \
+	  tests/benchmarks/test_precision.py
 	$(TEST_ENV) .venvs/ms-swift-$(SWIFT)/bin/python -m pytest tests/integrations/ms_swift
 	$(TEST_ENV) PYTHONPATH=.venvs/trainers/site:$$(echo .venvs/trainers/site/openrlhf-*.data/purelib) \
 	  .venvs/trl-$(TRL)/bin/python -m pytest tests/integrations/batch_trainers $(ARGS)

@@ -17,7 +17,8 @@
 # the files of flash-attn that verl imports and that are Python, for its cross-entropy kernel. Ray,
 # fastapi, uvicorn, pydantic and datasets are not among them: benchmarks/lib/absent.py stands in for them.
 # `pack_trl` gathers TRL alone: its wheel, datasets, dill and multiprocess; requests, aiohttp, pandas,
-# pyarrow, xxhash, httpx and psutil must be there.
+# pyarrow, xxhash, httpx and psutil must be there. `pack_low` gathers torchao, bitsandbytes for CUDA 13
+# and liger-kernel (3 MiB); peft and accelerate must be there.
 # `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
 # another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
 # archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without
@@ -38,6 +39,8 @@
 #   update_36    3     the same two settings with 36 layers, packed alone; update_long, a prompt of 8K with 32 responses
 #   experts      2.5   a policy update of Qwen3-30B-A3B's shape and where its time goes; experts_peers, through
 #                      flash-attn-4 and FA2; experts_best, packed with compiled layers. EXPERTS_ARGS="--layers 24"
+#   low          ?     a policy update of 8 layers of an 8B model in bf16, float8, with adapters over bf16 and over 4
+#                      bits, packed and through FA2; low_compiled, bf16 and float8 in compiled layers. LOW_ARGS
 #   settings     ?     the update with AdamW of Qwen3-0.6B and of 12 layers of Qwen3-8B, with defaults and at its best
 #   settings_2gpu 5    the same under FSDP2, on two
 #   update       2.5   a policy update with AdamW, on one GPU
@@ -58,7 +61,8 @@
 #   decode_peers ?     TreeSampler and transformers' generate, end to end; DECODE_PEERS_ARGS="--prompt 256" for other lengths
 #   histories    3     TreeSampler from all histories of the rollouts, and with a row an item; HISTORIES_ARGS
 #   head         1     the language model's head
-#   distill      1     KL to a teacher beside it
+#   distill      1     KL to a teacher beside it, and by TRL's and Liger's kernels; distill_models, the update with
+#                      four layers of student and teacher
 #   pictures     ?     an update of a browser agent's turns: screenshots encoded once, and anew for every sample
 #   recurrence   4     recurrent layers beside fla-core's kernels; recurrence_qla 5, beside flash-qla's
 #   liger        1     Liger Kernel's layers in the families it serves
@@ -82,7 +86,7 @@
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
 # GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
-# UPDATE_ARGS, UPDATE_BEST_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
+# UPDATE_ARGS, UPDATE_BEST_ARGS, LOW_ARGS, DISTILL_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
 # HEAD_ARGS, PICTURES_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -94,6 +98,7 @@ fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
 verl=${UNPACKED:-/tmp}/prefixtree-verl
 trl=${UNPACKED:-/tmp}/prefixtree-trl
+low=${UNPACKED:-/tmp}/prefixtree-low
 megatron=${UNPACKED:-/tmp}/prefixtree-megatron
 caches=${UNPACKED:-/tmp}/prefixtree-caches
 outer=${PYTHONPATH:+:$PYTHONPATH}
@@ -177,6 +182,27 @@ pack_trl() {
   tar cJf "$files/trl.tar.xz" -C "$work/site" .
   rm -r "$work"
   ls -l "$files/trl.tar.xz"
+}
+
+# float8 training, 4-bit weights and Liger's losses for Python 3.12: without what is compiled for other
+# CUDA versions and machines, of torchao the wheel without any
+pack_low() {
+  set -e
+  local work wheel
+  work=$(mktemp -d)
+  mkdir -p "$files"
+  note_commit
+  for wheel in any:torchao==0.18.0 any:liger-kernel==0.8.5 manylinux_2_24_x86_64:bitsandbytes==0.50.2; do
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --platform "${wheel%%:*}" \
+      -d "$work" "${wheel#*:}"
+  done
+  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+  find "$work/site/bitsandbytes" -name 'libbitsandbytes_*.so' ! -name '*_cuda130.so' ! -name '*_cpu.so' -delete
+  # torchao's wheel has its tests beside the package
+  rm -rf "$work/site/test"
+  tar cJf "$files/low.tar.xz" -C "$work/site" .
+  rm -r "$work"
+  ls -l "$files/low.tar.xz"
 }
 
 # verl for Python 3.12. Its transformers is the machine's, newer than verl asks for: the engines run with it
@@ -401,6 +427,27 @@ update_36() { both_settings update_36 --layers 36 --cases airline; }
 
 update_long() { both_settings update_long --layers 12 --cases longreason --micro-batches 32; }
 
+# in_low_precision NAME SECONDS PRECISION...: the packed update and FA2's in each, then all in one table
+in_low_precision() {
+  local name=$1 limit=$2 precision results=()
+  shift 2
+  ours "$name" || return
+  unpack "$files/low.tar.xz" "$low" || { failed+=("$name (no $files/low.tar.xz)"); return 1; }
+  # behind ours and what the machine has
+  PYTHONPATH=$PYTHONPATH:$low
+  for precision in "$@"; do
+    results+=("$out/${name}_$precision.json")
+    limited "${name}_$precision" "$limit" python3 -m benchmarks model --layers 8 --repeats 1 --cases airline \
+      --sides packed fa2 --precision "$precision" --backend "${BACKEND:-auto}" "${by[@]}" \
+      --commit "$(cat "$files/commit" 2>/dev/null)" "${read_rollouts[@]}" --out "${results[-1]}" ${LOW_ARGS:-}
+  done
+  python3 -m benchmarks show model --table low_precision "${results[@]}"
+}
+
+low() { local by=(); in_low_precision low 148 plain float8 lora qlora; }
+
+low_compiled() { local by=(--layers-by compile); in_low_precision low_compiled 295 plain float8; }
+
 # with_experts NAME SECONDS ARGUMENT...: all 48 layers, or as many of the next numbers as the replicated side has memory for
 with_experts() {
   local name=$1 limit=$2
@@ -465,7 +512,21 @@ sampling() {
 
 head() { benchmark head 240 ${HEAD_ARGS:-}; }
 
-distill() { benchmark distill 240 ${DISTILL_ARGS:-}; }
+# of_distillation NAME SECONDS ARGUMENT...: beside TRL's and Liger's kernels, where they are packed
+of_distillation() {
+  local name=$1 limit=$2
+  shift 2
+  ours "$name" || return
+  ! unpack "$files/low.tar.xz" "$low" || PYTHONPATH=$PYTHONPATH:$low
+  # in front: datasets must be the one that TRL was packed with
+  ! unpack "$files/trl.tar.xz" "$trl" || PYTHONPATH=$PWD:$trl${PYTHONPATH#"$PWD"}
+  limited "$name" "$limit" env TRL_EXPERIMENTAL_SILENCE=1 python3 -m benchmarks "$name" \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "$@" ${DISTILL_ARGS:-}
+}
+
+distill() { of_distillation distill 400; }
+
+distill_models() { of_distillation distill_models 300 --repeats 1 "${read_rollouts[@]}"; }
 
 pictures() { benchmark pictures 590 ${PICTURES_ARGS:-}; }
 
@@ -604,10 +665,10 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
-[[ $* == pack || $* == pack_verl || $* == pack_trl ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+[[ $* =~ ^pack(_verl|_trl|_low|_megatron)?$ ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 unpack "$files/caches.tar.xz" "$caches" || mkdir -p "$caches"
 for step in "$@"; do "$step"; done
 [[ -z ${CACHES:-} ]] || tar cJf "$out/caches.tar.xz" -C "$caches" .

@@ -7,16 +7,22 @@ The heads alone, forward and backward: hidden states of student and teacher for 
 large micro-batch has. Sides: logp, no teacher, for comparison; measure, `measure=` with the
 teacher's head in chunks; top64, with its 64 largest log p, computed before; checkpoint, what a
 trainer writes without a measure: torch's checkpointing by chunks, whose weight gradients are summed
-in the weight's dtype; eager, all logits at once. Values and gradients of measure, checkpoint and
-eager are held against float32, chunk by chunk. Red has no times; out of memory is a row.
+in the weight's dtype; eager, all logits at once. Of others: trl, the kernels of TRL's
+DistillationTrainer, which make the entropy too; liger, `LigerFusedLinearJSD`; liger_chunks,
+`LigerFusedLinearJSDLoss`. Liger's give a mean, and make its gradients in the forward already.
+Values and gradients of all but logp and top64 are held against float32, chunk by chunk, from logits
+that are rounded where a side rounds them: trl and liger do not. liger_chunks rounds log p as well,
+and has wider limits. Values are also compared with those of logits that nobody rounded. Red has no
+times; out of memory is a row.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,12 +36,18 @@ from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 
-SIDES = ("logp", "measure", "top64", "checkpoint", "eager")
+SIDES = ("logp", "measure", "top64", "checkpoint", "eager", "trl", "liger", "liger_chunks")
+# of another package
+PACKAGES = {"trl": "trl", "liger": "liger_kernel", "liger_chunks": "liger_kernel"}
 # edges, vocabulary, hidden sizes of student and teacher: Qwen3-8B and Qwen3-32B
 SHAPE = (16384, 151_936, 4096, 5120)
 K, CHUNK = 64, 512
 # ||side - reference|| / ||reference||: of values; of gradients, products of half precision
 LIMITS = {"value": 1e-3, "hidden": 1e-2, "weight": 1e-2}
+# products of half precision whose sums, the logits, stay in float32
+UNROUNDED = ("trl", "liger")
+# so many times those, of what rounds log p
+ROUNDED = {"liger_chunks": 30.0}
 
 
 @dataclass
@@ -98,6 +110,9 @@ class Case:
             of = {"logp": None, "measure": self.kl, "top64": self.top_k_kl}[side]
             return self.linear(self.hidden, self.weight, of)
 
+        if side in PACKAGES:
+            return self._of_others(side)
+
         def chunk(hidden: torch.Tensor, which: slice) -> torch.Tensor:
             return _kl(self.teacher(which), F.linear(hidden, self.weight).float().log_softmax(-1))
 
@@ -108,15 +123,46 @@ class Case:
             [checkpoint(chunk, self.hidden[part], part, use_reentrant=False) for part in parts]
         )
 
+    def _of_others(self, side: str) -> torch.Tensor:
+        """[U, 1]; Liger's mean, []."""
+        student, teacher = (self.hidden, self.weight), (self.of_teacher, self.head_of_teacher)
+        if side == "trl":
+            from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+            # 0.0: of the teacher from the student; beside it, the entropy
+            out = ChunkedDivergenceFunction.apply(*student, None, *teacher, None, 0.0)[0]
+            return out[:, None]
+        if side == "liger":
+            from liger_kernel.transformers import LigerFusedLinearJSD
+
+            # weight gradients are summed in float32, as ours are
+            fused = LigerFusedLinearJSD(jsd_beta=0.0, accum_dtype=torch.float32)
+            return fused(*student, *teacher)
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        is_compiled = self.hidden.device.type != "cpu"
+        chunks = LigerFusedLinearJSDLoss(0.0, 1.0, beta=0.0, compiled=is_compiled, chunk_size=CHUNK)
+        return chunks(*student, *teacher, self.target)
+
     def results(self, side: str) -> list[torch.Tensor]:
         """Values, and the gradients of the hidden states and of the weight."""
         out = self.score(side)
+        upstream = self.upstream if out.ndim else torch.ones_like(out)
         inputs = (self.hidden, self.weight)
-        return [out.detach(), *torch.autograd.grad(out, inputs, self.upstream)]
+        return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
+
+    def averaged(self) -> Case:
+        """With the gradient that arrives from a mean."""
+        return replace(self, upstream=torch.full_like(self.upstream, 1 / len(self.upstream)))
 
     @torch.no_grad()
-    def reference(self) -> list[torch.Tensor]:
-        """The results in float32 from the rounded logits on: d KL / d logits = p_s - p_t."""
+    def reference(self, is_rounded: bool) -> list[torch.Tensor]:
+        """The results in float32, from rounded logits on or from the start: d KL / d logits = p_s -
+        p_t."""
+        if not is_rounded:
+            names = ("hidden", "weight", "of_teacher", "head_of_teacher")
+            wide = replace(self, **{name: getattr(self, name).float() for name in names})
+            return wide.reference(True)
         values, hidden = [], []
         total = torch.zeros_like(self.weight, dtype=torch.float32)
         for at in range(0, len(self.hidden), CHUNK):
@@ -134,15 +180,32 @@ def _kl(log_t: torch.Tensor, log_s: torch.Tensor) -> torch.Tensor:
     return (log_t.exp() * (log_t - log_s)).sum(-1, keepdim=True)
 
 
-def run_side(side: str, case: Case, known: list[torch.Tensor], options: Any) -> Row:
-    """Checks, then times, a side."""
+def _missing(side: str, device: str) -> bool:
+    """Whether a side cannot run here; Liger's kernels want a GPU."""
+    is_here = side not in PACKAGES or find_spec(PACKAGES[side]) is not None
+    return not is_here or (side == "liger" and torch.device(device).type == "cpu")
+
+
+def _error(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.float() - want).norm() / want.norm())
+
+
+def run_side(side: str, case: Case, exact: torch.Tensor, options: Any) -> Row:
+    """Checks, then times, a side; exact: values of logits in float32, [U, 1]."""
     row: Row = {"red": []}
     if side == "top64":
         with torch.no_grad():
             case.best = case.linear(case.of_teacher, case.head_of_teacher, case.largest)
     if side not in ("logp", "top64"):
-        for (name, limit), got, want in zip(LIMITS.items(), case.results(side), known, strict=True):
-            row[f"{name} error"] = error = float((got.float() - want).norm() / want.norm())
+        is_mean = side.startswith("liger")
+        known = (case.averaged() if is_mean else case).reference(side not in UNROUNDED)
+        if is_mean:
+            known[0], exact = known[0].mean(), exact.mean()
+        got = case.results(side)
+        row["exact error"] = _error(got[0], exact)
+        for (name, limit), mine, want in zip(LIMITS.items(), got, known, strict=True):
+            limit *= ROUNDED.get(side, 1.0)
+            row[f"{name} error"] = error = _error(mine, want)
             if not error <= limit:
                 row["red"].append(f"{name} is {error:.1e} from float32, at most {limit:.0e}")
         if row["red"]:
@@ -154,7 +217,7 @@ def run_side(side: str, case: Case, known: list[torch.Tensor], options: Any) -> 
 
 def tables(data: Row) -> Parts:
     """A line per side."""
-    yield machine(data["environment"])
+    yield machine(data["environment"], "trl", "liger-kernel")
     yield Table(
         [
             Column("16,384 edges", lambda row: row["side"]),
@@ -165,6 +228,7 @@ def tables(data: Row) -> Parts:
                 Column(name, lambda row, key=f"{name} error": number(row, key, ".1e"))
                 for name in LIMITS
             ),
+            Column("value, exact logits", lambda row: number(row, "exact error", ".1e")),
             verdicts(),
         ],
         data["rows"],
@@ -178,10 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
+    gone = [side for side in options.sides if _missing(side, options.device)]
+    options.skipped += gone
+    options.sides = [side for side in options.sides if side not in gone]
     report = Report(options)
     case = Case.of(options)
-    known = case.reference()
+    exact = case.reference(False)[0]
     for side in options.sides:
-        row = report.attempt({"side": side}, partial(run_side, side, case, known, options))
+        row = report.attempt({"side": side}, partial(run_side, side, case, exact, options))
         print(f"{side}: {verdict(row) or format(row['ms'], '.2f') + ' ms'}", flush=True)
     return report.finish(tables)

@@ -72,7 +72,7 @@ def packages() -> Row:
     out: Row = {}
     for name in (
         *("transformers", "flash-attn", "flash-attn-4", "prefix-grouper", "liger-kernel"),
-        *("fla-core", "flash-qla", "tilelang"),
+        *("fla-core", "flash-qla", "tilelang", "torchao", "peft", "bitsandbytes", "trl"),
     ):
         try:
             out[name] = version(name)

@@ -24,8 +24,16 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from benchmarks.lib.precision import (
+    REFERENCE,
+    distances,
+    lowered,
+    packed_in,
+    padding_of,
+    too_far,
+)
 from benchmarks.lib.replicated import WithFla, attending, chains, in_pieces
-from prefixtree import PackedForest, PrefixForest, compile_layers, pack
+from prefixtree import PackedForest, PrefixForest, compile_layers
 from prefixtree.planning.model_cost import ModelCost
 from prefixtree.testing.attention import Attention
 from prefixtree.testing.compare import (
@@ -182,17 +190,22 @@ class Batch:
         """With their forest."""
         return cls(sequences, masks, PrefixForest.from_sequences(sequences))
 
-    def packed(self, side: str, device: str) -> PackedForest:
+    def packed(self, side: str, device: str, precision: str = "plain") -> PackedForest:
         """As the side's forest: the tree, or one chain per sequence."""
         forest = self.forest if side == "packed" else chains(self.forest)
-        return pack(forest).to(device)
+        return packed_in(precision, forest).to(device)
 
 
-def attention_of(side: str, forest: PrefixForest, device: str, dtype: str) -> Attention | None:
+def attention_of(
+    side: str, forest: PrefixForest, device: str, dtype: str, precision: str = "plain"
+) -> Attention | None:
     """The attention of a side, for `attending`; None where the tree mask is enough."""
     if side in ("packed", "own"):
         return None
     lengths = forest.sequence_lengths.tolist()
+    if padding := padding_of(chains(forest), precision):
+        # one more sequence, which nobody reads
+        lengths.append(padding)
     if side == "fla":
         return WithFla.of(lengths, torch.device(device), getattr(torch, dtype))
     return in_pieces(side, lengths, torch.device(device), getattr(torch, dtype))
@@ -208,7 +221,8 @@ def attention_in(
     """
     if side == "fa4" and layers_by == "compile":
         return None, "flash"
-    attend = attention_of(side, forest, options.device, options.dtype)
+    precision = getattr(options, "precision", "plain")
+    attend = attention_of(side, forest, options.device, options.dtype, precision)
     has_loop = options.device == "cpu" or options.dtype == "float32"
     if attend is not None and layers_by == "compile" and has_loop:
         # a sequence at a time: compiled, it would be a graph per list of lengths
@@ -323,7 +337,9 @@ def check_sides(
         layers_by: `faster_layers` of the sides; the reference stays as transformers has it.
 
     Returns:
-        `over_limit` by side.
+        `over_limit` by side. In a precision that is not plain, what eager attention in that
+        precision errs is allowed, and `distances` are added: of the side, of the stock forward in
+        the precision, of the one without it, and from side to stock forward.
     """
     # where layers differ, one of each kind
     name = getattr(options, "shape", SHAPES[0])
@@ -331,15 +347,24 @@ def check_sides(
     if hasattr(shape, "num_experts"):
         # the gradients of all of them, up to 512, would be compared for minutes
         shape.num_experts = min(32, shape.num_experts)
-    batch = prompt_batch(150, [40, 1, 77, 130, 9], shape.vocab_size)
+    precision = getattr(options, "precision", "plain")
+    responses = [40, 1, 77, 130, 9]
+    if precision == "float8":
+        # alone, a sequence is not padded; the forest is
+        responses = [42, 10, 74, 138, 26]
+    batch = prompt_batch(150, responses, shape.vocab_size)
     objective = random_objective(batch.sequences, batch.masks, 0)
-    build = partial(model_of, shape, options.device)
-    eager = build(options.dtype, "eager")
+    build = partial(model_of, shape, options.device, options.dtype)
+    reference = REFERENCE.get(precision, precision)
+    eager = lowered(build("eager"), reference)
     base = run_replicated(eager, batch.sequences, objective)
     exact = run_replicated(eager.float(), batch.sequences, objective)
     del eager
-    allowed = _errors(base, exact)
-    model = build(options.dtype)
+    stock = base
+    if reference != precision:
+        stock = run_replicated(lowered(build("eager"), precision), batch.sequences, objective)
+    allowed = _errors(stock, exact)
+    model = lowered(build(), precision)
     faster_layers(model, layers_by)
     out = {}
     for side in sides:
@@ -354,6 +379,12 @@ def check_sides(
         # exponentials of sums in layers with a state enlarge rounding, in eager runs too
         eps = 1000 if name in HYBRIDS else 100
         out[side] = over_limit(_errors(run, exact), allowed, options.dtype, eps)
+        if precision != "plain":
+            runs = {options.dtype: base, "stock": stock, "side": run}
+            far = {name: distances(one, exact) for name, one in runs.items()}
+            far["side to stock"] = distances(run, stock)
+            out[side]["red"] += too_far(far, precision)
+            out[side]["distances"] = far
     # nothing of this model in what is measured after: its memory, the code compiled for its shapes
     del model
     gc.collect()
@@ -378,6 +409,7 @@ def _small_run(
     layers_by: str,
 ) -> Run:
     attend, backend = attention_in(side, batch.forest, options, layers_by)
-    packed = batch.packed(side, options.device).with_options(backend)
+    precision = getattr(options, "precision", "plain")
+    packed = batch.packed(side, options.device, precision).with_options(backend)
     with attending(attend):
         return run_packed(model, packed, objective, batch.masks)

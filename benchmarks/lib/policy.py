@@ -20,12 +20,12 @@ from transformers import Qwen3Config
 
 from benchmarks.lib import layers
 from benchmarks.lib.layers import Batch, attention_in
+from benchmarks.lib.precision import packed_in
 from benchmarks.lib.replicated import attending, chains
 from benchmarks.lib.verl import verl_micro_batches
 from prefixtree import (
     PackedForest,
     PrefixForest,
-    pack,
     plan_micro_batches,
     plan_recomputation,
 )
@@ -35,9 +35,11 @@ from prefixtree.recompute.forward import gathered_bytes, memory_of
 from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.scoring.logprobs import sequence_logprobs
-from prefixtree.testing.attention import Attention
+from prefixtree.testing.attention import Attention, pieces
 
 CLIP = 0.2
+# of micro-batches, in tokens
+BUDGET = 32768
 # of `shape_of`
 SHAPES = ("qwen3-0.6b", "qwen3-8b")
 
@@ -162,6 +164,22 @@ def turn_samples(
     return [s for s, _, _ in some], [m for _, m, _ in some], [g for _, _, g in some]
 
 
+def airline(options: argparse.Namespace) -> dict[str, list[Batch]]:
+    """Micro-batches of one budget: of distinct tokens, or of copies in input order."""
+    shape = layers.config(1, options.is_tiny, shape=options.shape)
+    sequences, masks, _ = turn_samples(options, shape.vocab_size)
+    budget = max(len(s) for s in sequences) * 2 if options.is_tiny else BUDGET
+
+    def some(indices: Sequence[int]) -> Batch:
+        return Batch.of([sequences[i] for i in indices], [masks[i] for i in indices])
+
+    model = CostModel.from_config(shape, gradient_checkpointing=True)
+    plan = plan_micro_batches(sequences, budget, cost_model=model)
+    packed = [some(b.sequence_indices) for b in plan[0] if not b.is_empty]
+    replicated = pieces([len(s) for s in sequences], budget)
+    return {"packed": packed, "replicated": [some(indices) for indices in replicated]}
+
+
 @dataclass(frozen=True)
 class Samples:
     """A mini-batch, one entry per sequence.
@@ -263,7 +281,8 @@ class Step:
         attend, backend = attention_in(
             side, forest, options, getattr(options, "layers_by", "transformers")
         )
-        packed = pack(whole).to(device).with_options(backend)
+        packed = packed_in(getattr(options, "precision", "plain"), whole).to(device)
+        packed = packed.with_options(backend)
         return cls(indices, packed, attend, masks, advantage, weight)
 
     @property

@@ -178,6 +178,51 @@ def experts(*runs: Row) -> Parts:
     )
 
 
+def low_precision(*runs: Row) -> Parts:
+    """A line per run, layers and case: seconds and memory of every side, then how far log p (nats)
+    and gradients are from float32: without the precision, of the stock forward in it, packed."""
+    names = {"fa2": "FA2 s / GiB", "own": "own backend", "packed": "packed"}
+    lines = [
+        (run, sides) for run in runs for sides in by_key(run["rows"], case_of, "side").values()
+    ]
+
+    def time(side: str) -> Column:
+        def cell(line: Any) -> str:
+            row = line[1].get(side, {})
+            if "seconds" not in row:
+                return verdict(row)[:60]
+            return f"{row['seconds']:.2f} / {gib(row['peak_bytes'])}"
+
+        return Column(names[side], cell)
+
+    def gain(line: Any) -> str:
+        found = line[1].get("packed", {}).get("speedup", {})
+        return times_cell(found.get("fa2", found.get("own")))
+
+    def far(key: str) -> Callable[[Any], str]:
+        def cell(line: Any) -> str:
+            found = line[0]["checks"].get("packed", {}).get("distances", {})
+            each = [values[key] for name, values in found.items() if name != "side to stock"]
+            return " / ".join(f"{value:.1e}" for value in each)
+
+        return cell
+
+    yield machines(runs, "transformers", "torchao", "peft", "bitsandbytes")
+    yield Table(
+        [
+            Column("precision", lambda line: line[0]["precision"]),
+            Column("layers by", lambda line: line[0]["layers_by"]),
+            Column("case", lambda line: next(iter(line[1].values()))["case"]),
+            Column("layers", lambda line: str(next(iter(line[1].values()))["layers"])),
+            *(time(side) for side in names),
+            Column("packed is", gain),
+            Column("log p from float32: bf16 / stock / packed", far("logprobs")),
+            Column("gradient", far("gradient")),
+        ],
+        lines,
+    )
+
+
 def recomputed(*runs: Row) -> Parts:
     """The packed update by what is recomputed, and the peak memory that was predicted for it."""
     yield machines(runs, "transformers")

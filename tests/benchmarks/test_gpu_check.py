@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -98,3 +99,21 @@ def test_the_steps_of_updates_fit_in_a_call(tmp_path: Path) -> None:
         files = re.findall(r"--out \S*/(\S+\.json)", done.stdout)
         patterns = [p for _, *some in write_tables.TABLES.values() for p in some]
         assert files and all(any(fnmatch(f"h200/{f}", p) for p in patterns) for f in files), files
+
+
+def test_the_steps_of_low_precision(tmp_path: Path) -> None:
+    """Behind what the machine has; and without its archive a step fails."""
+    files = tmp_path / "files"
+    files.mkdir()
+    with tarfile.open(files / "low.tar.xz", "w:xz"):
+        pass
+    steps = {"low": 4, "low_compiled": 2, "distill": 1, "distill_models": 1}
+    for step, runs in steps.items():
+        done = gpu_check(tmp_path, step, python='echo "python3 $* in $PYTHONPATH"')
+        assert done.returncode == 0, done.stdout + done.stderr
+        limits = re.findall(r"== \w+ \(at most (\d+) s\)", done.stdout)
+        assert len(limits) == runs and sum(map(int, limits)) <= 600
+        paths = re.findall(r"^python3 .* in (\S+)$", done.stdout, re.MULTILINE)
+        assert paths[-1].split(":")[-1].endswith("prefixtree-low")
+    missing = gpu_check(tmp_path, "low", UNPACKED=str(tmp_path / "new"), GPU_FILES=str(tmp_path))
+    assert missing.returncode == 1 and "low.tar.xz" in missing.stdout

@@ -1,4 +1,5 @@
-"""The benchmark `run` on a CPU and tiny: green, red, and what it gives the trainers."""
+"""The benchmark `run` on a CPU and tiny: green, red, and what it gives the trainers; TRL's side of
+`distill`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import run
+from benchmarks.cases import distill, run
 from benchmarks.lib import trl_check
 from benchmarks.lib.trl_steps import (
     REPLY,
@@ -161,3 +162,22 @@ def test_bad_options(arguments: list[str], message: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run.main(["--device", "cpu", *arguments])
     assert message.replace("[+]", "+") in capsys.readouterr().err
+
+
+def test_the_divergence_by_trls_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to float32 than logits that are rounded; red where a weight's gradient is off."""
+    out = tmp_path / "distill.json"
+    some = ["--device", "cpu", "--scale", "0.01", "--repeats", "1", "--out", str(out)]
+    assert distill.main([*some, "--sides", "measure", "trl"]) == 0
+    ours, theirs = result(out)["rows"]
+    assert theirs["red"] == [] and 100 * theirs["exact error"] < ours["exact error"] < 1e-2
+    right = distill.Case.results
+
+    def off(self: distill.Case, side: str) -> list[torch.Tensor]:
+        value, hidden, weight = right(self, side)
+        return [value, hidden, 1.02 * weight]
+
+    monkeypatch.setattr(distill.Case, "results", off)
+    assert distill.main([*some, "--sides", "trl"]) == 1
+    (row,) = result(out)["rows"]
+    assert "ms" not in row and len(row["red"]) == 1 and row["red"][0].startswith("weight")
