@@ -1,8 +1,10 @@
 """OpenRLHF, SkyRL and ms-swift with every distinct token of a micro-batch computed once.
 
 Each `use_..` replaces one method of the trainer's class, in this process. Workers of Ray get it by
-`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`;
-ms-swift's processes by a file of two lines, given as `--external_plugins`.
+`runtime_env={"worker_process_setup_hook": "prefixtree.integrations.batch_trainers.use_openrlhf"}`,
+which every worker runs: neither the trainer's module, with DeepSpeed behind it, nor transformers is
+imported before the worker imports the trainer's. ms-swift's processes get it by a file of two
+lines, given as `--external_plugins`.
 What a method does beside log-probabilities stays the trainer's.
 
 Legend: B rows, L columns.
@@ -12,17 +14,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
-
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.checks import set_attention, transformer_of
-from prefixtree.models.hybrids import prepare
-from prefixtree.scoring.batches import batch_logprobs
+from prefixtree.integrations.registration import when_imported
+
+if TYPE_CHECKING:
+    import torch
 
 # the forwards that stand in a trainer's class
 _OURS: WeakSet[Any] = WeakSet()
@@ -32,10 +35,9 @@ def use_openrlhf() -> None:
     """`Actor` of OpenRLHF 0.11.2: policy and reference. Critics and reward models stay as they are.
 
     Raises:
-        ImportError: openrlhf is not installed.
+        ImportError: openrlhf is not installed, or has no such module.
         UnsupportedError: from the forward: images, or ring attention.
     """
-    actor = importlib.import_module("openrlhf.models.actor").Actor
 
     def forward(
         self: Any,
@@ -59,6 +61,8 @@ def use_openrlhf() -> None:
             raise UnsupportedError(
                 "ring attention is not verified on a forest: set ring_attn_size=1"
             )
+        from prefixtree.scoring.batches import batch_logprobs
+
         scores = batch_logprobs(
             self.model,
             sequences,
@@ -74,18 +78,16 @@ def use_openrlhf() -> None:
         entropy = scores.entropy[:, 1:] if scores.entropy is not None else None
         return logprobs, replace(scores, entropy=entropy)
 
-    _use(actor, forward)
+    _use("openrlhf.models.actor", "Actor", forward)
 
 
 def use_skyrl() -> None:
     """`HFModelWrapper` of SkyRL 0.3.0: policy and reference. Critics stay as they are.
 
     Raises:
-        ImportError: skyrl is not installed.
+        ImportError: skyrl is not installed, or has no such module.
         UnsupportedError: from the forward: images, or sequence parallelism.
     """
-    module = "skyrl.backends.skyrl_train.workers.model_wrapper"
-    wrapper = importlib.import_module(module).HFModelWrapper
 
     def forward(
         self: Any,
@@ -106,6 +108,8 @@ def use_skyrl() -> None:
             )
         if isinstance(num_actions, list):
             (num_actions,) = set(num_actions)
+        from prefixtree.scoring.batches import batch_logprobs
+
         scores = batch_logprobs(
             self.model,
             sequences,
@@ -123,7 +127,7 @@ def use_skyrl() -> None:
             output["entropy"] = entropy if entropy_requires_grad else entropy.detach()
         return logprobs, output
 
-    _use(wrapper, forward)
+    _use("skyrl.backends.skyrl_train.workers.model_wrapper", "HFModelWrapper", forward)
 
 
 def use_ms_swift() -> None:
@@ -133,6 +137,9 @@ def use_ms_swift() -> None:
         ImportError: ms-swift is not installed.
         UnsupportedError: from the forward: images.
     """
+    from prefixtree.models.checks import set_attention, transformer_of
+    from prefixtree.scoring.batches import batch_logprobs
+
     trainer = importlib.import_module("swift.rlhf_trainers.grpo_trainer").GRPOTrainer
     theirs = trainer._get_logps_via_local_forward
 
@@ -162,24 +169,50 @@ def use_ms_swift() -> None:
     trainer._get_logps_via_local_forward = local_forward
 
 
-def _use(owner: Any, forward: Callable[..., Any]) -> None:
-    """Replaces a class's forward, and prepares the model that its constructor makes; once."""
-    if owner.forward in _OURS:
-        return
-    theirs, construct = owner.forward, owner.__init__
+def _use(module: str, name: str, forward: Callable[..., Any]) -> None:
+    """Replaces a class's forward, and prepares the model that its constructor makes; once, when its
+    module is imported."""
+    _check_that_it_is_there(module)
 
-    @functools.wraps(construct)
-    def construct_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        prepare(self.model)
+    def replace_in(imported: Any) -> None:
+        owner = getattr(imported, name)
+        if owner.forward in _OURS:
+            return
+        theirs, construct = owner.forward, owner.__init__
 
-    @functools.wraps(theirs)
-    def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # the trainer's own, with what it was called with
-        return forward(self, functools.partial(theirs, self, *args, **kwargs), *args, **kwargs)
+        @functools.wraps(construct)
+        def construct_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+            from prefixtree.models.hybrids import prepare
 
-    _OURS.add(packed_forward)
-    owner.forward, owner.__init__ = packed_forward, construct_and_prepare
+            construct(self, *args, **kwargs)
+            prepare(self.model)
+
+        @functools.wraps(theirs)
+        def packed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # the trainer's own, with what it was called with
+            return forward(self, functools.partial(theirs, self, *args, **kwargs), *args, **kwargs)
+
+        _OURS.add(packed_forward)
+        owner.forward, owner.__init__ = packed_forward, construct_and_prepare
+
+    when_imported(module, replace_in)
+
+
+def _check_that_it_is_there(module: str) -> None:
+    """Raises where no import could find a module, without one."""
+    package, *inner = module.split(".")
+    spec = importlib.util.find_spec(package)
+    for part in inner:
+        if spec is None:
+            break
+        package = f"{package}.{part}"
+        spec = PathFinder.find_spec(package, spec.submodule_search_locations)
+    if spec is None:
+        raise ModuleNotFoundError(
+            f"there is no {package}, whose class in {module} would run on prefixtree: install the "
+            "version of the trainer that docs/your-trainer.md names",
+            name=package,
+        )
 
 
 def _refuse_images(images: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Registers attn_implementation="prefixtree" as soon as transformers' models can be made.
+"""Code that runs right behind the import of a module of others, which nothing imports for that.
 
-`import prefixtree` must not import transformers, which takes seconds. So the adapter is imported
-right behind `transformers.modeling_utils`, which every model needs, whichever import comes first.
+`import prefixtree` must not import transformers, which takes seconds. So the adapter, which
+registers attn_implementation="prefixtree", is imported right behind `transformers.modeling_utils`,
+which every model needs, whichever import comes first.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -21,32 +22,50 @@ _ADAPTER = "prefixtree.integrations.transformers"
 
 def register_when_imported() -> None:
     """Imports the adapter now if transformers' models are there already, else when they are."""
-    if _MODELS in sys.modules:
-        _register()
+    when_imported(_MODELS, lambda models: _register())
+
+
+def when_imported(name: str, use: Callable[[ModuleType], None]) -> None:
+    """Calls a function with a module: now if it is imported already, else right behind its import.
+
+    Args:
+        name: the module's full name. Nothing is imported to find it.
+        use: what to call; what it raises, the import raises.
+    """
+    if name in sys.modules:
+        use(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _AfterModels())
+        sys.meta_path.insert(0, _Behind(name, use))
 
 
-class _AfterModels(MetaPathFinder):
-    """Finds one module on the path, as Python does, and imports the adapter behind it."""
+class _Behind(MetaPathFinder):
+    """Finds one module as Python does, and calls a function behind its import."""
+
+    def __init__(self, name: str, use: Callable[[ModuleType], None]) -> None:
+        self._name, self._use = name, use
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == _MODELS else None
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        # those behind may wait for the same module
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
+        def execute_and_use(module: ModuleType) -> None:
             execute(module)
             # not before: an import that fails may be tried again
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _register()
+            self._use(module)
 
-        loader.exec_module = execute_and_register
+        loader.exec_module = execute_and_use
         return spec
 
 

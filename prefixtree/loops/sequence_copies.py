@@ -101,3 +101,53 @@ def counting_sort(index, num_values):
             order[fill[value]] = i
             fill[value] += 1
     return order, counts
+
+
+@njit(cache=True)
+def distinct_pairs(index, number, num_tokens, num_numbers):
+    """The distinct pairs of packed token and number among some copies, by number, then by token.
+
+    Args:
+        index: int32 [r], the packed token of each copy.
+        number: int64 [r], from 0 to num_numbers - 1.
+
+    Returns token int64 [U] and number int64 [U] of each pair, and the pair of each copy, int32 [r].
+    """
+    # a radix sort by two digits
+    order, _ = counting_sort(index, num_tokens)
+    if num_numbers > 1:
+        by_number, _ = counting_sort(number[order], num_numbers)
+        order = order[by_number]
+    pair = np.empty(len(index), np.int32)
+    tokens = np.empty(len(index), np.int64)
+    numbers = np.empty(len(index), np.int64)
+    last = -1
+    for copy in order:
+        token, its = index[copy], number[copy]
+        if last < 0 or tokens[last] != token or numbers[last] != its:
+            last += 1
+            tokens[last], numbers[last] = token, its
+        pair[copy] = last
+    return tokens[: last + 1].copy(), numbers[: last + 1].copy(), pair
+
+
+@njit(cache=True)
+def distinct(values):
+    """np.unique(values, return_inverse=True) of small integers >= 0, without a sort: int64 both."""
+    size = 0
+    for value in values:
+        size = max(size, value + 1)
+    place = np.zeros(size, np.int64)
+    for value in values:
+        place[value] = 1
+    found = np.empty(place.sum(), np.int64)
+    at = 0
+    for value in range(size):
+        if place[value]:
+            found[at] = value
+            place[value] = at
+            at += 1
+    inverse = np.empty(len(values), np.int64)
+    for i in range(len(values)):
+        inverse[i] = place[values[i]]
+    return found, inverse

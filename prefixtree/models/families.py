@@ -11,7 +11,6 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import torch
 from packaging import version
 from torch import nn
 
@@ -24,6 +23,7 @@ from prefixtree.models.family_table import (
     Family,
     layer_types_of,
 )
+from prefixtree.models.gradient_paths import GradientPaths
 from prefixtree.models.low_precision import check_low_precision, check_quantizer
 from prefixtree.models.unserved import UNSERVED
 from prefixtree.packing.layout import PackedForest
@@ -268,9 +268,9 @@ def check_modules(model: nn.Module) -> None:
     """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
     included; linear layers of low precision that mix tokens, models that transformers loaded
     quantised, and layers replaced by kernels of the hub."""
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    paths = GradientPaths(model)
     for name, module in model.named_modules():
-        check_low_precision(name, module, trains)
+        check_low_precision(name, module, paths)
         check_quantizer(module)
         if vars(module).get("_use_kernels"):
             raise UnsupportedError("use_kernels replaces layers of the model: load it without")

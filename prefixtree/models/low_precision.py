@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.models.gradient_paths import GradientPaths
 
 # rows of a probe: what kernels of low precision take
 _ROWS = 32
@@ -23,7 +24,7 @@ _ONE_SCALE = ("TENSORWISE", "PerTensor")
 _tried: weakref.WeakKeyDictionary[nn.Module, tuple[type, bool]] = weakref.WeakKeyDictionary()
 
 
-def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> None:
+def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | None = None) -> None:
     """Refuses a layer whose output for a token depends on the tokens beside it.
 
     torchao's and bitsandbytes' are known by name. Other linear layers whose class or weight is not
@@ -31,7 +32,8 @@ def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> N
     whole.
 
     Args:
-        trains: whether gradients are wanted of layers before it.
+        paths: those of the model, which say whether gradients must pass the layer. Default: none
+            must.
 
     Raises:
         UnsupportedError: it does, or it stops gradients that are wanted.
@@ -58,6 +60,7 @@ def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> N
     if known and is_plain(module.weight):
         return
     kind = type(module.weight)
+    trains = paths is not None and paths.pass_through(module)
     done = _tried.get(module) in ((kind, trains), (kind, True))
     if done or _local(module.weight) is not module.weight:
         return
@@ -73,7 +76,7 @@ def check_low_precision(name: str, module: nn.Module, trains: bool = False) -> N
         raise UnsupportedError(
             f"{name} ({type(module).__name__} with {kind.__name__}) gives its input no gradient, "
             "so that what stands before it would not be trained: load it with quantised weights "
-            "alone, or freeze the model (requires_grad_(False))"
+            "alone, or freeze all that is not behind its decoder layer (requires_grad_(False))"
         )
     _tried[module] = kind, trains
 

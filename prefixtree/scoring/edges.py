@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from prefixtree import loops
 from prefixtree._numbers import numbers
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.packing.gather import GatherIndex, gather
@@ -119,7 +120,7 @@ class DeviceEdges:
         `packed.edges(loss_mask)`, and among all (edge, temperature) pairs."""
         found = self.found
         which = np.arange(found.count) if self.which is None else self.which
-        edge = np.searchsorted(np.unique(found.token), found.token[which])
+        edge = loops.sequence_copies.distinct(found.token)[1][which]
         both = move(torch.from_numpy(np.stack([edge, which])), self.target.device)
         return both[0], both[1]
 
@@ -132,73 +133,39 @@ def find_edges(
     Raises:
         TypeError, ValueError, ForestError: as in `sequence_logprobs`.
     """
-    forest = packed.forest
-    lengths = forest.sequence_lengths
+    lengths = packed.forest.sequence_lengths
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    everything = np.empty(0, np.uint8)
-    selected = everything if loss_mask is None else packed.flat_selection(loss_mask)
-    if (per_token := _per_token(temperature, lengths)) is not None:
-        return _find_per_token(packed, per_token, selected, offsets)
-    temperatures = _temperatures(temperature, forest.num_sequences)
+    selected = np.empty(0, np.uint8) if loss_mask is None else packed.flat_selection(loss_mask)
+    index, counts = packed.copy_index(np.arange(len(lengths)), selected)
+    # where they stand among all replicated tokens
+    place = np.arange(offsets[-1]) if loss_mask is None else np.flatnonzero(selected)
     predictor = packed.mask.host.predictor
+    has_edge = predictor[index] >= 0
+    per_token = _per_token(temperature, lengths)
+    if per_token is None:
+        values, number = np.unique(_temperatures(temperature, len(lengths)), return_inverse=True)
+        number = np.repeat(number, counts)[has_edge]
+    else:
+        values, number = _unique_of_runs(per_token[place[has_edge]])
+        _check_temperatures(values)
+    pairs = index[has_edge], number, packed.num_tokens, len(values)
+    token, number, edge = loops.sequence_copies.distinct_pairs(*pairs)
     edge_of_copy = np.full(offsets[-1], -1, np.int32)
-    tokens, edge_temperature, count = [], [], 0
-    values = np.unique(temperatures)
-    for value in values:
-        sequences = np.flatnonzero(temperatures == value)
-        index, _ = packed.copy_index(sequences, selected)
-        scored = np.zeros(packed.num_tokens, bool)
-        scored[index] = True
-        token = np.flatnonzero(scored & (predictor >= 0))
-        edge_of_token = np.full(packed.num_tokens, -1, np.int32)
-        edge_of_token[token] = np.arange(count, count + len(token), dtype=np.int32)
-        # where the group's tokens stand among all replicated ones
-        if len(values) == 1:
-            place = slice(None) if loss_mask is None else np.flatnonzero(selected)
-        else:
-            each = lengths[sequences]
-            place = np.repeat(offsets[sequences] - (np.cumsum(each) - each), each)
-            place += np.arange(len(place))
-            if loss_mask is not None:
-                place = place[selected[place] != 0]
-        edge_of_copy[place] = edge_of_token[index]
-        tokens.append(token)
-        edge_temperature.append(np.full(len(token), value, np.float32))
-        count += len(token)
-    token = np.concatenate(tokens)
+    edge_of_copy[place[has_edge]] = edge
     return ScoredEdges(
         predictor[token].astype(np.int64),
         np.delete(edge_of_copy, offsets[:-1]),
         (lengths - 1).tolist(),
         token,
-        np.concatenate(edge_temperature),
+        values[number].astype(np.float32),
     )
 
 
-def _find_per_token(
-    packed: PackedForest, temperatures: np.ndarray, selected: np.ndarray, offsets: np.ndarray
-) -> ScoredEdges:
-    """The same for a temperature per replicated token, float32 [R]; `selected` is uint8 [R], or
-    empty for all."""
-    forest, predictor = packed.forest, packed.mask.host.predictor
-    index, _ = packed.copy_index(np.arange(forest.num_sequences), selected)
-    place = np.flatnonzero(selected) if len(selected) else np.arange(offsets[-1])
-    has_edge = predictor[index] >= 0
-    index, place = index[has_edge], place[has_edge]
-    values, number = np.unique(temperatures[place], return_inverse=True)
-    _check_temperatures(values)
-    # by temperature, then by token, as above
-    keys, edge = np.unique(number * packed.num_tokens + index, return_inverse=True)
-    token = keys % max(1, packed.num_tokens)
-    edge_of_copy = np.full(offsets[-1], -1, np.int32)
-    edge_of_copy[place] = edge
-    return ScoredEdges(
-        predictor[token].astype(np.int64),
-        np.delete(edge_of_copy, offsets[:-1]),
-        (np.diff(offsets) - 1).tolist(),
-        token,
-        values[keys // max(1, packed.num_tokens)],
-    )
+def _unique_of_runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.unique(values, return_inverse=True) of [r], that sorts one entry per run of equal ones."""
+    begins = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+    unique, number = np.unique(values[begins], return_inverse=True)
+    return unique, np.repeat(number, np.diff(begins, append=len(values)))
 
 
 def edges_on_device(
@@ -215,8 +182,8 @@ def edges_on_device(
     device = packed.device
     token = found.token if which is None else found.token[which]
     temperature = found.temperature if which is None else found.temperature[which]
-    predictors, row = np.unique(rows, return_inverse=True)
-    both = move(torch.from_numpy(np.concatenate([predictors.astype(np.int64), token])), device)
+    predictors, row = loops.sequence_copies.distinct(rows)
+    both = move(torch.from_numpy(np.concatenate([predictors, token])), device)
     predictor_ids, token_ids = both.split([len(predictors), len(token)])
     return DeviceEdges(
         predictors=predictor_ids,

@@ -118,6 +118,81 @@ def test_a_layer_is_tried_once() -> None:
     assert calls == [low_precision._ROWS] * 2
 
 
+# ---- what passes no gradient ---------------------------------------------------------------------
+
+
+class _Stopped(_RoundedByRow):
+    """Gives its input no gradient, its own weight one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+def _training(implementation: str, *trained: str, **changes: Any) -> Any:
+    """With such a layer in the second of three, and a few parameters that train."""
+    model = build("llama", implementation, **changes)
+    of_class(_Stopped)(model.model.layers[1].mlp.up_proj)
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        parameter.requires_grad_(any(part in name for part in trained))
+    assert all(any(part in name for name in named) for part in trained)
+    return model
+
+
+@pytest.mark.parametrize("max_tokens", [None, 12])
+@pytest.mark.parametrize(
+    "trained", [("lm_head",), ("layers.2.", "lm_head"), ("layers.1.mlp.up_proj", "layers.2.mlp")]
+)
+def test_what_trains_behind_a_layer_without_gradients(
+    trained: tuple[str, ...], max_tokens: int | None
+) -> None:
+    objective = ragged_objective()
+    model = _training("prefixtree", *trained)
+    packed = run_packed(model, ragged_packed(), objective, max_tokens=max_tokens)
+    assert_same(packed, run_replicated(_training("eager", *trained), objective))
+    assert packed.gradients.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert all(gradient.any() for gradient in packed.gradients.values())
+    # without gradients everything may train
+    with torch.no_grad():
+        sequence_logprobs(model.requires_grad_(True), ragged_packed())
+
+
+@pytest.mark.parametrize(
+    ("trained", "changes"),
+    [
+        ("embed_tokens", {}),
+        ("layers.0.mlp.down_proj", {}),
+        # runs before it, and is listed after it
+        ("layers.1.post_attention_layernorm", {}),
+        # where it stands is not known
+        ("model.norm", {}),
+        # the embedding too
+        ("embed_tokens", {"tie_word_embeddings": True}),
+    ],
+)
+def test_what_trains_before_it_is_refused(trained: str, changes: dict[str, Any]) -> None:
+    model = _training("prefixtree", trained, "layers.2.", **changes)
+    message = r"layers\.1\.mlp\.up_proj .*gives its input no gradient.*not behind its decoder layer"
+    with pytest.raises(UnsupportedError, match=message):
+        sequence_logprobs(model, ragged_packed())
+    # tried anew when something else trains
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2." in name)
+    sequence_logprobs(model, ragged_packed())
+
+
+def test_an_output_embedding_without_gradients() -> None:
+    """All else stands before it."""
+    model = build("llama")
+    of_class(_Stopped)(model.lm_head)
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    sequence_logprobs(model, ragged_packed())
+    model.model.layers[2].requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"lm_head .*gives its input no gradient"):
+        sequence_logprobs(model, ragged_packed())
+
+
 # ---- bitsandbytes --------------------------------------------------------------------------------
 
 

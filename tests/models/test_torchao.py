@@ -163,6 +163,25 @@ def test_tokens_that_are_quantised_give_no_gradient() -> None:
         )
 
 
+def test_a_head_trains_behind_tokens_that_are_quantised() -> None:
+    """It needs no gradient of theirs."""
+    config = ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(32))
+
+    def only_the_head(implementation: str) -> Any:
+        model = made(quantised(config, head=False), implementation).requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        return model
+
+    objective = ragged_objective()
+    found = run_packed(only_the_head("prefixtree"), ragged_packed(), objective)
+    assert_same(found, run_replicated(only_the_head("eager"), objective), 1e-3)
+    assert found.gradients.keys() == {"lm_head.weight"}
+    with pytest.raises(UnsupportedError, match="gives its input no gradient"):
+        model = only_the_head("prefixtree")
+        model.model.embed_tokens.requires_grad_(True)
+        sequence_logprobs(model, ragged_packed())
+
+
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
 def test_loaded_by_transformers(tmp_path: Path, model_type: str) -> None:
     """`TorchAoConfig`, with LoRA."""

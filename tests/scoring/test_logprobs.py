@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import prefixtree as pt
+from prefixtree.loops import sequence_copies
 from prefixtree.scoring import lm_head as scoring_lm_head
+from prefixtree.scoring.edges import find_edges
 from prefixtree.scoring.logprobs import SequenceScores, sequence_logprobs
 from tests.support.models import (
     HIDDEN,
@@ -244,6 +246,39 @@ def test_each_distinct_edge_and_temperature_is_scored_once(temperature, masked, 
     else:
         assert_same(run_packed(model, ragged_packed(), objective), run_eager(model, objective))
     assert scored_rows == [_distinct(objective)]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_temperatures_are_found_in_one_pass(masked, monkeypatch):
+    """By temperature, then by token; the copies are listed once, not once per temperature."""
+    listed: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        index, counts = list_copies(*args)
+        listed.append(len(index))
+        return index, counts
+
+    list_copies = sequence_copies.copy_index
+    monkeypatch.setattr(sequence_copies, "copy_index", counted)
+    objective, packed = ragged_objective(), ragged_packed()
+    count = len(objective.sequences)
+    # not in order, and each twice
+    temperatures = [0.5 + 0.1 * (5 * i % count // 2) for i in range(count)]
+    masks = objective.loss_masks if masked else None
+    found = find_edges(packed, temperatures, masks)
+    assert len(listed) == 1
+    pairs = []
+    for s, temperature in enumerate(temperatures):
+        index, _ = packed.copy_index(np.array([s]), np.empty(0, np.uint8))
+        scored = index[1:] if masks is None else index[1:][np.asarray(masks[s][1:]) != 0]
+        pairs.append({(np.float32(temperature), token) for token in scored})
+        own = found.of_copies[sum(found.lengths[:s]) :][: found.lengths[s]]
+        is_scored = own >= 0
+        assert np.array_equal(found.token[own[is_scored]], scored)
+        assert np.all(found.temperature[own[is_scored]] == np.float32(temperature))
+    expected = sorted(set().union(*pairs))
+    assert list(zip(found.temperature, found.token, strict=True)) == expected
+    assert len({t for t, _ in expected}) > 3
 
 
 def by_turns(objective: Objective) -> Objective:

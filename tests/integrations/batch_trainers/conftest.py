@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+
+from tests.integrations.batch_trainers.stand_ins import Finder
 
 # what cannot be installed without a GPU, or brings a server
 _STAND_INS = ("deepspeed", "flash_attn", "jaxtyping", "loguru")
@@ -21,62 +21,11 @@ _PACKAGES = (
     "skyrl.backends.skyrl_train.utils",
     "swift.rlhf_trainers",
 )
-# the one module of ms-swift that is its own
-_SWIFT = "swift.rlhf_trainers.grpo_trainer"
-
-
-class _Unused:
-    """May be imported and written into annotations, not called."""
-
-    def __class_getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a stand-in was called")
-
-
-def _at_import(*args: Any, **kwargs: Any) -> Any:
-    """What ms-swift calls while it is imported: decorators, loggers."""
-    return args[0] if args and callable(args[0]) else None
-
-
-class _StandIn(ModuleType):
-    """A module in which every name is unused."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if self.__name__.startswith("swift") and name[0].islower():
-            return _at_import
-        # a class of its own, as classes have several of them as bases
-        return type(name, (_Unused,), {})
-
-
-class _Finder:
-    """Finds modules of packages that are not installed."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.startswith("swift.") and not f"{_SWIFT}.".startswith(f"{name}."):
-            return ModuleSpec(name, self, is_package=True)
-        # SkyRL has another product where flash-attn's operators are missing
-        if name.partition(".")[0] in _STAND_INS and not name.startswith("flash_attn.ops"):
-            return ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__path__ = []
 
 
 @pytest.fixture(autouse=True, scope="session")
 def stand_ins() -> Iterator[None]:
-    missing = tuple(name for name in _STAND_INS if importlib.util.find_spec(name) is None)
-    globals()["_STAND_INS"] = missing
-    finder = _Finder()
-    # before the path, where the other modules of ms-swift are
-    sys.meta_path.insert(0, finder)
+    finder = Finder(*_STAND_INS)
     for dotted in _PACKAGES:
         names = dotted.split(".")
         top = importlib.util.find_spec(names[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 import prefixtree as pt
-from prefixtree.integrations.batch_trainers import use_ms_swift, use_openrlhf, use_skyrl
+from prefixtree.integrations.batch_trainers import _OURS, use_ms_swift, use_openrlhf, use_skyrl
 from tests.support.models import build, gradients, ragged_sequences
 
 ACTOR = "openrlhf.models.actor"
@@ -197,14 +199,47 @@ def test_the_launch_file_of_the_page(trainer: str, monkeypatch: pytest.MonkeyPat
     (settings,) = given
     hook = settings["runtime_env"].pop("worker_process_setup_hook")
     assert settings == {"runtime_env": {"env_vars": {"A": "1"}}}
-    owner = importlib.import_module(ACTOR).Actor
-    if trainer == "skyrl":
-        owner = importlib.import_module(WRAPPER).HFModelWrapper
-    theirs = owner.forward
-    monkeypatch.setattr(owner, "forward", theirs)
-    monkeypatch.setattr(owner, "__init__", owner.__init__)
-    getattr(importlib.import_module(hook.rpartition(".")[0]), hook.rpartition(".")[2])()
-    assert owner.forward is not theirs
+    module, name = (WRAPPER, "HFModelWrapper") if trainer == "skyrl" else (ACTOR, "Actor")
+    # a worker runs the hook before it imports the trainer's module, if it ever does
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    use = getattr(importlib.import_module(hook.rpartition(".")[0]), hook.rpartition(".")[2])
+    use()
+    use()
+    assert module not in sys.modules
+    owner = getattr(importlib.import_module(module), name)
+    assert owner.forward in _OURS
+    assert owner.forward.__wrapped__.__code__.co_filename == sys.modules[module].__file__
+    assert not [f for f in sys.meta_path if type(f).__module__.startswith("prefixtree")]
+
+
+def test_the_hook_imports_nothing_of_the_trainers() -> None:
+    """Every worker of Ray runs it, those of vLLM too: DeepSpeed comes with a trainer's module."""
+    code = (
+        "import json, sys\n"
+        "from prefixtree.integrations.batch_trainers import use_openrlhf, use_skyrl\n"
+        "use_openrlhf(); use_skyrl()\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert "prefixtree" in found
+    assert not {"deepspeed", "flash_attn", "openrlhf", "skyrl", "transformers"} & set(found)
+
+
+@pytest.mark.parametrize("package", ["openrlhf", "openrlhf.models"])
+def test_a_trainer_that_is_not_there(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said by the hook: no import would say it later."""
+    if package == "openrlhf.models":
+        (tmp_path / "openrlhf").mkdir()
+        (tmp_path / "openrlhf/__init__.py").touch()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "openrlhf"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match=f"there is no {package}, whose class in"):
+        use_openrlhf()
 
 
 def test_a_shift_turns_it_red() -> None:

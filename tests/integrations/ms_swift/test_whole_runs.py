@@ -14,7 +14,7 @@ from swift import rlhf_main
 from swift.rewards import ORM, orms
 from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
 
-from prefixtree.integrations import batch_trainers
+from prefixtree.scoring import batches
 from tests.support.chat_tokenizer import CHATML, save_tokenizer
 from tests.support.models import build
 
@@ -41,7 +41,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """How many tokens stood for one, in each forward."""
     found: list[float] = []
-    call: Callable[..., Any] = batch_trainers.batch_logprobs
+    call: Callable[..., Any] = batches.batch_logprobs
 
     def count(*args: Any, **kwargs: Any) -> Any:
         scores = call(*args, **kwargs)
@@ -49,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         found.append(forest.num_replicated_tokens / forest.num_tokens)
         return scores
 
-    monkeypatch.setattr(batch_trainers, "batch_logprobs", count)
+    monkeypatch.setattr(batches, "batch_logprobs", count)
     yield found
 
 

@@ -20,10 +20,9 @@ from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 
 # the grid on which the share of partial tiles is counted, and the share above which a forest
-# counts as one of short nodes (prototype: its one guess between two sets, right on all ten
-# workloads)
+# counts as one of short nodes (caterpillar 24 has 0.145, 1,024 nodes of 256 under 256 have 0.286)
 PROBE = TileShape(16, 128)
-SHORT_NODES = 0.1
+SHORT_NODES = 0.2
 
 
 @dataclass(frozen=True)
@@ -88,24 +87,24 @@ def _both(config: Config) -> Pair:
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
 # said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
-    # caterpillar 24: forward 6.0 (7.5 for 64 x 64), keys 10.1 (12.4 with 2 stages), queries 6.8
-    # (7.5 with 2)
+    # caterpillar 24, 32 / 4 heads: forward 5.1 (5.4 without a limit of registers, 5.7 for 128 x 64);
+    # 32 / 8: keys 10.1 (12.4 with 2 stages), queries 6.8 (7.5 with 2)
     (64, 64): (
-        _both(Config(128, 64, 4, 3)),
+        _both(Config(64, 64, 4, 3, registers=128)),
         _both(Config(64, 64, 4, 3, registers=168)),
         _both(Config(64, 64, 4, 3, registers=168)),
     ),
-    # Forward: one warpgroup per program, three per multiprocessor, which 168 registers let in
-    # (10.5, against 14.5 with two); on long nodes two warpgroups over 128 keys (documents 10.3,
-    # against 11.4). Keys: two warpgroups over 128 keys, everywhere (documents 16.8, against 19.2
-    # for one over 64). Queries: a third stage (caterpillar 24: 13.7, against 16.6).
+    # Forward: two warpgroups over 128 keys (airline turns 20.6, against 22.1 for 64 x 64; caterpillar
+    # 24: 10.7 and 10.5); on short nodes one over 32, of which a multiprocessor holds three programs
+    # (256 under 256: 4.7, against 6.5). Keys: two warpgroups over 128 keys, everywhere (documents
+    # 16.8, against 19.2 for one over 64). Queries: a third stage (caterpillar 24: 11.7, against 13.6).
     (128, 128): (
-        (Config(128, 128, 8, 3), Config(64, 64, 4, 2, registers=168)),
+        (Config(128, 128, 8, 3), Config(64, 32, 4, 3)),
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # at (192, 128), caterpillar 24: forward 15.2 (18.3 for 64 x 64), keys 30.5 (32.3 for 64 keys,
-    # 39.2 for 64 x 64), queries 25.8 (28.4 with 2 stages)
+    # at (192, 128), caterpillar 24: keys 30.5 (32.3 for 64 keys, 39.2 for 64 x 64); with 16 / 16
+    # heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64), queries 13.4 (14.7 with 2 stages)
     (256, 128): (
         _both(Config(128, 64, 8, 3)),
         _both(Config(32, 128, 8, 3)),
