@@ -173,7 +173,9 @@ def read(kernel: Any, warps: int, capability: int) -> Code:
     by_memory = SHARED[capability] * 1024 // (shared + 1024)
     bodies = _innermost(lines)
     loops = sorted((_loop(body, warps) for body in bodies), key=lambda loop: loop.issued)
-    overwritten = sum(_overwritten(body) for body in bodies)
+    # a branch back from behind the end, as waits have them, spans more than its loop
+    loop_bodies = [body for body in bodies if not any(" EXIT" in line for line in body)]
+    overwritten = sum(_overwritten(body) for body in loop_bodies)
     return Code(registers, stack, shared, min(by_registers, by_memory), loops[:2], overwritten)
 
 
