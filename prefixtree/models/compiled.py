@@ -26,9 +26,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     forward and the first backward compile; so does the first use of each mode of `recompute`, which
     holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
 
-    A tower's blocks are compiled in parts, around attention, for `pictures=` under
-    attn_implementation="prefixtree" (Gemma 4's are not). Where transformers recomputes each block,
-    they run uncompiled.
+    A tower's blocks (Gemma 4's not) are compiled in parts, around attention, for calls with
+    `pictures=`. They run uncompiled where transformers recomputes each block, and under attention
+    other than "prefixtree" and "sdpa".
 
     The layers of LongCat-Flash are compiled in parts, because its experts look at numbers, and
     those with indexers without their attention, because an indexer loops over paths.

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from prefixtree.models.changes import changing
-from prefixtree.models.families import ENCODES
 from prefixtree.models.tower_attention import with_borders
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
 
+# attention that is torch's
+_AT_ONCE = ("prefixtree", "sdpa")
 # of blocks that are compiled: by a class of their parts, its compiled forward
 _compiled: WeakKeyDictionary[nn.Module, Callable[[Any], Callable[..., Any]]] = WeakKeyDictionary()
 # what the model reads of a tower's output
@@ -85,8 +86,7 @@ def features_in(output: Any) -> dict[str, Any]:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles the parts of the blocks of vision towers, for calls of `in_few_calls` under
-    "prefixtree".
+    """Compiles the parts of the blocks of vision towers, for calls of `in_few_calls`.
 
     A block is a module that holds an attention of `with_borders`. Graphs end at attention, which
     looks at the borders of pictures. All other calls run uncompiled, and so do blocks that are
@@ -104,7 +104,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         return known[kind]
 
     for module in model.modules():
-        if any(with_borders(type(part)) for part in module.children()):
+        kinds: list[Any] = [type(part) for part in module.children()]
+        if any(map(with_borders, kinds)):
             _compiled[module] = compiled
 
 
@@ -113,9 +114,9 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
 
     Convolutions with one place for their kernel are matrix products. A patch is as large as the
     kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
-    float32 to TF32 where torch's products do not. Under attn_implementation="prefixtree" pictures
-    of one size are one call of attention (`tower_attention`), and blocks may be compiled. Weights
-    and hooks are the modules' own.
+    float32 to TF32 where torch's products do not. Pictures of one size are one call of attention
+    (`tower_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and hooks
+    are the modules' own.
 
     Args:
         tower: of a transformers model.
@@ -143,8 +144,9 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         replaced = found
+        attention = getattr(getattr(tower, "config", None), "_attn_implementation", None)
         # layers that are recomputed by themselves would run their own forward then
-        if kwargs.get(ENCODES) and not any(map(_recomputes, tower.modules())):
+        if attention in _AT_ONCE and not any(map(_recomputes, tower.modules())):
             replaced = found | attending
         with changing(tower) as changes:
             for module, of_module in replaced.items():

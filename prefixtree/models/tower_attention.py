@@ -1,8 +1,8 @@
 """Attention of a vision tower: a call per size of picture, in the place of one per picture.
 
 transformers calls flash kernels once per block, with the borders of pictures (of windows, in
-Qwen2.5-VL). Other attention it calls once per picture or window. Under "prefixtree" a block's
-attention takes the first way, and pictures of one size are a batch of torch's attention.
+Qwen2.5-VL). Other attention it calls once per picture or window. Under "prefixtree" and "sdpa" a
+block's attention takes the first way, and pictures of one size are a batch of torch's attention.
 
 Legend: P patches of all pictures, N of them of one size, L patches of each, H heads, D head dim.
 """
