@@ -12,7 +12,8 @@ tokens, 83,667 of them distinct: the browser agent of docs/pictures.md at real s
 
 Sides: all, auto: the packed forest with `recompute=` so; checkpointing: the same with transformers'
 gradient checkpointing; towers: the same, the tower run for every sample's screenshots anew; alone:
-transformers' own forward with sdpa and gradient checkpointing, one sample after another. All are
+transformers' own forward with sdpa and gradient checkpointing, one sample after another;
+compiled, compiled-auto: all and auto with `compile_layers`, always the last ones. All are
 held against eager in float32 on a small batch through a few layers first; red has no times. At full
 size the mean difference of log p from the side alone, where it ran, has a limit too, and the
 gradients' distance is shown: in bf16 it is rounding. Out of memory is a row.
@@ -37,11 +38,20 @@ from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, times_cell, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
 from benchmarks.lib.timing import note_profile
-from prefixtree import PackedForest, Pictures, PrefixForest, pack, sequence_logprobs
+from prefixtree import (
+    PackedForest,
+    Pictures,
+    PrefixForest,
+    compile_layers,
+    pack,
+    sequence_logprobs,
+)
 from prefixtree.models.tower import in_few_calls
 from prefixtree.models.vision import alone_inputs, tower_of
 
-SIDES = ("alone", "all", "auto", "checkpointing", "towers")
+SIDES = ("alone", "all", "auto", "checkpointing", "towers", "compiled", "compiled-auto")
+# with what is recomputed
+COMPILED = {"compiled": "all", "compiled-auto": "auto"}
 # by transformers' own switch
 CHECKPOINTED = ("alone", "checkpointing", "towers")
 IMAGE, VIDEO, START, END = 5, 6, 7, 8
@@ -220,7 +230,7 @@ def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
     """
     if side in ("alone", "eager"):
         return _each_alone(model, batch)
-    recompute: Any = None if side in CHECKPOINTED else side
+    recompute: Any = None if side in CHECKPOINTED else COMPILED.get(side, side)
     with _one_tower_per_sample(model, batch) if side == "towers" else nullcontext():
         scores = sequence_logprobs(
             model,
@@ -327,12 +337,15 @@ def run_once(side: str, model: Any, batch: Batch) -> tuple[list[torch.Tensor], A
 
 
 def set_up(model: Any, side: str) -> None:
-    """With the attention of a side, transformers' own for alone, and with its checkpointing."""
+    """With the attention of a side, transformers' own for alone, and with its checkpointing. A
+    model that is compiled stays so."""
     model.set_attn_implementation("sdpa" if side == "alone" else "prefixtree")
     checkpointed(model)
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = side in CHECKPOINTED
+    if side in COMPILED:
+        compile_layers(model)
 
 
 def full_float32() -> AbstractContextManager[None]:
@@ -435,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = check_sides(options)
     model = model_of(config, options.device, getattr(torch, options.dtype))
     known: Row = {}
-    for side in options.sides:
+    for side in sorted(options.sides, key=COMPILED.__contains__):
         one = partial(run_side, side, model, batch, known, checks[side], options)
         row = report.attempt({"side": side}, one)
         print(f"{side}: {verdict(row) or format(row['ms'] / 1e3, '.3f') + ' s'}", flush=True)

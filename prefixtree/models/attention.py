@@ -111,10 +111,7 @@ def prefixtree_attention(
             )
         # patches of one picture see each other, and nothing of the tree
         assert not isinstance(attention_mask, ForestMask)
-        borders = kwargs.get(PACKING_KEYWORDS[0])
-        return picture_attention(
-            module, query, key, value, attention_mask, dropout, scaling, borders
-        )
+        return picture_attention(module, query, key, value, attention_mask, dropout, scaling)
     indices, blocks = (kwargs.pop(name, None) for name in ("indices", BLOCKS))
     if attention_mask is None and sliding_window is None and _slides(module):
         raise UnsupportedError(

@@ -10,6 +10,7 @@ from torch import nn
 from prefixtree.models.checks import find_causal_lm
 from prefixtree.models.hybrids import prepare_states
 from prefixtree.models.layers import layers_of
+from prefixtree.models.tower import compile_blocks
 
 # graphs of one kind of code that torch keeps: layers of every kind in every mode of recomputation,
 # with gradients and without
@@ -17,12 +18,17 @@ _GRAPHS = 64
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
-    """Compiles every decoder layer of a model with torch.compile, in place.
+    """Compiles every decoder layer of a model with torch.compile, in place, and the blocks of its
+    vision tower.
 
     Norms, activations and rotary embeddings become few kernels, so an update takes less time and
     less memory. Layers of one kind share a graph, and a new forest compiles nothing anew. The first
     forward and the first backward compile; so does the first use of each mode of `recompute`, which
     holds in compiled layers too. The model may be sharded (`fully_shard`) before or after.
+
+    A tower's blocks (Gemma 4's not) are compiled in parts, around attention, for calls with
+    `pictures=`. They run uncompiled where transformers recomputes each block, and under attention
+    other than "prefixtree" and "sdpa".
 
     The layers of LongCat-Flash are compiled in parts, because its experts look at numbers, and
     those with indexers without their attention, because an indexer loops over paths.
@@ -44,8 +50,10 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     # it replaces functions that would be compiled otherwise
     prepare_states(causal_lm)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    options = {"dynamic": True, **options}
+    compile_blocks(model, **{**options, "fullgraph": False})
     for layer in layers:
         # of the layer and not of its class, as `recompute` sets it: so a forward that recomputes
         # nothing by a plan finds the graph of one without a plan
         layer.gradient_checkpointing = layer.gradient_checkpointing
-        layer.compile(**{"dynamic": True, **options})
+        layer.compile(**options)

@@ -13,17 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from prefixtree.models.changes import changing
-from prefixtree.models.families import ENCODES
 from prefixtree.models.tower_attention import with_borders
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
 
+# attention that is torch's
+_AT_ONCE = ("prefixtree", "sdpa")
+# of blocks that are compiled: by a class of their parts, its compiled forward
+_compiled: WeakKeyDictionary[nn.Module, Callable[[Any], Callable[..., Any]]] = WeakKeyDictionary()
 # what the model reads of a tower's output
 _FEATURES = ("pooler_output", "deepstack_features")
 
@@ -81,14 +85,38 @@ def features_in(output: Any) -> dict[str, Any]:
     return {name: values for name, values in found.items() if values is not None}
 
 
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Compiles the parts of the blocks of vision towers, for calls of `in_few_calls`.
+
+    A block is a module that holds an attention of `with_borders`. Graphs end at attention, which
+    looks at the borders of pictures. All other calls run uncompiled, and so do blocks that are
+    recomputed by themselves.
+
+    Args:
+        model: a tower, or what holds some. Others are left as they are.
+        options: of torch.compile.
+    """
+    known: dict[Any, Callable[..., Any]] = {}
+
+    def compiled(kind: Any) -> Callable[..., Any]:
+        if kind not in known:
+            known[kind] = torch.compile(with_borders(kind) or kind.forward, **options)
+        return known[kind]
+
+    for module in model.modules():
+        kinds: list[Any] = [type(part) for part in module.children()]
+        if any(map(with_borders, kinds)):
+            _compiled[module] = compiled
+
+
 def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
     """A tower's forward with fewer and faster calls of torch.
 
     Convolutions with one place for their kernel are matrix products. A patch is as large as the
     kernel that embeds it: cuDNN takes far longer for that than a product in bfloat16, and rounds
-    float32 to TF32 where torch's products do not. Under attn_implementation="prefixtree" pictures
-    of one size are one call of attention (`tower_attention`). Weights and hooks are the modules'
-    own.
+    float32 to TF32 where torch's products do not. Pictures of one size are one call of attention
+    (`tower_attention`) under "prefixtree" and "sdpa", and blocks may be compiled. Weights and hooks
+    are the modules' own.
 
     Args:
         tower: of a transformers model.
@@ -99,6 +127,7 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
     forward = tower.forward
     found: dict[nn.Module, Callable[..., Any]] = {}
     attending: dict[nn.Module, Callable[..., Any]] = {}
+    in_blocks: dict[nn.Module, Callable[..., Any]] = {}
     for module in tower.modules():
         kind: Any = type(module)
         if "forward" in vars(module):
@@ -107,11 +136,17 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
             found[module] = partial(_product, module)
         elif (at_once := with_borders(kind)) is not None:
             attending[module] = partial(at_once, module)
+        if (compiled := _compiled.get(module)) is not None:
+            for part in module.children():
+                if "forward" not in vars(part):
+                    in_blocks[part] = partial(compiled(type(part)), part)
+    attending |= in_blocks
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         replaced = found
+        attention = getattr(getattr(tower, "config", None), "_attn_implementation", None)
         # layers that are recomputed by themselves would run their own forward then
-        if kwargs.get(ENCODES) and not any(map(_recomputes, tower.modules())):
+        if attention in _AT_ONCE and not any(map(_recomputes, tower.modules())):
             replaced = found | attending
         with changing(tower) as changes:
             for module, of_module in replaced.items():

@@ -436,8 +436,9 @@ def test_distill(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_pictures(tmp_path: Path) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pictures.json"
+    monkeypatch.setattr(pictures, "compile_layers", partial(compile_layers, backend="eager"))
     assert pictures.main([*TINY, "--out", str(out)]) == 0
     found = result(out)
     assert (found["screenshots"], found["distinct_screenshots"]) == (24, 10)

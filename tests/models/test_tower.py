@@ -286,7 +286,7 @@ def test_attention_across_borders_is_seen(model_type, monkeypatch):
     def across(*given: Any) -> Any:
         return attend(*given[:-1], given[-1][[0, *range(2, len(given[-1]))]])
 
-    monkeypatch.setattr("prefixtree.models.attention.picture_attention", across)
+    monkeypatch.setattr(tower_attention, "picture_attention", across)
     wrong = errors(run_packed(build(model_type), batch(model_type)), reference(model_type))
     assert wrong.logprob > 0.01 and wrong.tower > 0.01
 
