@@ -75,7 +75,8 @@ def plan_recomputation(
         model: as `sequence_logprobs` takes it.
         packed: the packed forest, on the model's device.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
-            are not there yet and 5 % of the device's memory (1 GiB at least).
+            are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
+            anything then leaves half of what the backward of a layer takes, for what fragments.
         scored: edges whose log-probability is computed. Default: one per token.
         pictures: as `sequence_logprobs` gets them. Default: text alone.
 
@@ -106,20 +107,24 @@ def _planned(
     placements: Placements | None,
     pictures: Pictures | None,
     moved: bool,
+    held: int = 0,
 ) -> RecomputePlan:
-    """As `plan_recomputation`; moved: whether pixels are on the device."""
+    """As `plan_recomputation`; moved: whether pixels are on the device; held: as in
+    `recomputed_forward`."""
     causal_lm = _causal_lm(model)
     lm_head = causal_lm.get_output_embeddings()
     trains = any(p.requires_grad for p in lm_head.parameters())
     work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
     traced = memory_of(model, causal_lm, packed.device)
+    with_spare = memory is None
     if memory is None:
-        memory = _left_for_activations(model, causal_lm, packed.device)
+        memory = _left_for_activations(model, causal_lm, packed.device) - held
     if placements is None or pictures is None or not len(placements.number):
-        return plan_for(traced, work, memory)
+        return plan_for(traced, work, memory, with_spare=with_spare)
     tower = tower_memory_of(model, causal_lm, packed.device)
     of_pictures = PictureWork.of(placements, pictures, tower.dtype, moved)
-    return plan_for(traced, replace(work, pictures=of_pictures), memory, tower)
+    work = replace(work, pictures=of_pictures)
+    return plan_for(traced, work, memory, tower, with_spare=with_spare)
 
 
 @with_hints
@@ -216,11 +221,10 @@ def recomputed_forward(
     modes: Sequence[Mode]
     of_tower: Mode | RecomputePlan
     if recompute == "auto":
-        memory = _left_for_activations(model, causal_lm, packed.device) - held
         placements, pictures = None, None
         if shown is not None:
             placements, pictures = shown.placed.placements, shown.placed.pictures
-        of_tower = _planned(model, packed, memory, scored, placements, pictures, moved=True)
+        of_tower = _planned(model, packed, None, scored, placements, pictures, True, held)
         modes = of_tower.modes
     elif isinstance(recompute, RecomputePlan):
         of_tower, modes = recompute, recompute.modes

@@ -27,7 +27,9 @@ from prefixtree.recompute.plan import (
     peaks_of,
     plan_at,
     recomputed_by,
+    spare_bytes,
     too_large,
+    waiting_bytes,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ def plan_kept(
     on_host: bool = False,
     runs_again: bool = False,
     tower: TowerMemory | None = None,
+    with_spare: bool = False,
 ) -> KeptPlan:
     """Plans trunks and micro-batches within `available` bytes.
 
@@ -74,21 +77,25 @@ def plan_kept(
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
         tower: the memory of the tower, where parts have pictures. It is always recomputed, in runs
             of as many patches as fit.
+        with_spare: as in `plan_for`.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
         ValueError: a model without a layer of softmax attention.
     """
     peaks = [peaks_of(memory, work) for work in works]
-    # of pictures: what waits for the tower's backward, which comes last, beside the gradient of
-    # the embedding
+    # of pictures: what waits for the tower's backward, which comes last, beside the gradients of
+    # the embedding and of an lm_head with its weight
     shown = [0.0] * len(works)
+    ends = [memory.before * work.num_tokens + waiting_bytes(memory, work) for work in works]
     for part, work in enumerate(works):
         if work.pictures is not None and tower is not None:
             shown[part] = work.pictures.held(tower)
-            last = memory.before * work.num_tokens + work.pictures.least(tower)
+            last = ends[part] + work.pictures.least(tower)
             peaks[part] = np.maximum(peaks[part], last) + shown[part]
     costs = [recomputed_by(memory, work) for work in works]
+    spare = [spare_bytes(memory, work, with_spare) for work in works]
+    needs = [peak + more for peak, more in zip(peaks, spare, strict=True)]
     trunks = [part for part, span in enumerate(spans) if span.is_trunk]
     borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
     row, gradient = (borrow.held_layers * x for x in (borrow.row_bytes, borrow.gradient_row_bytes))
@@ -111,12 +118,12 @@ def plan_kept(
     total = np.zeros_like(nothing)
     for part, span in enumerate(spans):
         if span.is_trunk:
-            fits = peaks[part].ravel() + beside[part][:-1] <= available
+            fits = needs[part].ravel() + beside[part][:-1] <= available
             total[:-1] += np.where(fits, costs[part].ravel(), np.inf)
-            again = _least(peaks[part], costs[part], available - beside[part][-1:])
+            again = _least(needs[part], costs[part], available - beside[part][-1:])
             total[-1] += again[0] + _forward(memory, works[part], costs[part])
         else:
-            total += _least(peaks[part], costs[part], available - beside[part])
+            total += _least(needs[part], costs[part], available - beside[part])
     if runs_again and trunks:
         total[:-1] = np.inf
     best = np.flatnonzero(total == total.min())
@@ -128,10 +135,10 @@ def plan_kept(
     for part, span in enumerate(spans):
         around = peaks[part] + beside[part][choice]
         plan = plan_at(around, choice) if span.is_trunk and keeps_graphs else None
-        plan = plan or cheapest(around, costs[part], available)
+        plan = plan or cheapest(around, costs[part], available - spare[part])
         assert plan is not None
         if (pictures := works[part].pictures) is not None and tower is not None:
-            outside = beside[part][choice] + shown[part] + memory.before * works[part].num_tokens
+            outside = beside[part][choice] + shown[part] + ends[part]
             patches, run = pictures.runs(tower, available - outside)
             peak = max(plan.peak_bytes, round(outside + run))
             plan = replace(plan, peak_bytes=peak, patches=patches)

@@ -78,20 +78,32 @@ class ModelMemory:
         before: bytes per token that are held from before the first layer, the embedding's.
         after: bytes per token that the last norm holds until the backward of the layers begins.
         cost: of a token; its element_bytes are those of activations.
+        norm: bytes per token that the backward of the last norm takes beside these.
+        tied: bytes of the gradient that an lm_head with the embedding's weight leaves: it waits for
+            the embedding's.
     """
 
     layers: dict[Mode, tuple[LayerMemory, ...]]
     before: float
     after: float
     cost: ModelCost
+    norm: float = 0.0
+    tied: float = 0.0
 
-    def peak(self, tokens: int, modes: Mode | Sequence[Mode], scoring: float = 0.0) -> int:
+    def peak(
+        self,
+        tokens: int,
+        modes: Mode | Sequence[Mode],
+        scoring: float = 0.0,
+        waiting: float = 0.0,
+    ) -> int:
         """The most bytes that are alive at once.
 
         Args:
             tokens: packed ones.
             modes: one per layer, or one for all.
             scoring: bytes that the lm_head takes while all layers hold theirs. Default: 0.0.
+            waiting: bytes that wait through the backward of all layers. Default: 0.0.
         """
         count = len(self.layers["all"])
         each = [modes] * count if isinstance(modes, str) else modes
@@ -99,7 +111,8 @@ class ModelMemory:
         for layer, mode in enumerate(each):
             of_layer = self.layers[mode][layer]
             below += of_layer.held[0] * tokens + of_layer.held[1]
-            most = max(most, below + of_layer.working[0] * tokens + of_layer.working[1])
+            working = of_layer.working[0] * tokens + of_layer.working[1]
+            most = max(most, below + working + waiting)
         return round(max(most, below + scoring))
 
     def scaled(self, factor: float) -> ModelMemory:
@@ -114,6 +127,8 @@ class ModelMemory:
             self.before * factor,
             self.after * factor,
             replace(self.cost, element_bytes=round(self.cost.element_bytes * factor)),
+            self.norm * factor,
+            self.tied * factor,
         )
 
 
@@ -283,7 +298,39 @@ def _traced(
         # its input in float32, and its output
         after=(4 + cost.element_bytes) * cost.hidden,
         cost=cost,
+        norm=_norm_working(model, fake, autocast, device),
+        tied=_tied(model),
     )
+
+
+def _tied(model: Any) -> int:
+    """Bytes of the weight that lm_head and embedding share."""
+    weight: torch.Tensor = model.get_output_embeddings().weight
+    return weight.nbytes if weight is model.get_input_embeddings().weight else 0
+
+
+def _norm_working(
+    model: Any, fake: FakeTensorMode, autocast: torch.dtype | None, device: str
+) -> float:
+    """The bytes per token of the backward of the norm behind the layers, beside what it holds."""
+    norms = [m for m in decoder_of(model).children() if _shapes(m) in ([1], [1, 1])]
+    if not norms:
+        return 0.0
+    norm, tokens = norms[-1], _TOKENS[0]
+    weight = next(norm.parameters())
+    live = LiveBytes(x for p in norm.parameters() for x in (p, p.grad) if x is not None)
+    meta = torch.empty(1, tokens, len(weight), dtype=autocast or weight.dtype, device="meta")
+    with fake, live, torch.autocast(device, autocast, enabled=autocast is not None):
+        shown = norm(FakeTensor(fake, meta, torch.device(device)).requires_grad_())
+        held = live.bytes
+        live.restart()
+        shown.backward(torch.ones_like(shown))
+    return (live.restart() - held) / tokens
+
+
+def _shapes(module: nn.Module) -> list[int]:
+    """The numbers of dimensions of a module's parameters."""
+    return [p.ndim for p in module.parameters()]
 
 
 def make_fake(model: nn.Module, fake: FakeTensorMode, device: torch.device) -> None:

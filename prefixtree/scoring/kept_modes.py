@@ -134,6 +134,7 @@ def modes_of(
             on_host=trunks.stats.on_host,
             runs_again=again,
             tower=tower,
+            with_spare=True,
         )
         return PartModes(plan.of_part, "all", plan.runs_again)
     again |= recompute_trunks is None and trunks is not None and trunks.stats.again
