@@ -8,12 +8,11 @@ large micro-batch has. Sides: logp, no teacher, for comparison; measure, `measur
 teacher's head in chunks; top64, with its 64 largest log p, computed before; checkpoint, what a
 trainer writes without a measure: torch's checkpointing by chunks, whose weight gradients are summed
 in the weight's dtype; eager, all logits at once. Of others: trl, the kernels of TRL's
-DistillationTrainer, which make the entropy too; liger, `LigerFusedLinearJSD`; liger_chunks,
-`LigerFusedLinearJSDLoss`. Liger's give a mean, and make its gradients in the forward already.
-Values and gradients of all but logp and top64 are held against float32, chunk by chunk, from logits
-that are rounded where a side rounds them: trl and liger do not. liger_chunks rounds log p as well,
-and has wider limits. Values are also compared with those of logits that nobody rounded. Red has no
-times; out of memory is a row.
+DistillationTrainer, which make the entropy too; liger_chunks, `LigerFusedLinearJSDLoss`, which gives
+a mean and makes its gradients in the forward already. Values and gradients of all but logp and
+top64 are held against float32, chunk by chunk, from logits that are rounded where a side rounds
+them: trl does not. liger_chunks rounds log p as well, and has wider limits. Values are also
+compared with those of logits that nobody rounded. Red has no times; out of memory is a row.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 
-SIDES = ("logp", "measure", "top64", "checkpoint", "eager", "trl", "liger", "liger_chunks")
+SIDES = ("logp", "measure", "top64", "checkpoint", "eager", "trl", "liger_chunks")
 # of another package
-PACKAGES = {"trl": "trl", "liger": "liger_kernel", "liger_chunks": "liger_kernel"}
+PACKAGES = {"trl": "trl", "liger_chunks": "liger_kernel"}
 # edges, vocabulary, hidden sizes of student and teacher: Qwen3-8B and Qwen3-32B
 SHAPE = (16384, 151_936, 4096, 5120)
 K, CHUNK = 64, 512
 # ||side - reference|| / ||reference||: of values; of gradients, products of half precision
 LIMITS = {"value": 1e-3, "hidden": 1e-2, "weight": 1e-2}
 # products of half precision whose sums, the logits, stay in float32
-UNROUNDED = ("trl", "liger")
+UNROUNDED = ("trl",)
 # so many times those, of what rounds log p
 ROUNDED = {"liger_chunks": 30.0}
 
@@ -132,12 +131,6 @@ class Case:
             # 0.0: of the teacher from the student; beside it, the entropy
             out = ChunkedDivergenceFunction.apply(*student, None, *teacher, None, 0.0)[0]
             return out[:, None]
-        if side == "liger":
-            from liger_kernel.transformers import LigerFusedLinearJSD
-
-            # weight gradients are summed in float32, as ours are
-            fused = LigerFusedLinearJSD(jsd_beta=0.0, accum_dtype=torch.float32)
-            return fused(*student, *teacher)
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
         is_compiled = self.hidden.device.type != "cpu"
@@ -180,10 +173,9 @@ def _kl(log_t: torch.Tensor, log_s: torch.Tensor) -> torch.Tensor:
     return (log_t.exp() * (log_t - log_s)).sum(-1, keepdim=True)
 
 
-def _missing(side: str, device: str) -> bool:
-    """Whether a side cannot run here; Liger's kernels want a GPU."""
-    is_here = side not in PACKAGES or find_spec(PACKAGES[side]) is not None
-    return not is_here or (side == "liger" and torch.device(device).type == "cpu")
+def _missing(side: str) -> bool:
+    """Whether a side's package is not here."""
+    return side in PACKAGES and find_spec(PACKAGES[side]) is None
 
 
 def _error(found: torch.Tensor, want: torch.Tensor) -> float:
@@ -197,7 +189,7 @@ def run_side(side: str, case: Case, exact: torch.Tensor, options: Any) -> Row:
         with torch.no_grad():
             case.best = case.linear(case.of_teacher, case.head_of_teacher, case.largest)
     if side not in ("logp", "top64"):
-        is_mean = side.startswith("liger")
+        is_mean = side == "liger_chunks"
         known = (case.averaged() if is_mean else case).reference(side not in UNROUNDED)
         if is_mean:
             known[0], exact = known[0].mean(), exact.mean()
@@ -242,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
-    gone = [side for side in options.sides if _missing(side, options.device)]
+    gone = [side for side in options.sides if _missing(side)]
     options.skipped += gone
     options.sides = [side for side in options.sides if side not in gone]
     report = Report(options)
