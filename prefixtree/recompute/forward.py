@@ -166,22 +166,30 @@ def _bytes(memory: Any) -> int:
 def _causal_lm(model: nn.Module) -> Any:
     from prefixtree.models.checks import find_causal_lm
 
+    _check_unwrapped(model)
+    return find_causal_lm(model)
+
+
+def _check_unwrapped(model: nn.Module) -> None:
     if checkpoint_wrappers(model):
         raise UnsupportedError(
             "its layers are inside torch's CheckpointWrapper (activation_checkpointing of "
             "accelerate's FSDP), which recomputes them whatever is planned: leave it off"
         )
-    return find_causal_lm(model)
 
 
 def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, int]:
-    """The causal language model, and the bytes of a device that its activations may take now.
+    """The causal language model or classifier, and the bytes of a device that its activations may
+    take now.
 
     Raises:
         UnsupportedError: layers that a wrapper recomputes by itself.
     """
-    causal_lm = _causal_lm(model)
-    return causal_lm, _left_for_activations(model, causal_lm, device)
+    from prefixtree.models.checks import transformer_of
+
+    _check_unwrapped(model)
+    transformer = transformer_of(model)
+    return transformer, _left_for_activations(model, transformer, device)
 
 
 def _left_for_activations(model: nn.Module, causal_lm: Any, device: torch.device) -> int:

@@ -176,7 +176,7 @@ def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
     of_norm = round(memory.after * work.num_tokens)
     rows += of_norm
     if not work.trains_lm_head:
-        head = rows + _LOGITS
+        head = rows + (_LOGITS if work.scored else 0)
     else:
         # a float32 sum beside a chunk of logits; then, beside it, its copy in the weight's dtype
         copy = cost.element_bytes * cost.lm_head_weights

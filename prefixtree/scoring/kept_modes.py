@@ -1,4 +1,4 @@
-"""`kept_trunks`: what trunks and micro-batches recompute, as the caller said or as planned."""
+"""Modes of kept trunks and of their micro-batches, as the caller said or as planned."""
 
 from __future__ import annotations
 
@@ -110,8 +110,10 @@ def modes_of(
             vocabulary = causal_lm.config.get_text_config().vocab_size
             available -= measure_bytes(max(num_scored, default=0), vocabulary)
         head: Any = causal_lm.get_output_embeddings()
-        trains_head = any(p.requires_grad for p in head.parameters())
-        parts = zip(steps, num_scored, trunks.lent_states(), strict=True)
+        # values have no lm_head, and their rows are those of the last norm
+        counts = num_scored if head is not None else [0] * len(num_scored)
+        trains_head = head is not None and any(p.requires_grad for p in head.parameters())
+        parts = zip(steps, counts, trunks.lent_states(), strict=True)
         works = [_work(part, count, trains_head, states) for part, count, states in parts]
         tower = None
         if placed is not None and len(placed.placements.number):

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from prefixtree._hints import with_hints
-from prefixtree.errors import UnsupportedError
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.vision import PlacedPictures
@@ -54,7 +53,7 @@ def kept_values(
     Args:
         model: as in `sequence_values`.
         batches: `plan[rank]` of a plan with `trunks=True`.
-        recompute: as in `kept_trunks`, but for "auto".
+        recompute: as in `kept_trunks`.
         recompute_trunks: as in `kept_trunks`.
 
     Yields:
@@ -64,16 +63,12 @@ def kept_values(
     Raises:
         TypeError, ValueError, ForestError: as `sequence_values`; batches of a plan without
             `trunks=True`.
-        UnsupportedError: a model that is not verified with kept trunks, with the reason; "auto".
+        UnsupportedError: a model that is not verified with kept trunks, with the reason.
+        torch.OutOfMemoryError: as `kept_trunks`.
         RuntimeError: as `kept_trunks`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
-    if recompute == "auto":
-        raise UnsupportedError(
-            "recompute='auto' plans for language models, and values have no lm_head: give 'all', "
-            "'all_but_attention', 'nothing' or a RecomputePlan, or leave recompute=None"
-        )
     modes = recompute, recompute_trunks
     check_modes(model, *modes, sees=False)
 

@@ -128,9 +128,9 @@ def test_a_plan_leaves_room_for_router_logits(monkeypatch):
     """Their bytes are no longer there for activations."""
     asked = []
 
-    def planned(memory: Any, work: Any, available: int) -> Any:
+    def planned(memory: Any, work: Any, available: int, **options: Any) -> Any:
         asked.append(available)
-        return original(memory, work, available)
+        return original(memory, work, available, **options)
 
     original = forward.plan_for
     monkeypatch.setattr(forward, "plan_for", planned)

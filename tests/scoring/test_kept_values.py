@@ -6,14 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import prefixtree as pt
+from prefixtree.planning.micro_batches import batches_with_trunks
+from prefixtree.planning.trunks import plan_trunks
+from prefixtree.recompute.trace import LiveBytes
 from prefixtree.scoring import kept_runs
 from tests.scoring.kept_cases import plan_of
+from tests.scoring.test_kept_modes import Memory
 from tests.scoring.test_values import classifier
 from tests.support.lost_gradients import lose_keys
 from tests.support.models import (
@@ -165,6 +170,63 @@ def test_gradients_left_out_are_seen(what: str, monkeypatch: pytest.MonkeyPatch)
     assert distance(found, expected) < 1e-6 and wrong > 0.05
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["token", "sequence", "recurrent", "lora"])
+def test_auto_is_exact(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In much memory, and in as little as there may be."""
+    auto = SEQUENCE if how in ("sequence", "lora") else TOKEN
+    model_type = "qwen3_next" if how == "recurrent" else "qwen3"
+    model, reference = (classifier(auto, model_type, name) for name in ("prefixtree", "eager"))
+    if how == "lora":
+        model, reference = (adapted(m, "q_proj", "down_proj") for m in (model, reference))
+    memory = Memory(monkeypatch)
+    kept(model, recompute="auto")
+    for share in (1, 0.3, 0):
+        memory.left = memory.share(share)
+        error = compare(model, reference, recompute="auto")
+        assert error < (5e-5 if how == "recurrent" else 1e-5)
+        assert memory.plans[-1].peak_bytes <= memory.left
+    assert len({str(plan) for plan in memory.plans}) > 2
+    with torch.no_grad():
+        kept(model, recompute="auto")
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 1])
+@pytest.mark.parametrize("auto", [TOKEN, SEQUENCE])
+def test_peaks_are_those_that_were_predicted(
+    auto: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted on real runs of a trunk of 600 tokens and three micro-batches."""
+    model, memory = classifier(auto, "qwen3", num_hidden_layers=6), Memory(monkeypatch)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(3, 90, 600)
+    sequences = [np.concatenate([trunk, rng.integers(3, 90, 150)]) for _ in range(6)]
+    forest = pt.PrefixForest.from_sequences(sequences)
+    members = [np.arange(at, at + 2) for at in (0, 2, 4)]
+    trunks = plan_trunks(forest, 10**6, pt.borrow_cost(model, "auto"), members)
+    assert trunks.stats.trunks == 1
+
+    def counted() -> int:
+        live = LiveBytes(x for p in model.parameters() for x in (p, p.grad))
+        most, batches = 0, batches_with_trunks(trunks)
+        with live, pt.kept_values(model, batches, recompute="auto") as scored:
+            for batch, values in scored:
+                squares(batch, values).backward()
+                most = max(most, live.restart())
+                del values
+        return max(most, live.restart())
+
+    # tables of the forest are made once
+    counted()
+    memory.left = memory.share(share)
+    measured, plan = counted(), memory.plans[-1]
+    print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
+    assert plan.peak_bytes <= memory.left
+
+
 def test_the_cost_of_a_classifier() -> None:
     critic, model = classifier(TOKEN, "qwen3"), build("qwen3")
     assert pt.borrow_cost(critic, "all") == pt.borrow_cost(model, "all")
@@ -177,7 +239,9 @@ def test_what_is_refused() -> None:
         with pytest.raises(error, match=words), pt.kept_values(*given, **options):
             pass
 
-    refused(pt.UnsupportedError, "'auto' plans for language", model, plan[0], recompute="auto")
+    refused(
+        ValueError, "plans trunks and", model, plan[0], recompute="auto", recompute_trunks="all"
+    )
     refused(pt.UnsupportedError, "values need a token or sequence", build("qwen3"), plan[0])
     refused(TypeError, "must be a torch module, got str", "qwen3", plan[0])
     cut = pt.plan_micro_batches(ragged_sequences(), 60)

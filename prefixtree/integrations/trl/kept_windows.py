@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +23,15 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.models.checks import transformer_of
+from prefixtree.packing.layout import pack
+from prefixtree.packing.placements import place
+from prefixtree.pictures import Pictures
+from prefixtree.planning.borrow_cost import BorrowCost
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks, plan_trunks
-from prefixtree.recompute.forward import Recompute
+from prefixtree.recompute.forward import Recompute, tower_memory_of
+from prefixtree.recompute.plan import PictureWork
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
 from prefixtree.scoring.kept_runs import check_kept
@@ -153,9 +159,9 @@ def open_window(
         model: wrapped or not, one that `is_kept`.
         rows: of each micro-batch, as many of them on every process.
         width: C, the number of last columns, which are scored.
-        max_tokens: what may be held at once; what towers hold is not counted. Default: what the
-            largest micro-batch takes.
-        recompute: as in `kept_trunks`.
+        max_tokens: what may be held at once; what towers hold counts by its mean per token.
+            Default: what the largest micro-batch takes.
+        recompute: as in `kept_trunks`; with "auto" there is no window whose plan does not fit.
         checkpointing: what layers recompute in training where `recompute` is None.
         sees: whether rows may have images. Default: False.
         options: temperature and return_entropy, as in `kept_trunks`.
@@ -180,6 +186,8 @@ def open_window(
             # also where no gradients are wanted now
             with torch.enable_grad():
                 cost = borrow_cost(model, recompute or checkpointing)
+                if options.get("pictures") is not None:
+                    cost = _with_towers(cost, model, forest, options["pictures"])
             trunks = plan_trunks(forest, budget, cost, members)
             extra = trunks.extra_tokens(budget, has_backward=True)
         except (ForestError, UnsupportedError):
@@ -188,7 +196,38 @@ def open_window(
     failed, saved = accelerator.reduce(numbers, "sum").tolist()
     if failed or trunks is None or saved <= 0:
         return None
-    return KeptWindow(accelerator, model, rows, width, trunks, recompute, **options)
+    arguments = accelerator, model, rows, width, trunks, recompute
+    if recompute != "auto":
+        return KeptWindow(*arguments, **options)
+    window = None
+    # of its own plan, before anything runs, or of that of another process of FSDP2
+    with suppress(torch.OutOfMemoryError, ForestError):
+        window = KeptWindow(*arguments, **options)
+    missing = torch.tensor(int(window is None), device=accelerator.device)
+    if not int(accelerator.reduce(missing, "sum")):
+        return window
+    if window is not None:
+        failure = ForestError("another process cannot keep its trunks")
+        window.close(type(failure), failure, None)
+    return None
+
+
+def _with_towers(
+    cost: BorrowCost, model: nn.Module, forest: PrefixForest, pictures: Pictures
+) -> BorrowCost:
+    """The bytes of a token with the pixels and features that wait for a tower's backward, the mean
+    of the forest; without them where the memory of a tower cannot be traced."""
+    transformer = transformer_of(model)
+    packed = pack(forest)
+    with suppress(UnsupportedError):
+        tower = tower_memory_of(model, transformer, next(transformer.parameters()).device)
+        shown = PictureWork.of(place(packed, pictures)[0], pictures, tower.dtype, moved=False)
+        held = 0.0 if shown is None else shown.held(tower) / forest.num_tokens
+        # a trunk that holds no graph encodes its pictures again
+        graph = cost.graph_bytes and cost.graph_bytes + held
+        own = None if cost.token_bytes is None else cost.token_bytes + held
+        return replace(cost, token_bytes=own, graph_bytes=graph)
+    return cost
 
 
 def prompt_lengths(attention_mask: torch.Tensor, width: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForImageTextToText
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
@@ -21,6 +22,8 @@ from prefixtree.integrations.trl import (
 from prefixtree.integrations.trl import grpo as adapter
 from prefixtree.integrations.trl.images import check_images
 from prefixtree.models import vision as tower
+from prefixtree.planning.borrow_cost import BorrowCost
+from prefixtree.recompute.forward import tower_memory_of
 from tests.integrations.trl.image_runs import captions, chats, pairs, processor, save_vision_model
 from tests.integrations.trl.runs import (
     SameOrder,
@@ -134,6 +137,60 @@ def test_trunks_of_a_step_keep_their_images(
         lose_keys(monkeypatch)
         wrong = trained(PrefixTreeGRPOTrainer, vision, **cut)
         assert worst_parameter(ours, wrong)[0] > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+def test_what_towers_hold_counts_for_trunks(vision: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the graph of a trunk, and of an own token."""
+    asked: list[tuple[BorrowCost, pt.PrefixForest]] = []
+    plan = kept_windows.plan_trunks
+
+    def planned(forest: pt.PrefixForest, budget: int, cost: BorrowCost, *rest: Any) -> Any:
+        asked.append((cost, forest))
+        return plan(forest, budget, cost, *rest)
+
+    monkeypatch.setattr(kept_windows, "plan_trunks", planned)
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    ours = trained(PrefixTreeGRPOTrainer, vision, **cut, gradient_checkpointing=False)
+    (cost, forest), model = asked[-1], ours.model
+    text = pt.borrow_cost(model)
+    feature = tower_memory_of(model, model, torch.device("cpu")).feature
+    more = cost.graph_bytes - text.graph_bytes
+    # of each image its features, distinct and placed; and its pixels
+    assert more * forest.num_tokens > 2 * feature
+    assert cost.token_bytes == pytest.approx((text.token_bytes or 0) + more)
+    assert cost.trunk_weight != text.trunk_weight
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
+@pytest.mark.parametrize("whose", ["own", "another"])
+def test_a_window_that_does_not_fit_is_not_opened(
+    vision: Path, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any process, as their plans of trunks and towers say: micro-batches run by themselves."""
+    asked: list[int] = []
+    reduce = Accelerator.reduce
+
+    def too_large(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("of trunks")
+
+    def reduced(self: Any, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        found = reduce(self, tensor, *rest, **options)
+        # TRL's own are numbers with a fraction
+        if tensor.ndim or tensor.is_floating_point():
+            return found
+        asked.append(int(found))
+        return found + (whose == "another")
+
+    monkeypatch.setattr(Accelerator, "reduce", reduced)
+    if whose == "own":
+        monkeypatch.setattr("prefixtree.scoring.kept_modes.plan_kept", too_large)
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 2}
+    ours = trained(PrefixTreeGRPOTrainer, vision, {"recompute": "auto"}, **cut)
+    # windows without gradients plan nothing
+    assert (1 in asked) == (whose == "own") and asked and ours._window is None
+    monkeypatch.undo()
+    assert_equal_runs(ours, trained(SameOrder, vision, **cut))
 
 
 @pytest.mark.filterwarnings("ignore:.*micro-batch:UserWarning")
