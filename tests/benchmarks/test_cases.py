@@ -436,6 +436,8 @@ def test_distill(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "pictures.json"
     monkeypatch.setattr(pictures, "compile_layers", partial(compile_layers, backend="eager"))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +21,7 @@ from prefixtree.kernels.attention import operator
 from prefixtree.models import tower_attention
 from prefixtree.models.compiled import compile_layers
 from prefixtree.models.layers import layers_of
+from prefixtree.models.vision import tower_of
 from prefixtree.recompute.layers import MODES
 from tests.support import picture_cases
 from tests.support.family_configs import FAMILIES, INDEXED
@@ -177,6 +180,54 @@ def test_towers_that_run_uncompiled(runs):
     run = picture_cases.run_packed(model, made, recompute=recompute)
     found = picture_cases.errors(run, picture_cases.reference("qwen3_vl"))
     assert found.largest < 5e-5 and graphs() <= 3 and not counters["graph_break"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_sharded_tower(when):
+    """A blank run for other ranks is one more size."""
+    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        if when == "after":
+            compile_layers(model, backend="aot_eager")
+        for part in (*tower_of(model).blocks, *layers_of(model), model):
+            fully_shard(part, mesh=mesh)
+        if when == "before":
+            compile_layers(model, backend="aot_eager")
+        for _ in range(2):
+            # behind a forward, parameters of the root are not those that are sharded
+            model.zero_grad()
+            run = picture_cases.run_packed(model, made, recompute="all")
+            whole = {n: g.full_tensor() for n, g in run.gradients.items()}
+            run = picture_cases.Run(run.logprobs, whole)
+            found = picture_cases.errors(run, picture_cases.reference("qwen3_vl"))
+            assert found.largest < 5e-5 and ends_at_attention()
+            made_graphs = graphs()
+        picture_cases.run_packed(model, picture_cases.screenshots(3), recompute="all")
+        assert graphs() == made_graphs
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_a_tower():
+    """The first block's input needs no gradient, those behind it do."""
+    model, made = picture_cases.build("qwen3_vl"), picture_cases.batch("qwen3_vl")
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=r".*\.qkv|.*\.q_proj"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    want = picture_cases.run_packed(model, made, recompute="all")
+    compile_layers(model, backend="aot_eager")
+    run = picture_cases.run_packed(model, made, recompute="all")
+    assert any("visual" in name for name in run.gradients) and ends_at_attention()
+    assert picture_cases.distance(run.gradients, want.gradients) < 5e-5
+    made_graphs = graphs()
+    picture_cases.run_packed(model, picture_cases.screenshots(3), recompute="all")
+    assert graphs() == made_graphs
 
 
 def over_forests(
