@@ -42,8 +42,9 @@ TABLES = {
     "hybrids_best": ("model.recomputed", "h200/hybrid_best_*.json"),
     "head": ("head.tables", "h200/head.json"),
     "sparse": ("sparse.tables", "h100/sparse.json"),
-    "distill": ("distill.tables", "h100/distill.json"),
-    "pictures": ("pictures.tables", "h100/pictures.json"),
+    "distill": ("distill.tables", "h200/distill.json"),
+    "low": ("model.low_precision", "h200/low_*.json"),
+    "pictures": ("pictures.tables", "h*/pictures.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
@@ -237,7 +238,7 @@ def main() -> None:
     MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
     readme = replaced(README.read_text(), "speed", markdown(speed()))
     # the curves' steps are short ones
-    work = ("h200/run.json", "h200/run_256.json", "h100/run_8k.json", "h100/run_turns.json")
+    work = ("h200/run.json", "h200/run_256.json", "h200/run_8k.json", "h100/run_turns.json")
     steps = markdown(run.headline(*read(*work)))
     README.write_text(replaced(readme, "run", steps))
     TRL.write_text(replaced(TRL.read_text(), "run", steps))

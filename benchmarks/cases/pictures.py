@@ -401,8 +401,13 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
 # ---- output -------------------------------------------------------------------------------------
 
 
-def tables(data: Row) -> Parts:
-    """A line per side."""
+def tables(*runs: Row) -> Parts:
+    """A line per side of each run."""
+    for data in runs:
+        yield from _table(data)
+
+
+def _table(data: Row) -> Parts:
     yield machine(data["environment"], "transformers")
     yield (
         f"{data['samples']} samples, {data['tokens']:,} tokens, {data['distinct_tokens']:,} "
