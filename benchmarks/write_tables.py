@@ -42,7 +42,7 @@ TABLES = {
     "hybrids_best": ("model.recomputed", "h200/hybrid_best_*.json"),
     "head": ("head.tables", "h200/head.json"),
     "sparse": ("sparse.tables", "h100/sparse.json"),
-    "distill": ("distill.tables", "h200/distill.json"),
+    "distill": ("distill.tables", "h*/distill.json"),
     "low": ("model.low_precision", "h200/low_*.json"),
     "pictures": ("pictures.tables", "h*/pictures.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
