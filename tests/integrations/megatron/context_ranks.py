@@ -277,7 +277,7 @@ def routed() -> dict[str, torch.Tensor]:
     """Scores of a forest with recorded routes, and the gradient of the first router."""
     model = build(Case(moe()))
     forest = PrefixForest.from_sequences(SEQUENCES, routes=routes_of(SEQUENCES))
-    scores = tree_logprobs(model, pack(forest))
+    scores = tree_logprobs(model, pack(forest).to(DEVICE))
     assert not isinstance(scores, torch.Tensor)
     logprobs = torch.cat(scores.logprobs)
     logprobs.square().sum().backward()

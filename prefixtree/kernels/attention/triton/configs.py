@@ -87,17 +87,18 @@ def _both(config: Config) -> Pair:
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
 # said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
 _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
-    # caterpillar 24, 32 / 4 heads: forward 5.1 (5.4 without a limit of registers, 5.7 for 128 x 64);
-    # 32 / 8: keys 10.1 (12.4 with 2 stages), queries 6.8 (7.5 with 2)
+    # caterpillar 24, 32 / 4 heads: forward 5.1 (5.4 without a limit of registers, 5.7 for
+    # 128 x 64); 32 / 8: keys 10.1 (12.4 with 2 stages), queries 6.8 (7.5 with 2)
     (64, 64): (
         _both(Config(64, 64, 4, 3, registers=128)),
         _both(Config(64, 64, 4, 3, registers=168)),
         _both(Config(64, 64, 4, 3, registers=168)),
     ),
-    # Forward: two warpgroups over 128 keys (airline turns 20.6, against 22.1 for 64 x 64; caterpillar
-    # 24: 10.7 and 10.5); on short nodes one over 32, of which a multiprocessor holds three programs
-    # (256 under 256: 4.7, against 6.5). Keys: two warpgroups over 128 keys, everywhere (documents
-    # 16.8, against 19.2 for one over 64). Queries: a third stage (caterpillar 24: 11.7, against 13.6).
+    # Forward: two warpgroups over 128 keys (airline turns 20.6, against 22.1 for 64 x 64;
+    # caterpillar 24: 10.7 and 10.5); on short nodes one over 32, of which a multiprocessor holds
+    # three programs (256 under 256: 4.7, against 6.5). Keys: two warpgroups over 128 keys,
+    # everywhere (documents 16.8, against 19.2 for one over 64). Queries: a third stage (caterpillar
+    # 24: 11.7, against 13.6).
     (128, 128): (
         (Config(128, 128, 8, 3), Config(64, 32, 4, 3)),
         _both(Config(64, 128, 8, 3)),
