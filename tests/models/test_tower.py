@@ -260,9 +260,13 @@ def test_only_our_calls_multiply(model_type):
 )
 def test_pictures_of_one_size_are_one_call(model_type, kind, calls):
     model = build(model_type)
-    with _Attention() as counter:
-        found = errors(run_packed(model, made_of(model_type, kind)), reference(model_type, kind))
-    assert counter.calls == calls and found.largest < tolerance(model_type)
+    for attention in ("prefixtree", "sdpa"):
+        names = {"": "prefixtree", "text_config": "prefixtree", "vision_config": attention}
+        model.set_attn_implementation(names)
+        with _Attention() as counter:
+            run = run_packed(model, made_of(model_type, kind))
+        assert errors(run, reference(model_type, kind)).largest < tolerance(model_type)
+        assert counter.calls == calls
     # a user's own call is the family's
     model.set_attn_implementation("sdpa")
     with _Attention() as counter:
