@@ -45,8 +45,7 @@ from prefixtree.kernels.recurrence import decode_kernels
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 INT32 = {
     "POSITION", "Q_TILES", "Q_ORDER", "K_TILES", "Q_PTR", "Q_SPLIT", "Q_RUNS", "PARTIAL_PTR",
-    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN", "RUN_PAIRS",
-    "CHOSEN_TILES",
+    "PARTIAL", "PIECES", "K_RUNS", "SLOTS", "K_SPANS", "CHOSEN", "RUN_PAIRS", "CHOSEN_TILES",
 }  # fmt: skip
 FLOAT32 = {"LSE", "ROW_VALUES", "PARTIALS", "DLSE", "DSINKS"}
 KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
@@ -156,7 +155,6 @@ class Code:
     shared: int
     programs: int
     loops: list[Loop]
-    # registers that a step's products read and the step then gives to something else
     overwritten: int = 0
 
 
@@ -174,8 +172,7 @@ def read(kernel: Any, warps: int, capability: int) -> Code:
     bodies = _innermost(lines)
     loops = sorted((_loop(body, warps) for body in bodies), key=lambda loop: loop.issued)
     # a branch back from behind the end, as waits have them, spans more than its loop
-    loop_bodies = [body for body in bodies if not any(" EXIT" in line for line in body)]
-    overwritten = sum(_overwritten(body) for body in loop_bodies)
+    overwritten = sum(_overwritten(x) for x in bodies if not any(" EXIT" in y for y in x))
     return Code(registers, stack, shared, min(by_registers, by_memory), loops[:2], overwritten)
 
 
@@ -216,13 +213,10 @@ _RESULT = re.compile(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(\S*)\s+(?:U?P\w+, )?R
 def _overwritten(body: list[str]) -> int:
     """Registers of a first operand that outlives a step, and are written in the step.
 
-    Of such an operand (the forward's queries) every later step reads something else: ptxas of CUDA
-    12.8 gave registers of queries to probabilities where both products had one shape and a branch
-    lay between them, and the output was wrong.
+    ptxas of CUDA 12.8 gave registers of the forward's queries to probabilities where both products
+    had one shape and a branch lay between: later steps read these.
     """
-    written: set[int] = set()
-    outlives: set[int] = set()
-    lost: set[int] = set()
+    written, outlives, lost = set[int](), set[int](), set[int]()
     for line in body:
         results: Iterable[int] = ()
         if m := _PRODUCT.search(line):
@@ -231,7 +225,7 @@ def _overwritten(body: list[str]) -> int:
             results = range(int(m[2]), int(m[2]) + int(m[1]) // 2)
         elif (m := _RESULT.search(line)) and not re.match(r"ST|RED|ATOM|LDGSTS", m[1]):
             wide = re.search(r"\.(64|128|WIDE|M88\.4|M88\.2)\b", m[2])
-            count = {"64": 2, "WIDE": 2, "128": 4, "M88.4": 4, "M88.2": 2}[wide[1]] if wide else 1
+            count = {"128": 4, "M88.4": 4}.get(wide[1], 2) if wide else 1
             results = range(int(m[3]), int(m[3]) + count)
         lost |= outlives & set(results)
         written |= set(results)

@@ -207,8 +207,13 @@ def run_side(side: str, case: Case, exact: torch.Tensor, options: Any) -> Row:
     return row | measure(lambda: case.results(side), options)
 
 
-def tables(data: Row) -> Parts:
-    """A line per side."""
+def tables(*runs: Row) -> Parts:
+    """A line per side of each run."""
+    for data in runs:
+        yield from _table(data)
+
+
+def _table(data: Row) -> Parts:
     yield machine(data["environment"], "trl", "liger-kernel")
     yield Table(
         [

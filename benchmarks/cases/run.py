@@ -181,7 +181,8 @@ def tables(*runs: Row) -> Parts:
     heads["parameters"] = "parameters"
     yield Table(
         [
-            Column("work", lambda line: line[0]["check"]["work"]),
+            Column("before", lambda line: work_of(line[0], runs)),
+            Column("work of the check", lambda line: line[0]["check"]["work"]),
             Column("trainer", lambda line: trainers[line[1]]),
             *(Column(head, partial(_error, of)) for of, head in heads.items()),
         ],

@@ -26,10 +26,12 @@ from transformers import (
 
 from benchmarks.lib.precision import (
     REFERENCE,
+    SHARE,
     distances,
     lowered,
     packed_in,
     padding_of,
+    share,
     too_far,
 )
 from benchmarks.lib.replicated import WithFla, attending, chains, in_pieces
@@ -384,6 +386,9 @@ def check_sides(
             far = {name: distances(one, exact) for name, one in runs.items()}
             far["side to stock"] = distances(run, stock)
             out[side]["red"] += too_far(far, precision)
+            shares = {"side": share(run, exact), "stock": share(stock, exact)}
+            if not abs(shares["side"] - shares["stock"]) <= SHARE:
+                out[side]["red"].append(f"shares of float32's gradient are {shares}")
             out[side]["distances"] = far
     # nothing of this model in what is measured after: its memory, the code compiled for its shapes
     del model

@@ -32,7 +32,7 @@ from prefixtree import (
 from prefixtree.packing.transfers import move
 from prefixtree.planning.cost_model import CostModel
 from prefixtree.recompute.forward import gathered_bytes, memory_of
-from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes
+from prefixtree.recompute.plan import RecomputePlan, Work, scoring_bytes, waiting_bytes
 from prefixtree.rollouts import expand_turns, read_rollouts
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.testing.attention import Attention, pieces
@@ -394,7 +394,8 @@ class Update:
                 modes = plan_recomputation(self.model, step.packed, scored=work.scored).modes
             else:
                 modes = (modes,) * len(memory.layers["all"])
-            peak = memory.peak(step.packed.num_tokens, modes, scoring_bytes(memory, work))
+            scoring, waiting = scoring_bytes(memory, work), waiting_bytes(memory, work)
+            peak = memory.peak(step.packed.num_tokens, modes, scoring, waiting)
             plans.append(RecomputePlan(modes, peak))
         worst = max(plans, key=lambda plan: plan.peak_bytes)
         return held + worst.peak_bytes, worst

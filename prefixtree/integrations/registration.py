@@ -51,7 +51,9 @@ class _Behind(MetaPathFinder):
             return None
         # those behind may wait for the same module
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        # Python skips those that have no find_spec, too
+        found = (getattr(finder, "find_spec", None) for finder in behind)
+        specs = (find(fullname, path, target) for find in found if find is not None)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return None
@@ -60,10 +62,10 @@ class _Behind(MetaPathFinder):
 
         def execute_and_use(module: ModuleType) -> None:
             execute(module)
+            self._use(module)
             # not before: an import that fails may be tried again
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._use(module)
 
         loader.exec_module = execute_and_use
         return spec

@@ -36,6 +36,9 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     torch keeps 8 graphs of one kind of code and then runs eagerly; this raises the limit
     (`torch._dynamo.config.recompile_limit`) to 64.
 
+    torch does not see hooks that are set inside a layer after its first forward, or inside one
+    layer of a kind alone: set them before, on all.
+
     Args:
         model: as `sequence_logprobs` takes it.
         options: of torch.compile. Default: dynamic=True, so that no graph is made for the size of

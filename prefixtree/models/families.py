@@ -264,11 +264,15 @@ def check_tokens(config: Any, tokens: np.ndarray) -> None:
     )
 
 
-def check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module, *, may_change: bool = False) -> None:
     """Refuses active dropout and embedding noise anywhere in the model, an adapter's dropout
     included; linear layers of low precision that mix tokens, models that transformers loaded
-    quantised, and layers replaced by kernels of the hub."""
-    paths = GradientPaths(model)
+    quantised, and layers replaced by kernels of the hub.
+
+    Args:
+        may_change: whether other parameters may train before the next check.
+    """
+    paths = GradientPaths(model, may_change=may_change)
     for name, module in model.named_modules():
         check_low_precision(name, module, paths)
         check_quantizer(module)

@@ -19,21 +19,24 @@ class GradientPaths:
     known: its parameters count as before all layers, and all parameters as before it.
 
     Args:
-        model: the model, wrapped or not; now, as gradients and `requires_grad` are.
+        model: the model, wrapped or not. What trains, and whether gradients are on, is read once.
+        may_change: whether other parameters may train later: any then stands before a layer.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, may_change: bool = False) -> None:
+        self._model, self._may_change = model, may_change
         self._enabled = torch.is_grad_enabled()
 
     def pass_through(self, module: nn.Module) -> bool:
         """Whether a layer's input needs a gradient, for parameters that are not the layer's."""
         if not self._enabled or not self._trained:
             return False
+        if self._may_change:
+            return True
         own = {id(part) for part in module.modules()}
         last = self._places[1].get(id(module))
         if last is None:
-            return not own.issuperset(*self._trained.values())
+            return not own.issuperset(set().union(*self._trained.values()))
         if min(self._trained) < last:
             return True
         return not own.issuperset(self._trained.get(last, ()))

@@ -74,7 +74,8 @@ def prepare(model: _Model) -> _Model:
     config = transformer.config
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         check_config(part, transformer.training)
-    check_modules(model)
+    # the model may be called by itself from now on, whatever trains then
+    check_modules(model, may_change=True)
     set_attention(transformer)
     attention_modules(transformer)
     prepare_states(transformer)

@@ -76,7 +76,8 @@ def check_low_precision(name: str, module: nn.Module, paths: GradientPaths | Non
         raise UnsupportedError(
             f"{name} ({type(module).__name__} with {kind.__name__}) gives its input no gradient, "
             "so that what stands before it would not be trained: load it with quantised weights "
-            "alone, or freeze all that is not behind its decoder layer (requires_grad_(False))"
+            "alone, or freeze all but later decoder layers and the output embedding "
+            "(requires_grad_(False))"
         )
     _tried[module] = kind, trains
 

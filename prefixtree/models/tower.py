@@ -24,7 +24,7 @@ from prefixtree.models.tower_attention import with_borders
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
 
-# attention that is torch's
+# attention that takes pictures of one size at once
 _AT_ONCE = ("prefixtree", "sdpa")
 # of blocks that are compiled: by a class of their parts, its compiled forward
 _compiled: WeakKeyDictionary[nn.Module, Callable[[Any], Callable[..., Any]]] = WeakKeyDictionary()
@@ -138,7 +138,8 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
             attending[module] = partial(at_once, module)
         if (compiled := _compiled.get(module)) is not None:
             for part in module.children():
-                if "forward" not in vars(part):
+                # a graph is of a class: torch does not look whether this one has hooks inside
+                if "forward" not in vars(part) and not _has_hooks_inside(part):
                     in_blocks[part] = partial(compiled(type(part)), part)
     attending |= in_blocks
 
@@ -154,6 +155,14 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
     return ours
+
+
+def _has_hooks_inside(part: nn.Module) -> bool:
+    return any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        for module in part.modules()
+        if module is not part
+    )
 
 
 def _recomputes(module: nn.Module) -> bool:

@@ -104,7 +104,7 @@ def picture_attention(
     sizes = borders.diff().tolist()
     if len(set(sizes)) == 1:
         # values are a part of what their projection gives, which would be kept whole
-        rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        rows = (x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value))
         batch = (x.unflatten(0, (-1, sizes[0])).transpose(1, 2) for x in rows)
         return attend(*batch)[0].flatten(0, 1).unsqueeze(0), None
     of_size: dict[int, list[int]] = {}

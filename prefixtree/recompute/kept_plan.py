@@ -88,14 +88,16 @@ def plan_kept(
     # the embedding and of an lm_head with its weight
     shown = [0.0] * len(works)
     ends = [memory.before * work.num_tokens + waiting_bytes(memory, work) for work in works]
+    costs = [recomputed_by(memory, work) for work in works]
+    spare = [spare_bytes(memory, work, with_spare) for work in works]
+    needs = [peak + more for peak, more in zip(peaks, spare, strict=True)]
     for part, work in enumerate(works):
         if work.pictures is not None and tower is not None:
             shown[part] = work.pictures.held(tower)
             last = ends[part] + work.pictures.least(tower)
-            peaks[part] = np.maximum(peaks[part], last) + shown[part]
-    costs = [recomputed_by(memory, work) for work in works]
-    spare = [spare_bytes(memory, work, with_spare) for work in works]
-    needs = [peak + more for peak, more in zip(peaks, spare, strict=True)]
+            # layers fragment memory, not the tower behind them
+            for of_text in (peaks, needs):
+                of_text[part] = np.maximum(of_text[part], last) + shown[part]
     trunks = [part for part, span in enumerate(spans) if span.is_trunk]
     borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
     row, gradient = (borrow.held_layers * x for x in (borrow.row_bytes, borrow.gradient_row_bytes))

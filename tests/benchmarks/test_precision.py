@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_a_side_without_its_tree_is_red(
     (row,) = data["rows"]
     assert code == 1 and "seconds" not in row
     assert any("logprobs is" in text and "the stock forward" in text for text in row["red"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["float8", "lora"])
+def test_a_gradient_that_is_partly_lost_is_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Float8's rounding hides its distance, not its share."""
+    inner = layers._small_run
+
+    def lost(side: str, *rest: Any) -> Any:
+        found = inner(side, *rest)
+        if side == "packed":
+            gradients = {key: x if x is None else 0.9 * x for key, x in found.gradients.items()}
+            found = replace(found, gradients=gradients)
+        return found
+
+    monkeypatch.setattr(layers, "_small_run", lost)
+    code, data = run(tmp_path, name, "--sides", "packed")
+    (row,) = data["rows"]
+    assert code == 1 and "seconds" not in row
+    assert any("shares of float32's gradient" in text for text in row["red"])
 
 
 def test_what_is_too_far() -> None:

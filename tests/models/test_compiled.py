@@ -167,6 +167,25 @@ def _cut(x: torch.Tensor) -> torch.Tensor:
     return x.detach() + 0 * x
 
 
+def test_a_hook_inside_a_compiled_tower_is_run():
+    """Set on one block alone, after a graph was made of its kind."""
+
+    def doubles(module, inputs, output):
+        return 2 * output
+
+    made, outcomes = picture_cases.batch("qwen3_vl"), []
+    for compiled in (False, True):
+        model = picture_cases.build("qwen3_vl")
+        if compiled:
+            compile_layers(model, backend="aot_eager")
+            picture_cases.run_packed(model, made)
+        tower_of(model).blocks[1].attn.qkv.register_forward_hook(doubles)
+        outcomes.append(picture_cases.run_packed(model, made))
+    assert picture_cases.errors(outcomes[1], outcomes[0]).largest < 5e-5
+    plain = picture_cases.run_packed(picture_cases.build("qwen3_vl"), made)
+    assert picture_cases.errors(outcomes[0], plain).logprob > 1e-3
+
+
 @pytest.mark.parametrize("runs", ["checkpointed by block", "eager"])
 def test_towers_that_run_uncompiled(runs):
     """A graph would be made for every number of pictures."""

@@ -94,3 +94,12 @@ def test_a_model_without_known_layers() -> None:
     model[0].requires_grad_(False)
     paths = GradientPaths(model)
     assert paths.pass_through(model[0]) and not paths.pass_through(model[1])
+
+
+def test_a_layer_whose_place_is_not_known() -> None:
+    """As a value head is; it stands behind all."""
+    model = nn.ModuleDict({"model": build("llama", "eager"), "beside": nn.Linear(4, 4)})
+    assert GradientPaths(model).pass_through(model["beside"])
+    model["model"].requires_grad_(False)
+    assert not GradientPaths(model).pass_through(model["beside"])
+    assert GradientPaths(model, may_change=True).pass_through(model["beside"])

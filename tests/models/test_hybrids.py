@@ -347,9 +347,7 @@ def test_verify_and_plan(family: str, part: str, tmp_path: Any) -> None:
 
 
 @needs_states
-@pytest.mark.parametrize(
-    "family", cases(["qwen3", "qwen3_5", "kimi_linear", "olmo_hybrid", "bamba"])
-)
+@pytest.mark.parametrize("family", cases(["qwen3", "qwen3_5", "kimi_linear", "olmo_hybrid"]))
 def test_gradients_reach_projections_token_by_token(family: str) -> None:
     """Channel by channel, their products take several times as long on a GPU."""
     model, channelwise = build(family), []

@@ -152,7 +152,8 @@ def open_window(
     """A window over micro-batches; None where each is better computed by itself.
 
     All processes decide together, as sharded models run in lockstep. Gradients or none, the same
-    micro-batches have the same trunks, so that log-probabilities are the same to the bit.
+    micro-batches have the same trunks, so that log-probabilities are the same to the bit; but where
+    recompute="auto" finds no plan that fits with gradients, a window opens without them alone.
 
     Args:
         accelerator: of the trainer.

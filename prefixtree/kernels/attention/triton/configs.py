@@ -121,8 +121,8 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
 }
 
 # Pointers on Hopper, for layouts that descriptors do not serve: measured on caterpillar 24 (tune.py
-# --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7, 21.0, 15.8; at D 256:
-# 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
+# --pointers); forward, keys, queries at D 64: 6.7, 10.3, 7.2; at D 128: 12.7 (with the tiles of
+# short nodes), 21.0, 15.8; at D 256: 26.0, 69.4, 43.4. Long nodes at D 128 forward: prototype.
 _HOPPER_POINTERS: dict[int, tuple[Pair, Pair, Pair]] = {
     64: (
         _both(Config(64, 64, 4, 3)),
