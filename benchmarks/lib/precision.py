@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -107,12 +108,9 @@ def distances(run: Run, exact: Run) -> dict[str, float]:
     scored = torch.cat(exact.logprobs) != 0
     off = (torch.cat(run.logprobs) - torch.cat(exact.logprobs))[scored]
     total = gap = 0.0
-    for name, want in exact.gradients.items():
-        if want is not None:
-            found = run.gradients[name]
-            assert found is not None
-            total += float(want.double().square().sum())
-            gap += float((found.double() - want.double()).square().sum())
+    for found, want in _gradients(run, exact):
+        total += float(want.square().sum())
+        gap += float((found - want).square().sum())
     return {
         "logprobs": float(off.double().square().mean().sqrt()),
         "gradient": (gap / total) ** 0.5,
@@ -123,13 +121,19 @@ def share(run: Run, exact: Run) -> float:
     """How much of another run's gradient a run's has, 1.0 for all: rounding, which goes in all
     directions, changes it little, a part that is left out or counted twice does."""
     both = total = 0.0
+    for found, want in _gradients(run, exact):
+        both += float((found * want).sum())
+        total += float(want.square().sum())
+    return both / total
+
+
+def _gradients(run: Run, exact: Run) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of every parameter that has one: the run's and the other's, float64."""
     for name, want in exact.gradients.items():
         if want is not None:
             found = run.gradients[name]
             assert found is not None
-            both += float((found.double() * want.double()).sum())
-            total += float(want.double().square().sum())
-    return both / total
+            yield found.double(), want.double()
 
 
 def too_far(far: dict[str, dict[str, float]], precision: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,16 @@ class Memory:
         monkeypatch.setattr(kept_modes, "plan_kept", planned)
         # chunks of logits are as small as the models
         monkeypatch.setattr(recompute_plan, "_LOGITS", 1 << 16)
+
+    def assert_predicted(self, counted: Callable[[], int], share: float) -> None:
+        """What a call counts in a share of the memory is what was planned for it."""
+        # tables of the forest are made once
+        counted()
+        self.left = self.share(share)
+        measured, plan = counted(), self.plans[-1]
+        print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
+        assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
+        assert plan.peak_bytes <= self.left
 
     def share(self, share: float) -> int:
         """Bytes on the way from the least that the last call could run in (0) to those in which it
@@ -163,13 +174,7 @@ def test_peaks_are_those_that_were_predicted(
                 del scores
         return max(most, live.restart())
 
-    # tables of the forest are made once
-    counted()
-    memory.left = memory.share(share)
-    measured, plan = counted(), memory.plans[-1]
-    print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
-    assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
-    assert plan.peak_bytes <= memory.left
+    memory.assert_predicted(counted, share)
 
 
 # ---- the comparison turns red --------------------------------------------------------------------

@@ -218,13 +218,7 @@ def test_peaks_are_those_that_were_predicted(
                 del values
         return max(most, live.restart())
 
-    # tables of the forest are made once
-    counted()
-    memory.left = memory.share(share)
-    measured, plan = counted(), memory.plans[-1]
-    print(f"again: {plan.runs_again}, predicted / counted: {plan.peak_bytes / measured:.3f}")
-    assert measured == pytest.approx(plan.peak_bytes, rel=0.07)
-    assert plan.peak_bytes <= memory.left
+    memory.assert_predicted(counted, share)
 
 
 def test_the_cost_of_a_classifier() -> None:

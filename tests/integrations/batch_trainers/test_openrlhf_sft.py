@@ -61,7 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return torch.load(folder / "found.pt")  # type: ignore[no-any-return]
+    found: dict[str, tuple[Run, Run]] = torch.load(folder / "found.pt")
+    return found
 
 
 def worst_weight(theirs: Run, ours: Run) -> float:
