@@ -53,8 +53,8 @@
 #                      FIRST_STEP_ARGS="--models qwen3-0.6b"
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
 #   steps        3     a tree larger than one forward, on one GPU
-#   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times; megatron_4gpu, context
-#                      parallelism on four
+#   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times; MEGATRON_ARGS="context
+#                      context_times"; megatron_4gpu, context parallelism on four
 #   decode       1     a decoding step over a forest; DECODE_ARGS="--prompts 8192 --programs 8 --profile" to try things
 #   sampling     1     the sampler's tests: captured steps, memory, families
 #   decode_steps 1     a whole decoding step, over the time of its bytes

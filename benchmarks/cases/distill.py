@@ -5,7 +5,7 @@
 
 The heads alone, forward and backward: hidden states of student and teacher for as many edges as a
 large micro-batch has. Sides: logp, no teacher, for comparison; measure, `measure=` with the
-teacher's head in chunks; top64, with its 64 largest log p, computed before; checkpoint, what a
+teacher's head in chunks; compiled, the same behind torch.compile; top64, with its 64 largest log p, computed before; checkpoint, what a
 trainer writes without a measure: torch's checkpointing by chunks, whose weight gradients are summed
 in the weight's dtype; eager, all logits at once. Of others: trl, the kernels of TRL's
 DistillationTrainer, which make the entropy too; liger_chunks, `LigerFusedLinearJSDLoss`, which
@@ -35,7 +35,7 @@ from prefixtree.kernels.lm_head.logprobs import linear_logprobs
 from prefixtree.kernels.lm_head.measures import MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 
-SIDES = ("logp", "measure", "top64", "checkpoint", "eager", "trl", "liger_chunks")
+SIDES = ("logp", "measure", "compiled", "top64", "checkpoint", "eager", "trl", "liger_chunks")
 # of another package
 PACKAGES = {"trl": "trl", "liger_chunks": "liger_kernel"}
 # edges, vocabulary, hidden sizes of student and teacher: Qwen3-8B and Qwen3-32B
@@ -105,9 +105,11 @@ class Case:
 
     def score(self, side: str) -> torch.Tensor:
         """[U, 1]"""
-        if side in ("logp", "measure", "top64"):
-            of = {"logp": None, "measure": self.kl, "top64": self.top_k_kl}[side]
-            return self.linear(self.hidden, self.weight, of)
+        if side in ("logp", "measure", "compiled", "top64"):
+            of = {"logp": None, "measure": self.kl, "top64": self.top_k_kl}
+            # torch keeps what it compiled of a function
+            of["compiled"] = torch.compile(self.kl)
+            return self.linear(self.hidden, self.weight, of[side])
 
         if side in PACKAGES:
             return self._of_others(side)

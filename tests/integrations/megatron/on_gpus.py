@@ -3,7 +3,8 @@ backends, and times of an 8B-shaped slice. There is no fused attention of Megatr
 times with where TransformerEngine is not installed, so a forest without sharing, through our
 kernels, stands for it.
 
-    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus tensor pipeline half times
+    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus
+    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus context_times
     torchrun --nproc-per-node 4 -m tests.integrations.megatron.on_gpus context
 
 Rank 0 writes all results to the file that OUT names, where it does.
@@ -43,6 +44,7 @@ from tests.integrations.megatron.runs import (
     run_replicated,
     thd,
 )
+from tests.integrations.megatron.test_one_process import FULL
 from tests.support.megatron_cpu import DEVICE
 
 # head dims of real models, for the GPU's kernels
@@ -94,14 +96,18 @@ def _rollouts(prompt: int = 4096, count: int = 8, response: int = 512) -> list[l
     return [shared + new(response) for _ in range(count)]
 
 
+def _slice(config: dict[str, Any], longest: int) -> GPTModel:
+    """Four layers of Qwen3-8B's shape for sequences of at most so many tokens."""
+    made = make_config(Case(config, dtype=torch.bfloat16))
+    spec = tree_spec(layer_spec(made))
+    model = GPTModel(made, spec, _VOCABULARY, longest, position_embedding_type="rope")
+    return model.to(torch.bfloat16).to(DEVICE)
+
+
 def times() -> dict[str, Any]:
     """Milliseconds of forward and backward of a 4-layer slice of Qwen3-8B's shape."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    case = Case(_SLICE, dtype=torch.bfloat16)
-    config = make_config(case)
-    spec = tree_spec(layer_spec(config))
-    model = GPTModel(config, spec, _VOCABULARY, 8192, position_embedding_type="rope")
-    model = model.to(torch.bfloat16).to(DEVICE)
+    model = _slice(_SLICE, 8192)
     sequences = _rollouts()
     separate = range(len(sequences))
 
@@ -130,6 +136,36 @@ def times() -> dict[str, Any]:
     pack_batches(model)
     results["pack_batches"] = _milliseconds(model, shared)
     parallel_state.destroy_model_parallel()
+    return results
+
+
+def context_times() -> dict[str, Any]:
+    """The same by context parallelism, beside every rank with the whole tree, which it recomputes;
+    and how far log p is off."""
+    results: dict[str, Any] = {}
+    whole = {"sequence_parallel": False} | FULL
+    for tokens in (32_768, 131_072):
+        rollouts = _rollouts(tokens // 4, tokens * 3 // 4 // 2048, 2048)
+        tree = pack(PrefixForest.from_sequences(rollouts)).to(DEVICE)
+        logprobs = {}
+        for size in (1, 2):
+            parallel_state.initialize_model_parallel(context_parallel_size=size)
+            model = _slice(_SLICE | whole, tokens)
+            generator = torch.Generator(DEVICE).manual_seed(1)
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    torch.nn.init.normal_(weight, std=0.02, generator=generator)
+
+            def scored(model: Any = model, tree: Any = tree, at: int = size) -> None:
+                scores = tree_logprobs(model, tree)
+                assert isinstance(scores, SequenceScores)
+                logprobs[at] = torch.cat(scores.logprobs)
+                logprobs[at].mean().backward()
+
+            results[f"{tokens} tokens, CP {size}"] = _milliseconds(model, scored, 3)
+            parallel_state.destroy_model_parallel()
+        off = (logprobs[1] - logprobs[2]).abs()
+        results[f"{tokens} tokens, log p off"] = [float(off.mean()), float(off.max())]
     return results
 
 
@@ -168,16 +204,17 @@ def pipeline() -> dict[str, Any]:
 
 
 def context() -> dict[str, Any]:
-    """Every case of test_context_parallel.py, on four ranks."""
+    """Every case of test_context_parallel.py for so many ranks."""
     return context_ranks.on_rank(dist.get_rank(), Path())
 
 
 if __name__ == "__main__":
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
-    runs = {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
-    if dist.get_world_size() == 4:
-        runs = {"context": context}
+    runs = {"context": context}
+    if dist.get_world_size() == 2:
+        runs |= {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
+        runs |= {"context_times": context_times}
     rows: list[dict[str, Any]] = []
     for chosen in sys.argv[1:] or runs:
         # Megatron keeps the first scale's shape, and its schedules give another than a backward
