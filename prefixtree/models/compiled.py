@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from prefixtree.models.tower import compile_blocks
 # graphs of one kind of code that torch keeps: layers of every kind in every mode of recomputation,
 # with gradients and without
 _GRAPHS = 64
+# the options of layers that are compiled
+_OPTIONS: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
@@ -60,3 +63,11 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
         # nothing by a plan finds the graph of one without a plan
         layer.gradient_checkpointing = layer.gradient_checkpointing
         layer.compile(**options)
+        _OPTIONS[layer] = options
+
+
+def compile_alike(model: nn.Module, copied: nn.Module) -> None:
+    """Compiles the decoder layers of a copy where `compile_layers` compiled those of the model."""
+    for layer, other in zip(model.modules(), copied.modules(), strict=True):
+        if (options := _OPTIONS.get(layer)) is not None:
+            other.compile(**options)

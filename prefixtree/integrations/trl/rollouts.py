@@ -5,7 +5,8 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
+from prefixtree.integrations.trl.fsdp import check_fsdp
 from prefixtree.models.changes import changing
 from prefixtree.sampling import Draws, TreeSampler
 from prefixtree.sampling.rows import Rows
+from prefixtree.sampling.whole_copy import whole_copy
 
 #: Of the row's number and its completion so far, the ids of what comes next; None ends the rollout.
 Reply = Callable[[int, list[int]], Sequence[int] | None]
@@ -69,12 +72,7 @@ def tree_rollouts(
     forest = PrefixForest.from_sequences(prompt_ids)
     # a row's last token is not read, but its place in the pool is
     keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
-    model = trainer.model
-    with changing(model) as changes:
-        for module in model.modules():
-            # some of a model in training mode may be in evaluation mode
-            changes.note(module, "training")
-        model.eval()
+    with _evaluated(trainer) as model:
         rows = TreeSampler(model, keys, max_rows=len(prompt_ids)).start(forest)
         _play(rows, prompt_ids, _draws(trainer), trainer, reply)
     samples = rows.samples()
@@ -91,15 +89,27 @@ def tree_rollouts(
     return out
 
 
+@contextmanager
+def _evaluated(trainer: GRPOTrainer) -> Iterator[Any]:
+    """The trainer's model in evaluation mode; under FSDP2 a copy, whole on this rank."""
+    model = trainer.model
+    if trainer.is_fsdp_enabled:
+        policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+        with whole_copy(model, policy and policy.param_dtype) as copied:
+            yield copied
+        return
+    with changing(model) as changes:
+        for module in model.modules():
+            # some of a model in training mode may be in evaluation mode
+            changes.note(module, "training")
+        model.eval()
+        yield model
+
+
 def _check(trainer: GRPOTrainer) -> None:
     """Refuses settings of generation that the sampler does not have."""
     if trainer.is_fsdp_enabled:
-        # a rank whose rows have ended takes no more steps, and gathers no more layers for the
-        # others; and a step reads all weights, which to gather for every token takes longer
-        raise UnsupportedError(
-            "tree_rollouts samples with whole parameters, and FSDP shards them: leave rollout_func "
-            "out (TRL's generate gathers them), or set use_vllm=True"
-        )
+        check_fsdp(trainer.accelerator.state.fsdp_plugin)
     served: dict[str, list[Any]] = {"repetition_penalty": [1.0], "generation_kwargs": [None, {}]}
     for name, values in served.items():
         if (value := getattr(trainer.args, name)) not in values:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from prefixtree.integrations.trl import PrefixTreeGRPOTrainer
+from tests.integrations.trl import sampled_runs
 from tests.integrations.trl.cpu_ranks import fsdp_on_a_cpu
 from tests.integrations.trl.distillation_runs import DISTILLATION, GKD
 from tests.integrations.trl.launch import report
@@ -31,6 +32,7 @@ from tests.integrations.trl.runs import (
     make,
     names_prefixtree,
     parameters,
+    plain_name,
     prompts,
     rollouts,
     save_model,
@@ -94,9 +96,7 @@ class Case:
         if self.rollout is not None:
             options["rollout_func"] = self.rollout
         if self.lora:
-            from peft import LoraConfig
-
-            options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
+            options["peft_config"] = adapter()
         arguments: dict[str, Any] = {**ARGUMENTS, **self.arguments, **changes}
         if self.fsdp is not None:
             arguments |= {"fsdp": True, "fsdp_config": dict(self.fsdp)}
@@ -107,6 +107,12 @@ class Case:
         trainer.train()
         assert trainer.accelerator.num_processes == dist.get_world_size()
         return trainer
+
+
+def adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
 
 
 def longer_on_rank_1(chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -138,7 +144,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         "parameters": worst_parameter(ours, theirs)[0],
         # of an adapter, which starts with B at 0
         "moved": max(
-            float((p - start.get(_plain(name), torch.zeros(()))).abs().max())
+            float((p - start.get(plain_name(name), torch.zeros(()))).abs().max())
             for name, p in trained.items()
             if not case.lora or "lora_B" in name
         ),
@@ -200,6 +206,13 @@ def in_bfloat16(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def sampled(case: Case, folder: Path) -> dict[str, Any]:
+    """Samples on the forest, before every generation's update, against one process's model."""
+    watch = sampled_runs.Watch(folder / case.model, adapter() if case.lora else None)
+    trainer = replace(case, rollout=watch).train(PrefixTreeGRPOTrainer, folder)
+    return {**_ways(trainer), **watch.result(trainer)}
+
+
 def samples(case: Case, folder: Path) -> dict[str, Any]:
     """The trainers for DPO and SFT against TRL's."""
     return compare_on_ranks(folder, **_sharded(case))
@@ -215,11 +228,6 @@ def _sharded(case: Case) -> dict[str, Any]:
     if case.fsdp is None:
         return dict(case.arguments)
     return {**case.arguments, "fsdp": True, "fsdp_config": dict(case.fsdp)}
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without those of wrappers."""
-    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
 
 
 def _ways(trainer: GRPOTrainer) -> dict[str, Any]:
@@ -290,6 +298,28 @@ CASES: dict[str, tuple[Ask, Case]] = {
         in_bfloat16,
         Case({"learning_rate": 1.0, "epsilon": 1e6}, {}, lora=True),
     ),
+    # an evaluation leaves the head whole
+    "tree": (
+        sampled,
+        Case(
+            {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+            {},
+            options={"eval_dataset": prompts()},
+        ),
+    ),
+    "tree, tied": (sampled, Case({}, {}, "tied")),
+    "tree, hybrid": (
+        sampled,
+        Case({}, {"transformer_layer_cls_to_wrap": "Qwen3_5DecoderLayer"}, "hybrid"),
+    ),
+    "tree, experts": (sampled, Case({}, {}, "experts")),
+    "tree, lora": (sampled, Case({"learning_rate": 1.0}, {}, lora=True)),
+    "tree, FSDP's checkpointing": (
+        sampled,
+        Case({"gradient_checkpointing": False}, {"activation_checkpointing": True}),
+    ),
+    "tree, bfloat16": (sampled, Case({"bf16": True}, {})),
+    "tree, lora, bfloat16": (sampled, Case({"bf16": True, "learning_rate": 1.0}, {}, lora=True)),
     "dpo and sft": (samples, Case()),
     "dpo and sft, sharded": (samples, Case(fsdp={})),
     "distillation": (distilled, Case({"per_device_train_batch_size": 3})),

@@ -247,6 +247,11 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+
+
 def worst_metric(
     ours: GRPOTrainer, theirs: GRPOTrainer, wanted: Callable[[str], bool] = lambda name: True
 ) -> tuple[float, str]:

@@ -1,0 +1,128 @@
+"""`whole_copy`: a model that FSDP2 shards, whole on every rank while it is sampled from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from prefixtree.errors import UnsupportedError
+from prefixtree.models.checks import foreign_module
+from prefixtree.models.compiled import compile_alike
+from prefixtree.recompute.forward import available_bytes
+
+# of attributes that the copy has not: hooks gather parameters; compiled code, and a forward of an
+# instance, are bound to the module
+_LEFT_OUT = "hook", "fsdp", "composable_api", "_compiled_call_impl", "forward"
+# packages whose forward of an instance gives, for logits, what that of its class gives
+_AROUND = "torch", "transformers", "accelerate", "trl", "functools"
+
+
+@contextmanager
+def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[Any]:
+    """A copy of a model with whole parameters, of what they are now. All ranks enter together, and
+    none waits for another within.
+
+    A sampler's step reads every weight, and ranks take different numbers of steps: to gather layers
+    in each would take longer, and rows that end would have to go on. The copy's memory is there
+    within the context alone, so a training step has it.
+
+    Modules are copied with their attributes, adapters among them, so that it computes what the
+    model does. Hooks are not copied. Layers that `compile_layers` compiled are compiled. The
+    configuration is the model's own.
+
+    Args:
+        model: under `fully_shard` or not; wrapped by adapters or not.
+        dtype: of sharded parameters in the copy: the one that training computes in, `param_dtype` of
+            its mixed precision. Default: their own.
+
+    Yields:
+        The copy, in evaluation mode and without gradients.
+
+    Raises:
+        MemoryError: a rank has no room for it. Raised on all ranks.
+        UnsupportedError: a module whose forward was replaced.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            # an evaluation leaves some whole
+            module.reshard()
+    # once for those that are tied
+    sources = list({id(p): p for p in model.parameters()}.values())
+    targets = [_empty(p, dtype) for p in sources]
+    _check_room(targets, sources[0].device)
+    memo: dict[int, Any] = {id(p): new for p, new in zip(sources, targets, strict=True)}
+    memo |= {id(b): b.detach().clone() for b in model.buffers()}
+    memo |= {id(m): _unsharded(type(m)) for m in modules}
+    for module in modules:
+        config = vars(module).get("config")
+        memo[id(config)] = config
+    for module in modules:
+        _copy_attributes(module, memo)
+    copied = memo[id(model)].eval()
+    try:
+        with torch.no_grad():
+            for source, target in zip(sources, targets, strict=True):
+                target.untyped_storage().resize_(target.nbytes)
+                # rounded before it moves, as FSDP does
+                part = source.detach().to(target.dtype)
+                target.copy_(part.full_tensor() if isinstance(part, DTensor) else part)
+        compile_alike(model, copied)
+        yield copied
+    finally:
+        for target in targets:
+            target.untyped_storage().resize_(0)
+
+
+def _empty(p: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter of this shape without memory."""
+    dtype = dtype if isinstance(p, DTensor) and p.is_floating_point() else None
+    out = torch.empty(p.shape, dtype=dtype or p.dtype, device=p.device)
+    out.untyped_storage().resize_(0)
+    return nn.Parameter(out, requires_grad=False)
+
+
+def _check_room(targets: list[nn.Parameter], device: torch.device) -> None:
+    needed = sum(p.nbytes for p in targets)
+    free = torch.tensor(available_bytes(device), device=device)
+    if dist.is_initialized():
+        # a rank that went on alone would wait for the others
+        dist.all_reduce(free, dist.ReduceOp.MIN)
+    if needed > free:
+        raise MemoryError(
+            f"a whole copy of the model to sample from takes {needed:,} bytes on every rank, and one "
+            f"has {int(free):,} free beside its shards: shard over more GPUs, or sample with vLLM "
+            "(TRL: use_vllm=True) or with the trainer's generation (leave rollout_func out)"
+        )
+
+
+def _unsharded(kind: type) -> Any:
+    """A module of this class without attributes; FSDP's class of a class is that class again."""
+    if issubclass(kind, FSDPModule):
+        kind = kind.__bases__[1]
+    return kind.__new__(kind)
+
+
+def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if not any(part in name for part in _LEFT_OUT)
+    }
+    replaced = vars(module).get("forward")
+    if replaced is not None and foreign_module(replaced, _AROUND) is not None:
+        raise UnsupportedError(
+            f"the forward of {type(module).__name__} was replaced ({replaced!r}), and a copy of the "
+            "model to sample from runs that of its class: undo the patch, or make it a class"
+        )
+    # modules, parameters and buffers are known: methods and lists of them become the copy's
+    known = copy.deepcopy(attributes, memo)
+    vars(memo[id(module)]).update({**vars(nn.Module()), **known})
