@@ -238,8 +238,8 @@ def main() -> None:
     MEGATRON.write_text(replaced(MEGATRON.read_text(), "megatron", markdown(megatron())))
     readme = replaced(README.read_text(), "speed", markdown(speed()))
     # the curves' steps are short ones
-    work = ("h200/run.json", "h200/run_256.json", "h200/run_8k.json", "h100/run_turns.json")
-    steps = markdown(run.headline(*read(*work)))
+    work = ("h200/run.json", "h200/run_256.json", "h200/run_8k.json", "h*/run_2gpu.json")
+    steps = markdown(run.headline(*read(*work, "h100/run_turns.json")))
     README.write_text(replaced(readme, "run", steps))
     TRL.write_text(replaced(TRL.read_text(), "run", steps))
 

@@ -48,7 +48,7 @@
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
 #   run          ?     whole GRPO steps in TRL, its trainer and ours, prompts of 2K; run_256 and run_8k; run_turns,
-#                      an environment that replies; run_curves, the rewards of 20 steps
+#                      an environment that replies; run_curves, the rewards of 20 steps; run_2gpu, under FSDP2 on two
 #   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
 #                      FIRST_STEP_ARGS="--models qwen3-0.6b"
 #   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
@@ -634,6 +634,11 @@ run() { on_trl run 570 1; }
 
 first_step() { benchmark first_step 575 ${FIRST_STEP_ARGS:-}; }
 
+# a process a GPU; float32 weights, computed in bf16
+run_2gpu() {
+  on_trl run_2gpu 570 2 --fsdp --repeats 1 --sides trl prefixtree+tree+auto+compiled prefixtree
+}
+
 # prompts of 8K for which a cache of keys per row leaves room
 run_8k() { on_trl run_8k 570 1 --prompt 8192 --prompts 2; }
 
@@ -665,7 +670,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 [[ $* =~ ^pack(_verl|_trl|_low|_megatron)?$ ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -3,6 +3,7 @@
     python -m benchmarks run --prompt 2048 --out run.json          # on a GPU
     python -m benchmarks run --replies 3 --out run_turns.json      # an environment that replies
     python -m benchmarks run --prompt 256 --new 128 --repeats 19 --out run_curves.json
+    torchrun --standalone --nproc-per-node 2 -m benchmarks run --fsdp --out run_2gpu.json
     python -m benchmarks run --device cpu --scale 0.02             # every code path
 
 Needs TRL: `tools/gpu_check.sh run` brings it. Qwen3-0.6B's shape with random weights in bf16,
@@ -25,6 +26,10 @@ and rest (data, logs). The first steps warm up; the first one's seconds are in t
 --replies an environment answers when a turn ends, and TRL's side generates each turn from the
 beginning of its row, as TRL's loop over tools does.
 
+With --fsdp the ranks of torchrun train by TRL's FSDP2, from float32 weights that are computed in
+--dtype. The prompts of a step are divided among them, the first ones to rank 0, and `tree` samples
+from whole copies. A step's seconds are those of its slowest rank, memory is the largest.
+
 Before anything is timed, both trainers take four updates on the same samples, in float32 and in
 bf16: losses, gradient norms, entropies and parameters are compared with TRL's in float32. Ours may
 differ by a thousandth in float32. In bf16 our error may be twice TRL's, and thrice for the few
@@ -35,6 +40,7 @@ log-probabilities beside `sequence_logprobs`, in float32. Red has no time.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -45,10 +51,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.lib import sampling
 from benchmarks.lib.plots import figure, name, save, ticks
-from benchmarks.lib.policy import config
+from benchmarks.lib.policy import Ranks, config, sharded
 from benchmarks.lib.runs import Report, Row, parse, parser
 from benchmarks.lib.tables import (
     Column,
@@ -73,6 +80,7 @@ from benchmarks.lib.trl_steps import (
     model_of,
     rollout_of,
 )
+from prefixtree.sampling.whole_copy import whole_copy
 
 # the quick ones first: a run that is cut short has them
 SIDES = ("trl", BEST, "prefixtree", "trl+static", "trl+fa2")
@@ -82,13 +90,18 @@ MISSING = "Not measured yet."
 
 
 def run_side(
-    written: str, work: Work, checked: Row, options: argparse.Namespace, folder: Path
+    written: str,
+    work: Work,
+    checked: Row,
+    options: argparse.Namespace,
+    folder: Path,
+    ranks: Ranks,
 ) -> Row:
     """The times of one side's steps, or what is red."""
     side = Side.of(written)
     red = list(checked["red"]) if side.trainer == "prefixtree" else []
     if "tree" in side.words and not red:
-        red = wrong_samples(side, options)
+        red = [text for some in ranks.every(wrong_samples(side, options, ranks)) for text in some]
     if red:
         return {"red": red}
     with fresh():
@@ -97,13 +110,14 @@ def run_side(
         trainer = make_trainer(side, work, options, model, steps, folder, rollout_of(side, work))
         times = Timed(trainer, options.warm)
         trainer.train()
+        times.slowest(ranks)
         is_gpu = torch.device(options.device).type == "cuda"
         row: Row = {
             "red": [],
             **times.medians(),
             "steps": times.steps,
             "first_seconds": times.steps[0]["seconds"],
-            "peak_bytes": torch.cuda.max_memory_allocated() if is_gpu else None,
+            "peak_bytes": ranks.most(torch.cuda.max_memory_allocated())[0] if is_gpu else None,
             "rewards": logged(trainer, "reward"),
             "losses": logged(trainer, "loss"),
             "lengths": logged(trainer, "completions/mean_length"),
@@ -111,6 +125,8 @@ def run_side(
         for short in ("replication_ratio", "tokens_computed", "tokens_saved"):
             if values := logged(trainer, f"prefixtree/{short}"):
                 row[short] = statistics.median(values)
+    # the first rank logs
+    row = ranks.agree(row)
     count = len(row["rewards"])
     if not count == len(row["losses"]) == len(times.steps) == steps:
         return {"red": [f"{count} rewards of {steps} steps"]}
@@ -121,15 +137,20 @@ def run_side(
     }
 
 
-def wrong_samples(side: Side, options: argparse.Namespace) -> list[str]:
-    """The errors of the sampler, in float32 with two layers."""
+def wrong_samples(side: Side, options: argparse.Namespace, ranks: Ranks) -> list[str]:
+    """The errors of the sampler, in float32 with two layers; under FSDP2 from a whole copy."""
     kind = "tree-compiled" if "compiled" in side.words else "tree"
     if options.device == "cpu":
         # a CPU compiles minutes, and captures nothing
         kind = "tree"
     with fresh():
         model = sampling.model_of(config(options.is_tiny), 2, "float32", options.device)
-        return sampling.wrong(kind, model)
+        if not options.fsdp:
+            return sampling.wrong(kind, model)
+        exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with whole_copy(sharded(model, options, ranks)) as copied:
+            same = all(torch.equal(p, exact[name]) for name, p in copied.named_parameters())
+            return sampling.wrong(kind, copied) + ([] if same else ["a copy's parameters"])
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -257,9 +278,12 @@ def about(run: Row) -> str:
 
 
 def work_of(run: Row, runs: Sequence[Row]) -> str:
-    """The work of a run, and its GPU where that is not the first run's."""
+    """The work of a run, its ranks, and its GPU where that is not the first run's."""
     gpu, first = (r["environment"]["gpu"] for r in (run, runs[0]))
-    return str(run["work"]) if gpu == first else f"{run['work']} ({gpu.split()[1]})"
+    notes = [] if gpu == first else [gpu.split()[1]]
+    if run.get("ranks", 1) > 1:
+        notes.append(f"{run['ranks']} GPUs, FSDP2")
+    return f"{run['work']} ({'; '.join(notes)})" if notes else str(run["work"])
 
 
 def seconds(row: Row) -> str:
@@ -296,12 +320,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--lr", type=float, default=3e-4, help="of AdamW")
     add("--check-lr", type=float, default=0.1, help="of the SGD of the check")
     add("--compile-backend", default="inductor", help="of compiled layers")
+    add("--fsdp", action="store_true", help="on the ranks of torchrun")
     options = parse(what, arguments)
     if options.read is not None:
         report = Report.read(options)
         if options.plot is not None:
             curves([report.result()], options.plot)
         return report.finish(tables)
+    if options.fsdp and "RANK" not in os.environ:
+        what.error("--fsdp goes with torchrun")
     if find_spec("trl") is None:
         what.error("TRL is not installed: pip install trl, or bash tools/gpu_check.sh run")
     try:
@@ -317,11 +344,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.prompt = max(4, round(options.prompt * options.scale))
         options.new = max(8, round(options.new * options.scale))
     total = options.prompts * options.samples
-    if total % options.rows or options.rows % options.samples:
+    count = int(os.environ["WORLD_SIZE"]) if options.fsdp else 1
+    if total % (options.rows * count) or options.rows % options.samples:
         what.error(
             f"--rows {options.rows} must be a multiple of --samples {options.samples} and divide "
-            f"the {total} completions of a step"
+            f"the {total} completions of a step, on each of {count} ranks alike"
         )
+    ranks = Ranks.of_torchrun(options) if options.fsdp else Ranks(options.device)
+    if ranks.rank > 0:
+        options.out = options.plot = None
     shape = config(options.is_tiny)
     work = Work(
         options.prompts,
@@ -329,33 +360,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.prompt,
         options.new,
         options.rows,
-        total // options.rows,
+        total // options.rows // count,
         options.replies,
         shape.vocab_size,
     )
     with tempfile.TemporaryDirectory() as folder:
-        checked = check(work, options, Path(folder))
+        checked = check(work, options, Path(folder), ranks)
         report = Report(
             options,
             work=str(work),
             shape="tiny" if options.is_tiny else "qwen3-0.6b",
             layers=options.layers or shape.num_hidden_layers,
             rows_per_batch=options.rows,
+            ranks=ranks.count,
             trl=installed("trl"),
             accelerate=installed("accelerate"),
             check=checked,
         )
         for side in options.sides:
-            run = partial(run_side, side, work, checked, options, Path(folder))
+            run = partial(run_side, side, work, checked, options, Path(folder), ranks)
             row = report.attempt({"side": side}, run)
-            print(f"{side}: {verdict(row) or shown(row)}", flush=True)
+            broke = "failed" in row or "out_of_memory" in row
+            if ranks.rank == 0 or broke:
+                print(f"{side}: {verdict(row) or shown(row)}", flush=True)
+            if ranks.count > 1 and broke:
+                # the others wait in a collective: torchrun ends them
+                os._exit(1)
     base = next((row["seconds"] for row in report.rows if "seconds" in row), None)
     for row in report.rows:
         if base is not None and "seconds" in row:
             row["speedup"] = base / row["seconds"]
     if options.plot is not None:
         curves([report.result()], options.plot)
-    return report.finish(tables)
+    if options.fsdp:
+        dist.destroy_process_group()
+    return report.finish(tables) if ranks.rank == 0 else 0
 
 
 def shown(row: Row) -> str:

@@ -117,10 +117,15 @@ class Ranks:
 
     def joined(self, mine: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """All ranks' values by sequence, on the CPU."""
-        every: list[Any] = [{i: value.cpu() for i, value in mine.items()}] * self.count
-        if self.count > 1:
-            dist.all_gather_object(every, every[0])
+        every = self.every({i: value.cpu() for i, value in mine.items()})
         return {i: value for some in every for i, value in some.items()}
+
+    def every(self, mine: Any) -> list[Any]:
+        """What each rank has."""
+        out = [mine] * self.count
+        if self.count > 1:
+            dist.all_gather_object(out, mine)
+        return out
 
 
 def sharded(model: Any, options: argparse.Namespace, ranks: Ranks) -> Any:

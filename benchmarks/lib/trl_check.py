@@ -1,5 +1,5 @@
 """The check of `run`: the same samples trained on by TRL's trainer and by ours, in float32 and in
-bf16, compared with TRL's in float32."""
+bf16, compared with TRL's in float32; with --fsdp all four on the same ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from benchmarks.lib.policy import Ranks
 from benchmarks.lib.runs import Row
 from benchmarks.lib.trl_steps import (
     Side,
@@ -56,10 +59,18 @@ def outcome(
             epsilon=EPSILON,
             bf16=is_half,
         )
-        start = [p.detach().cpu().clone() for p in trainer.model.parameters()]
+        start = parameters(trainer)
         trainer.train()
-        end = [p.detach().cpu().clone() for p in trainer.model.parameters()]
+        end = parameters(trainer)
         return {name: logged(trainer, name) for name in METRICS}, start, end
+
+
+def parameters(trainer: Any) -> list[torch.Tensor]:
+    """Whole, on the CPU; of sharded ones all ranks ask."""
+    return [
+        (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+        for p in trainer.model.parameters()
+    ]
 
 
 def errors(
@@ -89,7 +100,7 @@ def errors(
     return {name: error if math.isfinite(error) else 1e9 for name, error in out.items()}
 
 
-def check(work: Work, options: argparse.Namespace, folder: Path) -> Row:
+def check(work: Work, options: argparse.Namespace, folder: Path, ranks: Ranks) -> Row:
     """Four updates on the same samples by both trainers in both precisions; prints as it goes.
 
     Returns:
@@ -97,7 +108,7 @@ def check(work: Work, options: argparse.Namespace, folder: Path) -> Row:
     """
     few = replace(
         work,
-        prompts=PROMPTS,
+        prompts=PROMPTS * ranks.count,
         samples=SAMPLES,
         prompt=min(work.prompt, MOST_PROMPT),
         new=min(work.new, MOST_NEW),
@@ -108,14 +119,17 @@ def check(work: Work, options: argparse.Namespace, folder: Path) -> Row:
     )
     stock, ours = Side.of("trl"), Side.of("prefixtree")
     exact, start, exact_end = outcome(stock, few, options, False, folder)
-    print(f"check: TRL's trainer in float32: {exact}", flush=True)
+    say = print if ranks.rank == 0 else lambda *_, **__: None
+    say(f"check: TRL's trainer in float32: {exact}", flush=True)
     found = {}
     for side, is_half in ((ours, False), (stock, True), (ours, True)):
         began = time.perf_counter()
         numbers, _, end = outcome(side, few, options, is_half, folder)
         name = f"{side.name}, {'bf16' if is_half else 'float32'}"
         found[name] = errors(numbers, exact, end, start, exact_end)
-        print(f"check: {name}, {time.perf_counter() - began:.0f} s: {found[name]}", flush=True)
+        say(f"check: {name}, {time.perf_counter() - began:.0f} s: {found[name]}", flush=True)
+    # a rank that logs nothing has no errors
+    found = ranks.agree(found)
     return {
         "work": str(few),
         "updates": GENERATIONS * ITERATIONS,

@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 
-from benchmarks.lib.policy import config
+from benchmarks.lib.policy import Ranks, config
 from benchmarks.lib.runs import Row
 from benchmarks.lib.sampling import model_of as random_model
 
@@ -74,7 +74,8 @@ class Work:
     Attributes:
         prompts: per step, each with `samples` completions.
         prompt, new: tokens of a prompt; the most of a completion, replies included.
-        rows, accumulation: per_device_train_batch_size and gradient_accumulation_steps.
+        rows, accumulation: per_device_train_batch_size and gradient_accumulation_steps. Of several
+            ranks the first has the first prompts of a step, and so on.
         replies: of the environment per rollout; 0 is one turn.
         vocabulary: tokens of the model.
     """
@@ -229,6 +230,8 @@ def make_trainer(
     is_gpu = torch.device(options.device).type == "cuda"
     is_half = model.dtype == torch.bfloat16
     more: dict[str, Any] = {"cache_implementation": "static"} if "static" in side.words else {}
+    if options.fsdp:
+        more |= {"fsdp": True, "fsdp_config": {"version": 2}}
     if "continuous" in side.words:
         more["use_transformers_continuous_batching"] = True
     arguments = GRPOConfig(
@@ -335,6 +338,13 @@ class Timed(TrainerCallback):
         if len(self.steps) == self._warm and self._is_gpu:
             torch.cuda.reset_peak_memory_stats()
 
+    def slowest(self, ranks: Ranks) -> None:
+        """Each step becomes that of the rank that took longest."""
+        self.steps = [
+            max(same, key=lambda step: float(step["seconds"]))
+            for same in zip(*ranks.every(self.steps), strict=True)
+        ]
+
     def medians(self) -> Row:
         """Of the steps behind the warm ones: the median one's seconds and its parts."""
         timed = self.steps[self._warm :]
@@ -361,11 +371,11 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 def fixed_rollouts(work: Work, seed: int = 7) -> Any:
     """A `rollout_func` whose completions are random words of random lengths, the same in every
-    run: the n-th call gets the n-th ones."""
+    run: the n-th call of a rank gets its n-th ones."""
     calls = itertools.count()
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        rng = np.random.default_rng((seed, next(calls)))
+        rng = np.random.default_rng((seed, trainer.accelerator.process_index, next(calls)))
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
         lengths = rng.integers(2, work.new + 1, len(prompt_ids))
         rows = [rng.integers(1, work.vocabulary - 1, n).tolist() for n in lengths]

@@ -40,7 +40,7 @@ def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[A
 
     Args:
         model: under `fully_shard` or not; wrapped by adapters or not.
-        dtype: of sharded parameters in the copy: the one that training computes in, `param_dtype` of
+        dtype: of sharded parameters in the copy: what training computes in, the `param_dtype` of
             its mixed precision. Default: their own.
 
     Yields:
@@ -98,9 +98,9 @@ def _check_room(targets: list[nn.Parameter], device: torch.device) -> None:
         dist.all_reduce(free, dist.ReduceOp.MIN)
     if needed > free:
         raise MemoryError(
-            f"a whole copy of the model to sample from takes {needed:,} bytes on every rank, and one "
-            f"has {int(free):,} free beside its shards: shard over more GPUs, or sample with vLLM "
-            "(TRL: use_vllm=True) or with the trainer's generation (leave rollout_func out)"
+            f"a whole copy of the model to sample from takes {needed:,} bytes on every rank, and "
+            f"one has {int(free):,} free: shard over more GPUs, or sample with vLLM (TRL: "
+            "use_vllm=True) or with the trainer's generation (leave rollout_func out)"
         )
 
 
@@ -120,8 +120,8 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
     replaced = vars(module).get("forward")
     if replaced is not None and foreign_module(replaced, _AROUND) is not None:
         raise UnsupportedError(
-            f"the forward of {type(module).__name__} was replaced ({replaced!r}), and a copy of the "
-            "model to sample from runs that of its class: undo the patch, or make it a class"
+            f"the forward of {type(module).__name__} was replaced ({replaced!r}), and the copy that "
+            "is sampled from runs that of the class: undo the patch, or make it a class"
         )
     # modules, parameters and buffers are known: methods and lists of them become the copy's
     known = copy.deepcopy(attributes, memo)

@@ -28,7 +28,9 @@ from tests.support.benchmark_runs import result
 
 TINY = ["--device", "cpu", "--scale", "0.02", "--dtype", "float32", "--repeats", "2"]
 SIDES = ["trl", "prefixtree", "prefixtree+tree+auto"]
-OPTIONS = Namespace(device="cpu", is_tiny=True, layers=None, lr=1e-3, compile_options={})
+OPTIONS = Namespace(
+    device="cpu", is_tiny=True, layers=None, lr=1e-3, compile_options={}, fsdp=False
+)
 
 
 @pytest.mark.full
