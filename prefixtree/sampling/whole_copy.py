@@ -14,13 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from prefixtree.errors import UnsupportedError
-from prefixtree.models.checks import foreign_module
+from prefixtree.models.checks import foreign_module, transformer_of
 from prefixtree.models.compiled import compile_alike
 from prefixtree.recompute.forward import available_bytes
 
-# of attributes that the copy has not: hooks gather parameters; compiled code, and a forward of an
-# instance, are bound to the module
-_LEFT_OUT = "hook", "fsdp", "composable_api", "_compiled_call_impl", "forward"
+# attributes that the copy has not: forwards and compiled code of an instance are bound to a module,
+# and hooks gather parameters
+_BOUND = "forward", "_compiled_call_impl"
+_SHARDING = "hook", "fsdp", "composable_api"
 # packages whose forward of an instance gives, for logits, what that of its class gives
 _AROUND = "torch", "transformers", "accelerate", "trl", "functools"
 
@@ -48,20 +49,21 @@ def whole_copy(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[A
 
     Raises:
         MemoryError: a rank has no room for it. Raised on all ranks.
-        UnsupportedError: a module whose forward was replaced.
+        UnsupportedError: quantised weights; a module whose forward was replaced.
     """
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, FSDPModule):
             # an evaluation leaves some whole
             module.reshard()
-    # once for those that are tied
-    sources = list({id(p): p for p in model.parameters()}.values())
+    # tied ones are there once
+    sources = list(model.parameters())
+    _check_plain(model, sources)
     targets = [_empty(p, dtype) for p in sources]
     _check_room(targets, sources[0].device)
     memo: dict[int, Any] = {id(p): new for p, new in zip(sources, targets, strict=True)}
     memo |= {id(b): b.detach().clone() for b in model.buffers()}
-    memo |= {id(m): _unsharded(type(m)) for m in modules}
+    memo |= {id(m): _unsharded(m) for m in modules}
     for module in modules:
         config = vars(module).get("config")
         memo[id(config)] = config
@@ -90,6 +92,17 @@ def _empty(p: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
     return nn.Parameter(out, requires_grad=False)
 
 
+def _check_plain(model: nn.Module, sources: list[nn.Parameter]) -> None:
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in sources]
+    kinds = {type(part) for part in parts if type(part) not in (torch.Tensor, nn.Parameter)}
+    whole = all(part.is_floating_point() for part in parts)
+    config = transformer_of(model).config
+    if kinds or not whole or getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            "whole copies of quantised weights are not verified: leave rollout_func out"
+        )
+
+
 def _check_room(targets: list[nn.Parameter], device: torch.device) -> None:
     needed = sum(p.nbytes for p in targets)
     free = torch.tensor(available_bytes(device), device=device)
@@ -104,9 +117,10 @@ def _check_room(targets: list[nn.Parameter], device: torch.device) -> None:
         )
 
 
-def _unsharded(kind: type) -> Any:
-    """A module of this class without attributes; FSDP's class of a class is that class again."""
-    if issubclass(kind, FSDPModule):
+def _unsharded(module: nn.Module) -> Any:
+    """A module of this one's class without attributes, or of the class that FSDP made that of."""
+    kind: Any = type(module)
+    if isinstance(module, FSDPModule):
         kind = kind.__bases__[1]
     return kind.__new__(kind)
 
@@ -115,13 +129,13 @@ def _copy_attributes(module: nn.Module, memo: dict[int, Any]) -> None:
     attributes = {
         name: value
         for name, value in vars(module).items()
-        if not any(part in name for part in _LEFT_OUT)
+        if name not in _BOUND and not any(part in name for part in _SHARDING)
     }
     replaced = vars(module).get("forward")
     if replaced is not None and foreign_module(replaced, _AROUND) is not None:
         raise UnsupportedError(
-            f"the forward of {type(module).__name__} was replaced ({replaced!r}), and the copy that "
-            "is sampled from runs that of the class: undo the patch, or make it a class"
+            f"{type(module).__name__} has a forward of its own ({replaced!r}), which no copy has: "
+            "undo the patch"
         )
     # modules, parameters and buffers are known: methods and lists of them become the copy's
     known = copy.deepcopy(attributes, memo)

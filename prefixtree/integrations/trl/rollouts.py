@@ -14,8 +14,9 @@ from trl import GRPOTrainer
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.forest import PrefixForest
-from prefixtree.integrations.trl.fsdp import check_fsdp
+from prefixtree.integrations.trl.refusals import check_distribution
 from prefixtree.models.changes import changing
+from prefixtree.models.checks import transformer_of
 from prefixtree.sampling import Draws, TreeSampler
 from prefixtree.sampling.rows import Rows
 from prefixtree.sampling.whole_copy import whole_copy
@@ -41,6 +42,9 @@ def tree_rollouts(
     adapters samples without the autocast of `bf16=True`: its log-probabilities then differ from
     training's by bfloat16's rounding.
 
+    Under FSDP2 every rank samples its own prompts from a whole copy of the model, in the dtype that
+    training computes in, which is made and dropped in every call. All ranks must call it together.
+
     Args:
         prompts: as TRL hands them over, one per completion.
         trainer: whose model has attn_implementation="prefixtree", as that of
@@ -57,22 +61,20 @@ def tree_rollouts(
 
     Raises:
         UnsupportedError: images or a processor of them, `tools`, `repetition_penalty`,
-            `generation_kwargs`, FSDP; what `TreeSampler` refuses (parameters sharded in another
-            way).
+            `generation_kwargs`; a vision model or quantised weights under FSDP2; what
+            `TreeSampler` refuses (ZeRO-3).
+        MemoryError: no room for a whole copy on a rank.
     """
     _check(trainer)
-    prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-    # with a processor TRL keeps `generate` from sampling image tokens
-    if trainer._is_vlm or images is not None:
-        raise UnsupportedError(
-            "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
-            "rollout_func out for images"
-        )
-    prompt_ids = [[int(token) for token in ids] for ids in prompt_ids]
-    forest = PrefixForest.from_sequences(prompt_ids)
-    # a row's last token is not read, but its place in the pool is
-    keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
+    prompt_ids = _tokenized(prompts, trainer) if prompts else []
     with _evaluated(trainer) as model:
+        if not prompt_ids:
+            # a rank without any has its part in the copies of the others
+            names = "prompt_ids", "completion_ids", "logprobs", "env_mask"
+            return {name: [] for name in names[: 3 if reply is None else 4]}
+        forest = PrefixForest.from_sequences(prompt_ids)
+        # a row's last token is not read, but its place in the pool is
+        keys = forest.num_tokens + len(prompt_ids) * trainer.max_completion_length
         rows = TreeSampler(model, keys, max_rows=len(prompt_ids)).start(forest)
         _play(rows, prompt_ids, _draws(trainer), trainer, reply)
     samples = rows.samples()
@@ -87,6 +89,17 @@ def tree_rollouts(
         masks = zip(starts, samples.loss_masks, strict=True)
         out["env_mask"] = [mask[at:].astype(int).tolist() for at, mask in masks]
     return out
+
+
+def _tokenized(prompts: list[Any], trainer: GRPOTrainer) -> list[list[int]]:
+    prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
+    # with a processor TRL keeps `generate` from sampling image tokens
+    if trainer._is_vlm or images is not None:
+        raise UnsupportedError(
+            "tree_rollouts samples from text: pass the tokenizer as processing_class, or leave "
+            "rollout_func out for images"
+        )
+    return [[int(token) for token in ids] for ids in prompt_ids]
 
 
 @contextmanager
@@ -109,7 +122,11 @@ def _evaluated(trainer: GRPOTrainer) -> Iterator[Any]:
 def _check(trainer: GRPOTrainer) -> None:
     """Refuses settings of generation that the sampler does not have."""
     if trainer.is_fsdp_enabled:
-        check_fsdp(trainer.accelerator.state.fsdp_plugin)
+        check_distribution(trainer)
+        if getattr(transformer_of(trainer.model).config, "vision_config", None) is not None:
+            raise UnsupportedError(
+                "tree_rollouts with a vision model is not verified under FSDP2: load its text model"
+            )
     served: dict[str, list[Any]] = {"repetition_penalty": [1.0], "generation_kwargs": [None, {}]}
     for name, values in served.items():
         if (value := getattr(trainer.args, name)) not in values:

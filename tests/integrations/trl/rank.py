@@ -302,7 +302,7 @@ CASES: dict[str, tuple[Ask, Case]] = {
     "tree": (
         sampled,
         Case(
-            {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+            {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4},
             {},
             options={"eval_dataset": prompts()},
         ),

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from prefixtree import PrefixForest, pack, sequence_logprobs
 from prefixtree.integrations.trl import tree_rollouts
+from prefixtree.integrations.trl.rollouts import _evaluated
 from tests.integrations.trl.runs import parameters, plain_name
 
 
@@ -30,11 +31,15 @@ class Watch:
 
             self._model = get_peft_model(self._model, adapter)
         self._model.eval()
-        self.worst = {"logprobs": 0.0, "training": 0.0, "stale": 0.0}
+        self.worst = dict.fromkeys(("logprobs", "training", "copy", "stale"), 0.0)
         self.wrong_tokens = self.steps = 0
 
     def __call__(self, chats: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         found = tree_rollouts(chats, trainer)
+        if not self.steps:
+            # a rank may have none
+            some = chats if dist.get_rank() == 0 else []
+            assert len(tree_rollouts(some, trainer)["logprobs"]) == len(some)
         greedy = self._greedy(chats, trainer)
         rows = [a + b for a, b in zip(found["prompt_ids"], found["completion_ids"], strict=True)]
         got = torch.tensor([p for row in found["logprobs"] for p in row])
@@ -45,10 +50,15 @@ class Watch:
         for name, p in parameters(trainer.model).items():
             state[plain_name(name)].data.copy_(p)
         self._note("logprobs", got, self._alone(rows, found, trainer.temperature))
-        with torch.no_grad():
-            packed = pack(PrefixForest.from_sequences(rows))
-            scores = sequence_logprobs(trainer.model, packed, temperature=trainer.temperature)
-        pairs = zip(scores.logprobs, found["completion_ids"], strict=True)
+        packed = pack(PrefixForest.from_sequences(rows))
+        with torch.no_grad(), _evaluated(trainer) as copied:
+            trained, whole = (
+                sequence_logprobs(model, packed, temperature=trainer.temperature).logprobs
+                for model in (trainer.model, copied)
+            )
+        # to the bit
+        self._note("copy", torch.cat(whole), torch.cat(trained))
+        pairs = zip(trained, found["completion_ids"], strict=True)
         self._note("training", got, torch.cat([p[-len(ids) :] for p, ids in pairs]))
         self.wrong_tokens += sum(
             self._next(prompt + said[:at]) != token

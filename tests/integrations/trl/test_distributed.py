@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from tests.integrations.trl.launch import launch
-from tests.integrations.trl.rank import CASES, compare, distilled, in_bfloat16, resume, samples
+from tests.integrations.trl.rank import (
+    CASES,
+    compare,
+    distilled,
+    in_bfloat16,
+    resume,
+    sampled,
+    samples,
+)
 from tests.integrations.trl.runs import save_model
 from tests.support.full import asked_for, mostly
 
@@ -30,7 +38,7 @@ def check_run(name: str, result: dict[str, Any], ranks: int) -> None:
     """It was spread as meant: accelerate ignores FSDP without a word where it finds no GPU."""
     case = CASES[name][1]
     kinds = {"hybrid": "Qwen3_5ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
-    kind = "PeftModel" if case.lora else kinds.get(name, "Qwen3For")
+    kind = "PeftModel" if case.lora else kinds.get(case.model, "Qwen3For")
     if case.fsdp is None:
         assert result["wrapper"] == "DistributedDataParallel" and not result["fsdp"]
         return
@@ -50,6 +58,18 @@ def check_equality(result: dict[str, Any]) -> None:
     assert result["ratio"] > 1.6
 
 
+def check_sampled(name: str, result: dict[str, Any]) -> None:
+    """Behind updates too: with the numbers of the update before it would be red."""
+    assert result["generations"] >= 2 and result["stale"] > 0.1
+    # the copy computes what training does, to the bit
+    assert result["copy"] == 0
+    if "bfloat16" in name:
+        assert result["training"] < result["logprobs"] < 0.2
+    else:
+        assert result["logprobs"] < 2e-5 and result["training"] < 2e-5
+        assert result["wrong tokens"] == 0
+
+
 def check_samples(name: str, result: dict[str, Any]) -> None:
     for found in result.values():
         assert found["wrapper"].startswith("FSDPQwen3For" if "sharded" in name else "Distributed")
@@ -65,6 +85,7 @@ TWO = [name for name in CASES if name not in ("rollouts", "hsdp")]
 EVERY_TIME = (
     *("ddp", "generation", "unequal ranks", "FSDP's checkpointing", "lora"),
     *("cut groups", "cut groups, sharded"),
+    *("tree", "tree, lora, bfloat16"),
     *("resume, full", "dpo and sft, sharded", "distillation", "distillation, sharded"),
 )
 
@@ -85,6 +106,8 @@ def test_two_ranks(two_ranks: dict[str, dict[str, Any]], name: str) -> None:
     check_run(name, result, 2)
     if ask is compare:
         check_equality(result)
+    elif ask is sampled:
+        check_sampled(name, result)
     elif ask is resume:
         assert result["steps"] == 4
         # to the bit, and far from where the run began

@@ -173,7 +173,6 @@ def test_settings_that_the_sampler_lacks(folder: Path, settings: Any, message: s
     [
         ("tools", [print], "call the tools in reply="),
         ("_is_vlm", True, "pass the tokenizer as processing_class"),
-        ("is_fsdp_enabled", True, "leave rollout_func out .* or set use_vllm=True"),
     ],
 )
 def test_what_only_generate_does(
