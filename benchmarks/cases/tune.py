@@ -43,21 +43,25 @@ class Candidate:
         heads: query heads of a tile; None for the table's.
         tma: descriptors or pointers; None for the table's.
         pieces: factor on `configs.piece_tiles`.
+        width: columns of the pieces of q and k; 0 for those of `launch.width`.
     """
 
     config: Config
     heads: int | None = None
     tma: bool | None = None
     pieces: float = 1.0
+    width: int = 0
 
     def __str__(self) -> str:
         c = self.config
         words = [f"{c.rows}x{c.keys} w{c.warps} s{c.stages}"]
         words += [f"r{c.registers}"] if c.registers else []
         words += [] if c.cut else ["grid"]
+        words += [f"shared {c.shared}"] if c.shared else []
         words += [] if self.heads is None else [f"heads {self.heads}"]
         words += [] if self.tma is None else ["descriptors" if self.tma else "pointers"]
         words += [] if self.pieces == 1 else [f"pieces x{self.pieces:g}"]
+        words += [f"width {self.width}"] if self.width else []
         return " ".join(words)
 
 
@@ -83,15 +87,15 @@ def candidates(kernel: str, frozen: Config, choice: KernelConfigs) -> list[Candi
 def explicit(text: str) -> Candidate:
     """A candidate written as for `--shapes`."""
     numbers = [float(word) for word in text.split(",")]
-    numbers += [0, 0, 1][len(numbers) - 4 :]
-    config = Config(*(int(number) for number in numbers[:5]))
-    return Candidate(config, heads=int(numbers[5]) or None, pieces=numbers[6])
+    numbers += [0, 0, 1, 0, 0][len(numbers) - 4 :]
+    config = Config(*(int(number) for number in numbers[:5]), shared=int(numbers[7]))
+    return Candidate(config, int(numbers[5]) or None, pieces=numbers[6], width=int(numbers[8]))
 
 
 @contextmanager
 def using(kernel: str, candidate: Candidate, base: KernelConfigs) -> Iterator[None]:
     """Lets launches take the candidate for one kernel."""
-    choose, pieces = configs.choose, configs.piece_tiles
+    choose, pieces, width = configs.choose, configs.piece_tiles, launch.width
     tma = base.tma if candidate.tma is None else candidate.tma
     pair = {kernel: (candidate.config, candidate.config)}
     choice = replace(base, tma=tma, heads=candidate.heads or base.heads, **pair)
@@ -100,10 +104,14 @@ def using(kernel: str, candidate: Candidate, base: KernelConfigs) -> Iterator[No
         return max(1, int(pieces(*arguments) * candidate.pieces))
 
     configs.choose, configs.piece_tiles = lambda *a: choice, cut  # type: ignore[assignment]
+    if candidate.width:
+        launch.width = lambda dim: candidate.width
+        launch._statics.cache_clear()
     try:
         yield
     finally:
-        configs.choose, configs.piece_tiles = choose, pieces
+        configs.choose, configs.piece_tiles, launch.width = choose, pieces, width
+        launch._statics.cache_clear()
 
 
 class Bench:
@@ -210,7 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--shapes",
         nargs="+",
         help="these instead of the built-in candidates, each as rows,keys,warps,stages[,registers"
-        "[,heads[,pieces]]]; 0 for the table's heads",
+        "[,heads[,pieces[,shared[,width]]]]]; 0 for the table's heads and width",
     )
     add("--most", type=int, default=1000, help="candidates per kernel")
     add("--out", type=Path)

@@ -40,6 +40,9 @@ TILES = {
     "tiles of their own": Tiles(True, tile(32, 16), tile(16, 32), tile(32, 32), pieces=1),
     "nothing is cut": Tiles(False, SMALL, SMALL, SMALL, pieces=0),
     "dK and dV apart": Tiles(True, SMALL, replace(SMALL, apart=True), SMALL),
+    "queries in shared memory": Tiles(
+        True, replace(SMALL, shared=1), SMALL, replace(SMALL, shared=2)
+    ),
 }
 
 

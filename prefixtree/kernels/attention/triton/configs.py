@@ -37,6 +37,8 @@ class Config:
         cut: key tiles start at node borders where that saves work.
         apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
             sums of both for a tile of decent size.
+        shared: of the kernels over query tiles, through descriptors: how many of q and dout lie in
+            shared memory as first operands of products, in place of registers.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Config:
     registers: int = 0
     cut: bool = True
     apart: bool = False
+    shared: int = 0
 
 
 Pair = tuple[Config, Config]
@@ -104,19 +107,21 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # at (192, 128), caterpillar 24: keys 30.5 (32.3 for 64 keys, 39.2 for 64 x 64); with 16 / 16
-    # heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64), queries 13.4 (14.7 with 2 stages)
+    # Queries in shared memory, in registers their products would wait for one another (compiled).
+    # At (192, 128), caterpillar 24, before that and with 192 padded to 256: keys 30.5 (32.3 for 64
+    # keys, 39.2 for 64 x 64); with 16 / 16 heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64),
+    # queries 13.4 (14.7 with 2 stages)
     (256, 128): (
         _both(Config(128, 64, 8, 3)),
         _both(Config(32, 128, 8, 3)),
-        _both(Config(128, 64, 8, 3)),
+        _both(Config(128, 64, 8, 3, shared=1)),
     ),
     # caterpillar 24: forward 24.6, keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does
     # not spill), queries 37.5 (47 for 32 keys)
     (256, 256): (
-        _both(Config(128, 64, 8, 2)),
+        _both(Config(128, 64, 8, 2, shared=1)),
         _both(Config(32, 128, 8, 3, apart=True)),
-        _both(Config(128, 64, 8, 2)),
+        _both(Config(128, 32, 8, 2, shared=2)),
     ),
 }
 
