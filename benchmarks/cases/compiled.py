@@ -30,7 +30,6 @@ from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.kernels import best_keys, index_scores
 from prefixtree.kernels.attention.triton import chosen as tile_bits
-from prefixtree.kernels.attention.triton import launch
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     prepare_kernel,
@@ -73,7 +72,7 @@ def statics(
         "D": dims[0],
         "DV": dims[1],
         "D_PADDED": max(16, triton.next_power_of_2(dims[0])),
-        "D_WIDTH": launch.width(dims[0]),
+        "D_WIDTH": choice.width(dims[0]),
         "DV_PADDED": max(16, triton.next_power_of_2(dims[1])),
         "ROWS": config.rows,
         "KEYS": config.keys,

@@ -25,6 +25,7 @@ class Tiles:
     queries: Config
     heads: int | None = None
     pieces: int = 2
+    piece: int = 0
 
 
 def tile(rows: int, keys: int, cut: bool = True) -> Config:
@@ -43,6 +44,8 @@ TILES = {
     "queries in shared memory": Tiles(
         True, replace(SMALL, shared=1), SMALL, replace(SMALL, shared=2)
     ),
+    "q and k in pieces": Tiles(True, SMALL, SMALL, SMALL, piece=16),
+    "q and k in pieces by pointers": Tiles(False, SMALL, SMALL, SMALL, piece=16),
 }
 
 
@@ -61,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         tma = tma and tiles.tma
         heads = tiles.heads or configs.heads_of_tile(group, tma)
         pairs = [(c, c) for c in (tiles.forward, tiles.keys, tiles.queries)]
-        return KernelConfigs(tma, heads, *pairs)
+        return KernelConfigs(tma, heads, *pairs, piece=tiles.piece)
 
     monkeypatch.setattr(configs, "choose", choose)
     monkeypatch.setattr(configs, "piece_tiles", lambda *arguments: tiles.pieces)

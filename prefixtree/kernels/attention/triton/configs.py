@@ -63,6 +63,8 @@ class KernelConfigs:
         heads: query heads of one kv head that a query tile holds side by side; a larger group is
             worked off in blocks.
         forward, keys, queries: out; dK and dV; dQ.
+        piece: columns of the pieces in which q and k are taken where that saves padding; 0 to take
+            them whole.
     """
 
     tma: bool
@@ -70,6 +72,12 @@ class KernelConfigs:
     forward: Pair
     keys: Pair
     queries: Pair
+    piece: int = 0
+
+    def width(self, dim: int) -> int:
+        """Columns that the kernels take at a time of a head dim of q and k."""
+        in_pieces = -(-dim // self.piece) * self.piece if self.piece else padded(dim)
+        return self.piece if in_pieces < padded(dim) else padded(dim)
 
     def of(self, mask: HostMask, window: int) -> tuple[Config, Config, Config]:
         """The configurations (forward, keys, queries) for one forest."""
@@ -83,9 +91,17 @@ class KernelConfigs:
         return all(long == short for long, short in (self.forward, self.keys, self.queries))
 
 
+def padded(dim: int) -> int:
+    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def _both(config: Config) -> Pair:
     return config, config
 
+
+# On Hopper 192 is three pieces, not 256 (compiled for sm_80, dK and dV would spill in pieces).
+_PIECE = 64
 
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
 # said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
@@ -208,9 +224,9 @@ def choose(
     wide = max(d, dv, 64)
     if tma:
         key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
-        return KernelConfigs(True, heads, *_HOPPER[key])
+        return KernelConfigs(True, heads, *_HOPPER[key], piece=_PIECE)
     if cuda and capability[0] == 9:
-        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
+        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide], piece=_PIECE)
     # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program
     large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
     return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])

@@ -23,7 +23,7 @@ from prefixtree.kernels.attention.triton.backward import (
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.chosen import lay_out
-from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs
+from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, padded
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
 
@@ -56,16 +56,6 @@ def refusal(call: AttentionCall) -> str | None:
     if 3 * (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
         return f"{q.shape[0]} query tokens x {q.shape[1]} heads do not fit 32-bit row numbers"
     return None
-
-
-def padded(dim: int) -> int:
-    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def width(dim: int) -> int:
-    """Columns of the pieces in which kernels take a head dim of q and k."""
-    return 64 if 128 < dim <= 192 else padded(dim)
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,7 @@ class Problem:
         return TensorDescriptor(x, list(x.shape), [x.stride(0), x.stride(1), 1], box)
 
     def queries(self, config: Config) -> Any:
-        return self.rows(self.q, config, width(self.q.shape[2]), config.shared > 0)
+        return self.rows(self.q, config, self.choice.width(self.q.shape[2]), config.shared > 0)
 
     def keys(self, x: torch.Tensor, config: Config, piece: int) -> Any:
         """k or v as a matrix, heads side by side, in pieces of so many columns."""
@@ -201,7 +191,7 @@ class Problem:
         """The first arguments of the kernels of dK and dV and of dQ."""
         return (
             self.queries(config),
-            self.keys(self.k, config, width(self.k.shape[2])),
+            self.keys(self.k, config, self.choice.width(self.k.shape[2])),
             self.keys(self.v, config, padded(self.v.shape[2])),
             self.rows(dout, config, padded(dout.shape[2]), config.shared > 1),
             self.row_values(rows, config),
@@ -247,7 +237,7 @@ def _statics(
         "KV_HEADS": kv_heads,
         "D": d,
         "DV": dv,
-        "D_WIDTH": width(d),
+        "D_WIDTH": choice.width(d),
         "DV_PADDED": padded(dv),
         "TOKENS_PADDED": _padded_tokens(config, choice),
         "ROWS": config.rows,
@@ -277,7 +267,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     with device_info.current(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
             problem.queries(config),
-            problem.keys(problem.k, config, width(k.shape[2])),
+            problem.keys(problem.k, config, problem.choice.width(k.shape[2])),
             problem.keys(problem.v, config, padded(v.shape[2])),
             lse if sinks is None else sinks.contiguous(),
             out,
