@@ -72,12 +72,15 @@ def statics(
         "D": dims[0],
         "DV": dims[1],
         "D_PADDED": max(16, triton.next_power_of_2(dims[0])),
+        "D_WIDTH": choice.width(dims[0]),
         "DV_PADDED": max(16, triton.next_power_of_2(dims[1])),
         "ROWS": config.rows,
         "KEYS": config.keys,
         "TOKENS": config.rows // choice.heads,
         "TOKENS_PADDED": triton.next_power_of_2(-(-config.rows // choice.heads)),
         "TMA": choice.tma,
+        "Q_TMA": choice.tma and config.shared < 1,
+        "DOUT_TMA": choice.tma and config.shared < 2,
         "ROWS_TMA": choice.tma,
     }
     together = {"WITH_DK": True, "WITH_DV": True}
@@ -121,10 +124,10 @@ def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
         return "constexpr"
     described = values["TMA"] and kernel in KERNELS.values()
     rows = values["ROWS_TMA"] and kernel in KERNELS.values()
-    width = values["DV_PADDED" if name in ("V", "DOUT") else "D_PADDED"]
+    width = values["DV_PADDED" if name in ("V", "DOUT") else "D_WIDTH"]
     if described and name in ("K", "V"):
         return f"tensordesc<{dtype}{[values['KEYS'], width]}>"
-    if described and name in ("Q", "DOUT"):
+    if described and name in ("Q", "DOUT") and (kernel is keys_kernel or values[f"{name}_TMA"]):
         return f"tensordesc<{dtype}{[values['TOKENS'], values['HEADS'], width]}>"
     if described and name == "K_SPANS":
         return f"tensordesc<i32{[values['KEYS']]}>"
@@ -141,11 +144,14 @@ def _type(kernel: Any, name: str, values: dict[str, Any], dtype: str) -> str:
 
 @dataclass
 class Loop:
-    """One step of an innermost loop, of one program: issue slots and tensor core cycles."""
+    """One step of an innermost loop, of one program: issue slots and tensor core cycles; Hopper's
+    product instructions of a warp, and the waits for them."""
 
     issued: int
     tensor: int
     spills: int
+    products: int
+    waits: int
 
 
 @dataclass
@@ -203,7 +209,9 @@ def _loop(body: list[str], warps: int) -> Loop:
         if m := re.search(r"HGMMA\.64x(\d+)x16", line):
             tensor += int(m[1]) // 2
     scale = warps // 4
-    return Loop(sum(counts.values()) * scale, tensor * scale, counts["LDL"])
+    waits = sum("WARPGROUP.DEPBAR" in line for line in body)
+    issued = sum(counts.values()) * scale
+    return Loop(issued, tensor * scale, counts["LDL"], counts["HGMMA"], waits)
 
 
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\S* R(\d+), (R(\d+))?")
@@ -441,6 +449,11 @@ def _wrong(row: dict[str, Any], features: bool) -> list[str]:
         out.append(f"{where}: {row['shared']} bytes of shared memory do not fit")
     if not features and any(x["spills"] * 12 > x["issued"] for x in row["loops"][:1]):
         out.append(f"{where}: spills inside the unmasked loop")
+    out += [
+        f"{where}: {x['waits']} waits for {x['products']} products of a step"
+        for x in row["loops"]
+        if x["waits"] * 3 > x["products"] > 0
+    ]
     return out
 
 

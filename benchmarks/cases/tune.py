@@ -43,21 +43,27 @@ class Candidate:
         heads: query heads of a tile; None for the table's.
         tma: descriptors or pointers; None for the table's.
         pieces: factor on `configs.piece_tiles`.
+        piece: columns of the pieces of q and k; None for the table's.
     """
 
     config: Config
     heads: int | None = None
     tma: bool | None = None
     pieces: float = 1.0
+    piece: int | None = None
 
     def __str__(self) -> str:
         c = self.config
         words = [f"{c.rows}x{c.keys} w{c.warps} s{c.stages}"]
         words += [f"r{c.registers}"] if c.registers else []
         words += [] if c.cut else ["grid"]
+        words += [f"shared {c.shared}"] if c.shared else []
         words += [] if self.heads is None else [f"heads {self.heads}"]
         words += [] if self.tma is None else ["descriptors" if self.tma else "pointers"]
         words += [] if self.pieces == 1 else [f"pieces x{self.pieces:g}"]
+        words += (
+            [] if self.piece is None else [f"pieces of {self.piece}" if self.piece else "whole"]
+        )
         return " ".join(words)
 
 
@@ -83,9 +89,10 @@ def candidates(kernel: str, frozen: Config, choice: KernelConfigs) -> list[Candi
 def explicit(text: str) -> Candidate:
     """A candidate written as for `--shapes`."""
     numbers = [float(word) for word in text.split(",")]
-    numbers += [0, 0, 1][len(numbers) - 4 :]
-    config = Config(*(int(number) for number in numbers[:5]))
-    return Candidate(config, heads=int(numbers[5]) or None, pieces=numbers[6])
+    numbers += [0, 0, 1, 0, -1][len(numbers) - 4 :]
+    config = Config(*(int(number) for number in numbers[:5]), shared=int(numbers[7]))
+    piece = None if numbers[8] < 0 else int(numbers[8])
+    return Candidate(config, int(numbers[5]) or None, pieces=numbers[6], piece=piece)
 
 
 @contextmanager
@@ -94,7 +101,8 @@ def using(kernel: str, candidate: Candidate, base: KernelConfigs) -> Iterator[No
     choose, pieces = configs.choose, configs.piece_tiles
     tma = base.tma if candidate.tma is None else candidate.tma
     pair = {kernel: (candidate.config, candidate.config)}
-    choice = replace(base, tma=tma, heads=candidate.heads or base.heads, **pair)
+    piece = base.piece if candidate.piece is None else candidate.piece
+    choice = replace(base, tma=tma, heads=candidate.heads or base.heads, piece=piece, **pair)
 
     def cut(*arguments: Any) -> int:
         return max(1, int(pieces(*arguments) * candidate.pieces))
@@ -210,7 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--shapes",
         nargs="+",
         help="these instead of the built-in candidates, each as rows,keys,warps,stages[,registers"
-        "[,heads[,pieces]]]; 0 for the table's heads",
+        "[,heads[,pieces[,shared[,piece]]]]]; 0 for the table's heads, and for q and k whole",
     )
     add("--most", type=int, default=1000, help="candidates per kernel")
     add("--out", type=Path)

@@ -54,19 +54,26 @@ def load_queries(
     stride_head,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """A tile of rows of q or dout [Tq, H, DIM], a pointer or a tensor descriptor. # [ROWS, PADDED]
+    """A tile of rows of q or dout [Tq, H, DIM], a pointer or a tensor descriptor, in pieces of
+    WIDTH columns: a tuple of # [ROWS, WIDTH]
 
-    Dead rows hold zeros, or through a descriptor what lies behind the tile.
+    Dead rows hold zeros, or through a descriptor what lies behind the tile. Through a descriptor
+    they come as boxes, which as a product's first operand lie in registers; through a pointer as
+    matrices, which lie in shared memory.
     """
-    if TMA:
-        x = X.load([first_row, first_head, 0]).reshape(ROWS, PADDED)
-    else:
-        base = X + first_row.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
-        x = load_rows(base, token * stride_token + head * stride_head, alive, DIM, PADDED)
-    return x
+    pieces = ()
+    for first in tl.static_range(0, DIM, WIDTH):
+        if TMA:
+            x = X.load([first_row, first_head, first]).reshape(ROWS, WIDTH)
+        else:
+            base = X + first_row.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
+            at = token * stride_token + head * stride_head
+            x = load_rows(base + first, at, alive, DIM - first, WIDTH)
+        pieces += (x,)
+    return pieces
 
 
 @triton.jit
@@ -79,30 +86,34 @@ def load_keys(
     stride_head,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
-    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     TMA: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """KEYS rows of k or v [T, Hk, DIM]; ALL says that none is dead. # [KEYS, PADDED]
+    """KEYS rows of k or v [T, Hk, DIM], in pieces of WIDTH columns; ALL says that none is dead: a
+    tuple of # [KEYS, WIDTH]
 
     X is a pointer, or a descriptor of the matrix [T, columns] in which the heads lie side by side:
     dead lanes and padding then hold what lies behind the tile. A matrix rather than a reshaped
     [T, Hk, DIM] box, because only a tile loaded as a matrix stays in shared memory as the first
     operand of a product; dK/dV has no registers for it.
     """
-    if TMA:
-        x = X.load([begin, kv_head * stride_head])
-    else:
-        base = X + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * stride_head
-        column = tl.arange(0, PADDED)
-        at = base + tl.arange(0, KEYS)[:, None] * stride_token + column[None, :]
-        if ALL and PADDED == DIM:
-            x = tl.load(at)
-        elif ALL:
-            x = tl.load(at, mask=(column < DIM)[None, :], other=0.0)
+    pieces = ()
+    for first in tl.static_range(0, DIM, WIDTH):
+        if TMA:
+            x = X.load([begin, kv_head * stride_head + first])
         else:
-            x = tl.load(at, mask=alive[:, None] & (column < DIM)[None, :], other=0.0)
-    return x
+            base = X + begin.to(tl.int64) * stride_token + kv_head.to(tl.int64) * stride_head
+            column = first + tl.arange(0, WIDTH)
+            at = base + tl.arange(0, KEYS)[:, None] * stride_token + column[None, :]
+            if ALL and first + WIDTH <= DIM:
+                x = tl.load(at)
+            elif ALL:
+                x = tl.load(at, mask=(column < DIM)[None, :], other=0.0)
+            else:
+                x = tl.load(at, mask=alive[:, None] & (column < DIM)[None, :], other=0.0)
+        pieces += (x,)
+    return pieces
 
 
 @triton.jit
@@ -129,6 +140,33 @@ def store_rows(base, offsets, alive, values, DIM: tl.constexpr, PADDED: tl.const
 def product(a, b):
     """Matrix product in the inputs' dtype, accumulated in float32."""
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def scores_of(a, b):
+    """a b^T over head dims, of pieces of both, [m, WIDTH] and [n, WIDTH]. # [m, n]"""
+    total = product(a[0], tl.trans(b[0]))
+    for i in tl.static_range(1, len(a)):
+        total = add_product(a[i], tl.trans(b[i]), total)
+    return total
+
+
+@triton.jit
+def zeros_of(ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums to begin with, in pieces of WIDTH columns: a tuple of # [ROWS, WIDTH] float32"""
+    pieces = ()
+    for _ in tl.static_range(0, DIM, WIDTH):
+        pieces += (tl.zeros([ROWS, WIDTH], tl.float32),)
+    return pieces
+
+
+@triton.jit
+def add_products(a, b, totals):
+    """a b added to its sums, b and these in pieces of columns."""
+    pieces = ()
+    for i in tl.static_range(len(b)):
+        pieces += (add_product(a, b[i], totals[i]),)
+    return pieces
 
 
 @triton.jit

@@ -25,6 +25,7 @@ class Tiles:
     queries: Config
     heads: int | None = None
     pieces: int = 2
+    piece: int = 0
 
 
 def tile(rows: int, keys: int, cut: bool = True) -> Config:
@@ -40,6 +41,11 @@ TILES = {
     "tiles of their own": Tiles(True, tile(32, 16), tile(16, 32), tile(32, 32), pieces=1),
     "nothing is cut": Tiles(False, SMALL, SMALL, SMALL, pieces=0),
     "dK and dV apart": Tiles(True, SMALL, replace(SMALL, apart=True), SMALL),
+    "queries in shared memory": Tiles(
+        True, replace(SMALL, shared=1), SMALL, replace(SMALL, shared=2)
+    ),
+    "q and k in pieces": Tiles(True, SMALL, SMALL, SMALL, piece=16),
+    "q and k in pieces by pointers": Tiles(False, SMALL, SMALL, SMALL, piece=16),
 }
 
 
@@ -58,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         tma = tma and tiles.tma
         heads = tiles.heads or configs.heads_of_tile(group, tma)
         pairs = [(c, c) for c in (tiles.forward, tiles.keys, tiles.queries)]
-        return KernelConfigs(tma, heads, *pairs)
+        return KernelConfigs(tma, heads, *pairs, piece=tiles.piece)
 
     monkeypatch.setattr(configs, "choose", choose)
     monkeypatch.setattr(configs, "piece_tiles", lambda *arguments: tiles.pieces)

@@ -13,7 +13,8 @@ import triton
 
 from prefixtree.kernels import device_info
 from prefixtree.kernels.attention.triton import configs
-from prefixtree.kernels.attention.triton.launch import INTERPRETED, LOG2E, padded
+from prefixtree.kernels.attention.triton.configs import padded
+from prefixtree.kernels.attention.triton.launch import INTERPRETED, LOG2E
 from prefixtree.kernels.decoding.eager import DecodeCall
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
 

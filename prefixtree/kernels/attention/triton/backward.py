@@ -18,6 +18,7 @@ from prefixtree.kernels.triton_primitives import (
     FOREST_ARGUMENTS,
     LOG2E,
     add_product,
+    add_products,
     chosen,
     chosen_words,
     key_lanes,
@@ -28,9 +29,11 @@ from prefixtree.kernels.triton_primitives import (
     only_chosen,
     product,
     rows_of_tile,
+    scores_of,
     squash,
     store_rows,
     visible,
+    zeros_of,
 )
 
 
@@ -149,7 +152,7 @@ def keys_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
+    D_WIDTH: tl.constexpr,
     DV_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -178,13 +181,13 @@ def keys_kernel(
     slot = tl.load(PIECES + 3)
     begin = tl.load(K_TILES + 2 * tile)
     key, live, span, key_position = key_lanes(K_SPANS, POSITION, tile, begin, KEYS, HAS_WINDOW, TMA)
-    k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
-    v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
+    k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_WIDTH, TMA, False)
+    v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)[0]
     first_head = kv_head * GROUP
     first_block = kv_head * BLOCKS
     rows = KV_HEADS * BLOCKS * rows_a_block
 
-    dk = tl.zeros([KEYS, D_PADDED], tl.float32)
+    dk = zeros_of(KEYS, D, D_WIDTH)
     dv = tl.zeros([KEYS, DV_PADDED], tl.float32)
     for run in range(tl.load(PIECES + 1), tl.load(PIECES + 2)):
         full_begin = tl.load(K_RUNS + 4 * run + 1)
@@ -212,7 +215,7 @@ def keys_kernel(
                 q_head,
                 ROWS,
                 D,
-                D_PADDED,
+                D_WIDTH,
                 TMA,
             )
             dout = load_queries(
@@ -228,14 +231,14 @@ def keys_kernel(
                 DV,
                 DV_PADDED,
                 TMA,
-            )
+            )[0]
             at_row = (first_block + i % BLOCKS) * rows_a_block + first_row * HEADS
             top = load_vector(ROW_VALUES, at_row, ROWS, ROWS_TMA)
             delta = load_vector(ROW_VALUES, rows + at_row, ROWS, ROWS_TMA)
             share = delta
             if HAS_SHARE:
                 share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
-            scores = squash(product(k, tl.trans(q)), inner, HAS_SOFTCAP)
+            scores = squash(scores_of(k, q), inner, HAS_SOFTCAP)
             logits = scores * outer - top[None, :]
             if HAS_CHOSEN:
                 pair = tl.load(RUN_PAIRS + run) + q_tile - tl.load(K_RUNS + 4 * run)
@@ -280,7 +283,7 @@ def keys_kernel(
             if WITH_DV:
                 dv = add_product(p.to(dout.dtype), dout, dv)
             if WITH_DK:
-                dk = add_product(ds.to(q.dtype), q, dk)
+                dk = add_products(ds.to(dout.dtype), q, dk)
     token = key.to(tl.int64) * KV_HEADS + kv_head
     # [slots or partials, Hk, KEYS, D + DV] float32
     partial = slot
@@ -289,7 +292,19 @@ def keys_kernel(
     at_row = (partial.to(tl.int64) * KV_HEADS + kv_head) * KEYS + tl.arange(0, KEYS)
     at_row *= D + DV
     if WITH_DK:
-        _keep(DK, token * D, PARTIALS, at_row, slot, live, dk * scale, D, D_PADDED, DETERMINISTIC)
+        for i in tl.static_range(len(dk)):
+            _keep(
+                DK,
+                token * D + i * D_WIDTH,
+                PARTIALS,
+                at_row + i * D_WIDTH,
+                slot,
+                live,
+                dk[i] * scale,
+                D - i * D_WIDTH,
+                D_WIDTH,
+                DETERMINISTIC,
+            )
     if WITH_DV:
         at_row += D
         _keep(DV_OUT, token * DV, PARTIALS, at_row, slot, live, dv, DV, DV_PADDED, DETERMINISTIC)
@@ -405,7 +420,7 @@ def queries_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
+    D_WIDTH: tl.constexpr,
     DV_PADDED: tl.constexpr,
     TOKENS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -415,6 +430,8 @@ def queries_kernel(
     HAS_SHARE: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
     TMA: tl.constexpr,
+    Q_TMA: tl.constexpr,
+    DOUT_TMA: tl.constexpr,
     ROWS_TMA: tl.constexpr,
 ):
     """dQ of one query tile, over the same key tiles as the forward."""
@@ -429,7 +446,7 @@ def queries_kernel(
     query = start + token
     first_head = kv_head * GROUP + block * HEADS
     q = load_queries(
-        Q, first_row, first_head, token, head, alive, q_token, q_head, ROWS, D, D_PADDED, TMA
+        Q, first_row, first_head, token, head, alive, q_token, q_head, ROWS, D, D_WIDTH, Q_TMA
     )
     dout = load_queries(
         DOUT,
@@ -443,8 +460,8 @@ def queries_kernel(
         ROWS,
         DV,
         DV_PADDED,
-        TMA,
-    )
+        DOUT_TMA,
+    )[0]
     row = first_row.to(tl.int64)
     at_row = (kv_head * BLOCKS + block) * rows_a_block + first_row * HEADS
     rows = KV_HEADS * BLOCKS * rows_a_block
@@ -454,7 +471,7 @@ def queries_kernel(
     if HAS_SHARE:
         share = load_vector(ROW_VALUES, 2 * rows + at_row, ROWS, ROWS_TMA)
 
-    dq = tl.zeros([ROWS, D_PADDED], tl.float32)
+    dq = zeros_of(ROWS, D, D_WIDTH)
     # partial tiles first, as in the forward
     position = query
     if HAS_WINDOW:
@@ -476,14 +493,14 @@ def queries_kernel(
         key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
-        k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
-        v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
+        k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_WIDTH, TMA, False)
+        v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)[0]
         if HAS_CHOSEN:
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
             # in front of the branch, across which products do not overlap
             dp = product(dout, tl.trans(v))
             logits = scores * outer - top[:, None]
-            logits = only_chosen(logits, float("-inf"), words, lane, is_dense, KEYS != D_PADDED)
+            logits = only_chosen(logits, float("-inf"), words, lane, is_dense, KEYS != D_WIDTH)
         else:
             seen = visible(
                 query[:, None],
@@ -494,21 +511,21 @@ def queries_kernel(
                 window,
                 HAS_WINDOW,
             )
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
             logits = tl.where(seen, scores * outer - top[:, None], float("-inf"))
             dp = product(dout, tl.trans(v))
         _, ds = _gradients(
             scores, logits, dp, delta[:, None], share[:, None], inner, HAS_SOFTCAP, HAS_SHARE
         )
-        dq = add_product(ds.to(k.dtype), k, dq)
+        dq = add_products(ds.to(dout.dtype), k, dq)
     if not HAS_CHOSEN:
         for run in range(tl.load(Q_PTR + tile), tl.load(Q_SPLIT + tile)):
             begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
             for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
                 at = begin + i * KEYS
-                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
-                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
-                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_WIDTH, TMA, True)
+                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)[0]
+                scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
                 logits = scores * outer - top[:, None]
                 dp = product(dout, tl.trans(v))
                 _, ds = _gradients(
@@ -521,6 +538,8 @@ def queries_kernel(
                     HAS_SOFTCAP,
                     HAS_SHARE,
                 )
-                dq = add_product(ds.to(k.dtype), k, dq)
+                dq = add_products(ds.to(dout.dtype), k, dq)
     DQ += (row * (KV_HEADS * GROUP) + first_head) * D
-    store_rows(DQ, (token * (KV_HEADS * GROUP) + head) * D, alive, dq * scale, D, D_PADDED)
+    at = (token * (KV_HEADS * GROUP) + head) * D
+    for i in tl.static_range(len(dq)):
+        store_rows(DQ, at + i * D_WIDTH, alive, dq[i] * scale, D - i * D_WIDTH, D_WIDTH)

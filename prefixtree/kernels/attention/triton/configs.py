@@ -37,6 +37,8 @@ class Config:
         cut: key tiles start at node borders where that saves work.
         apart: of the keys' kernel: dK and dV in a launch each, where the registers do not hold the
             sums of both for a tile of decent size.
+        shared: of the kernels over query tiles, through descriptors: how many of q and dout lie in
+            shared memory as first operands of products, in place of registers.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Config:
     registers: int = 0
     cut: bool = True
     apart: bool = False
+    shared: int = 0
 
 
 Pair = tuple[Config, Config]
@@ -60,6 +63,8 @@ class KernelConfigs:
         heads: query heads of one kv head that a query tile holds side by side; a larger group is
             worked off in blocks.
         forward, keys, queries: out; dK and dV; dQ.
+        piece: columns of the pieces in which q and k are taken where that saves padding; 0 to take
+            them whole.
     """
 
     tma: bool
@@ -67,6 +72,12 @@ class KernelConfigs:
     forward: Pair
     keys: Pair
     queries: Pair
+    piece: int = 0
+
+    def width(self, dim: int) -> int:
+        """Columns that the kernels take at a time of a head dim of q and k."""
+        in_pieces = -(-dim // self.piece) * self.piece if self.piece else padded(dim)
+        return self.piece if in_pieces < padded(dim) else padded(dim)
 
     def of(self, mask: HostMask, window: int) -> tuple[Config, Config, Config]:
         """The configurations (forward, keys, queries) for one forest."""
@@ -80,9 +91,17 @@ class KernelConfigs:
         return all(long == short for long, short in (self.forward, self.keys, self.queries))
 
 
+def padded(dim: int) -> int:
+    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 def _both(config: Config) -> Pair:
     return config, config
 
+
+# On Hopper 192 is three pieces, not 256 (compiled for sm_80, dK and dV would spill in pieces).
+_PIECE = 64
 
 # Hopper, by padded head dims (D, Dv). Measured on one H200 with benchmarks/cases/tune.py unless
 # said; ms are of one kernel, 32 / 8 heads, bf16 (benchmarks/notebook.md).
@@ -104,19 +123,21 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # at (192, 128), caterpillar 24: keys 30.5 (32.3 for 64 keys, 39.2 for 64 x 64); with 16 / 16
-    # heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64), queries 13.4 (14.7 with 2 stages)
+    # Queries in shared memory, in registers their products would wait for one another (compiled).
+    # At (192, 128), caterpillar 24, before that and with 192 padded to 256: keys 30.5 (32.3 for 64
+    # keys, 39.2 for 64 x 64); with 16 / 16 heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64),
+    # queries 13.4 (14.7 with 2 stages)
     (256, 128): (
         _both(Config(128, 64, 8, 3)),
         _both(Config(32, 128, 8, 3)),
-        _both(Config(128, 64, 8, 3)),
+        _both(Config(128, 64, 8, 3, shared=1)),
     ),
     # caterpillar 24: forward 24.6, keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does
     # not spill), queries 37.5 (47 for 32 keys)
     (256, 256): (
-        _both(Config(128, 64, 8, 2)),
+        _both(Config(128, 64, 8, 2, shared=1)),
         _both(Config(32, 128, 8, 3, apart=True)),
-        _both(Config(128, 64, 8, 2)),
+        _both(Config(128, 32, 8, 2, shared=2)),
     ),
 }
 
@@ -203,9 +224,9 @@ def choose(
     wide = max(d, dv, 64)
     if tma:
         key = (wide, max(dv, 128)) if wide == 256 else (wide, wide)
-        return KernelConfigs(True, heads, *_HOPPER[key])
+        return KernelConfigs(True, heads, *_HOPPER[key], piece=_PIECE)
     if cuda and capability[0] == 9:
-        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide])
+        return KernelConfigs(False, heads, *_HOPPER_POINTERS[wide], piece=_PIECE)
     # compute capability 8.0 and 10.x have 160 KiB and more of shared memory per program
     large = cuda and capability in ((8, 0), (8, 7), (10, 0), (10, 3))
     return KernelConfigs(False, heads, *(_LARGE if large else _SMALL)[wide])

@@ -22,8 +22,8 @@ from prefixtree.kernels.triton_primitives import (
     load_keys,
     load_queries,
     only_chosen,
-    product,
     rows_of_tile,
+    scores_of,
     squash,
     store_rows,
     visible,
@@ -65,7 +65,7 @@ def forward_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PADDED: tl.constexpr,
+    D_WIDTH: tl.constexpr,
     DV_PADDED: tl.constexpr,
     TOKENS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -75,6 +75,7 @@ def forward_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
     TMA: tl.constexpr,
+    Q_TMA: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = GROUP // HEADS
     # heads run fastest: the costliest query tiles start first in every head
@@ -88,7 +89,7 @@ def forward_kernel(
     query = start + token
     first_head = kv_head * GROUP + block * HEADS
     q = load_queries(
-        Q, first_row, first_head, token, head, alive, q_token, q_head, ROWS, D, D_PADDED, TMA
+        Q, first_row, first_head, token, head, alive, q_token, q_head, ROWS, D, D_WIDTH, Q_TMA
     )
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -117,10 +118,10 @@ def forward_kernel(
         key, live, span, key_position = key_lanes(
             K_SPANS, POSITION, tl.load(PARTIAL + 2 * i), begin, KEYS, HAS_WINDOW, TMA
         )
-        k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, False)
-        v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)
+        k = load_keys(K, begin, live, kv_head, k_token, k_head, KEYS, D, D_WIDTH, TMA, False)
+        v = load_keys(V, begin, live, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, False)[0]
         if HAS_CHOSEN:
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
             scores = only_chosen(scores, MASKED_SCORE, words, lane, is_dense, KEYS != DV_PADDED)
             top, total, acc = absorb(scores, outer, v, top, total, acc)
         else:
@@ -133,7 +134,7 @@ def forward_kernel(
                 window,
                 HAS_WINDOW,
             )
-            scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+            scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
             logits = tl.where(seen, scores * outer, MASKED)
             top, total, acc = absorb(logits, 1.0, v, top, total, acc)
     if not HAS_CHOSEN:
@@ -142,9 +143,9 @@ def forward_kernel(
             begin = tl.load(K_TILES + 2 * tl.load(Q_RUNS + 3 * run))
             for i in range(tl.load(Q_RUNS + 3 * run + 1) - tl.load(Q_RUNS + 3 * run)):
                 at = begin + i * KEYS
-                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_PADDED, TMA, True)
-                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)
-                scores = squash(product(q, tl.trans(k)), inner, HAS_SOFTCAP)
+                k = load_keys(K, at, 0, kv_head, k_token, k_head, KEYS, D, D_WIDTH, TMA, True)
+                v = load_keys(V, at, 0, kv_head, v_token, v_head, KEYS, DV, DV_PADDED, TMA, True)[0]
+                scores = squash(scores_of(q, k), inner, HAS_SOFTCAP)
                 top, total, acc = absorb(scores, outer, v, top, total, acc)
     if HAS_CHOSEN:
         # a query that chose no key at all has no softmax

@@ -23,7 +23,7 @@ from prefixtree.kernels.attention.triton.backward import (
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.chosen import lay_out
-from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs
+from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, padded
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
 
@@ -56,11 +56,6 @@ def refusal(call: AttentionCall) -> str | None:
     if 3 * (q.shape[0] + 1024) * q.shape[1] > _MOST_OFFSET:
         return f"{q.shape[0]} query tokens x {q.shape[1]} heads do not fit 32-bit row numbers"
     return None
-
-
-def padded(dim: int) -> int:
-    """The power of two that holds a head dim; 16 is the least a matrix product takes."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -157,19 +152,22 @@ class Problem:
 
     # ---- what a kernel receives for an array: a pointer, or a descriptor -------------------------
 
-    def rows(self, x: torch.Tensor, config: Config) -> Any:
-        """q or dout, tiles of (tokens x heads of a block)."""
-        if not self.choice.tma:
+    def rows(self, x: torch.Tensor, config: Config, columns: int, shared: bool = False) -> Any:
+        """q or dout, tiles of (tokens x heads of a block) in pieces of so many columns."""
+        if shared or not self.choice.tma:
             return x
-        box = [self.tokens(config), self.choice.heads, padded(x.shape[2])]
+        box = [self.tokens(config), self.choice.heads, columns]
         return TensorDescriptor(x, list(x.shape), [x.stride(0), x.stride(1), 1], box)
 
-    def keys(self, x: torch.Tensor, config: Config) -> Any:
-        """k or v as a matrix, heads side by side."""
+    def queries(self, config: Config) -> Any:
+        return self.rows(self.q, config, self.choice.width(self.q.shape[2]), config.shared > 0)
+
+    def keys(self, x: torch.Tensor, config: Config, piece: int) -> Any:
+        """k or v as a matrix, heads side by side, in pieces of so many columns."""
         if not self.choice.tma:
             return x
         columns = (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-        box = [config.keys, padded(x.shape[2])]
+        box = [config.keys, piece]
         return TensorDescriptor(x, [x.shape[0], columns], [x.stride(0), 1], box)
 
     def vector(self, x: torch.Tensor, size: int, tma: bool) -> Any:
@@ -192,10 +190,10 @@ class Problem:
     ) -> tuple[Any, ...]:
         """The first arguments of the kernels of dK and dV and of dQ."""
         return (
-            self.rows(self.q, config),
-            self.keys(self.k, config),
-            self.keys(self.v, config),
-            self.rows(dout, config),
+            self.queries(config),
+            self.keys(self.k, config, self.choice.width(self.k.shape[2])),
+            self.keys(self.v, config, padded(self.v.shape[2])),
+            self.rows(dout, config, padded(dout.shape[2]), config.shared > 1),
             self.row_values(rows, config),
         )
 
@@ -239,7 +237,7 @@ def _statics(
         "KV_HEADS": kv_heads,
         "D": d,
         "DV": dv,
-        "D_PADDED": padded(d),
+        "D_WIDTH": choice.width(d),
         "DV_PADDED": padded(dv),
         "TOKENS_PADDED": _padded_tokens(config, choice),
         "ROWS": config.rows,
@@ -268,9 +266,9 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     tables = problem.tables(config)
     with device_info.current(q.device):
         forward_kernel[(len(tables.q_tiles) * k.shape[1] * problem.blocks,)](
-            problem.rows(problem.q, config),
-            problem.keys(problem.k, config),
-            problem.keys(problem.v, config),
+            problem.queries(config),
+            problem.keys(problem.k, config, problem.choice.width(k.shape[2])),
+            problem.keys(problem.v, config, padded(v.shape[2])),
             lse if sinks is None else sinks.contiguous(),
             out,
             lse,
@@ -284,6 +282,7 @@ def forward(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
             *problem.factors,
             call.window,
             HAS_SINKS=sinks is not None,
+            Q_TMA=problem.choice.tma and config.shared < 1,
             **problem.statics(config),
         )
     return out, lse
@@ -439,6 +438,8 @@ def _queries_gradient(
         *_forward_tables(tables),
         *problem.gradient_numbers(dout, rows_a_block),
         HAS_SHARE=len(rows) == 3,
+        Q_TMA=problem.choice.tma and config.shared < 1,
+        DOUT_TMA=problem.choice.tma and config.shared < 2,
         ROWS_TMA=problem.rows_tma,
         **problem.statics(config),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.compiled import _overwritten
+from benchmarks.cases.compiled import _loop, _overwritten, _wrong
 
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.full
@@ -81,3 +81,13 @@ def test_an_operand_that_a_step_gives_away_is_found() -> None:
         .replace("R120, R180", "R120, R176")
     )
     assert _overwritten(kept.splitlines()) == 0
+
+
+def test_products_that_wait_for_one_another_are_found() -> None:
+    """As ptxas made them where registers lacked: a wait behind each of the products."""
+    product, wait = LOST.splitlines()[1], "/*0150*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    row = {"kernel": "queries", "dims": "256x256", "overwritten": 0, "programs": 1}
+    for lines, found in (([product, wait] * 12, 1), ([product] * 12 + [wait] * 4, 0)):
+        loop = _loop(lines, 8)
+        assert loop.products == 12
+        assert len(_wrong(row | {"loops": [vars(loop)]}, False)) == found

@@ -141,6 +141,19 @@ def test_numerics_of_heads(
     check(forest, Case.random(mask_for(forest), heads, dims, DTYPES[0]))
 
 
+@pytest.mark.parametrize("tiles", ["q and k in pieces", "q and k in pieces by pointers"])
+@pytest.mark.parametrize("dim, feature", [(48, "plain"), (40, "all")])
+def test_numerics_of_pieces(
+    dim: int, feature: str, tiles: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of q and k; the last one is whole, or half of it is another head's or nothing."""
+    use(monkeypatch, tiles)
+    mask = mask_for(FOREST)
+    case = Case.random(mask, (4, 2), (dim, 16), DTYPES[0], **FEATURES[feature])
+    check(FOREST, case, mask)
+    assert configs.choose((9, 0), dim, 16, 2, True).width(dim) == 16
+
+
 @settings(max_examples=6 if DEVICE == "cpu" else 60)
 @given(st.data())
 def test_any_forest(data: st.DataObject) -> None:
@@ -465,6 +478,13 @@ def test_the_table_answers_every_model(capability: tuple[int, int], dims: tuple[
             if choice.tma:
                 assert config.rows % choice.heads == 0
                 assert choice.heads & (choice.heads - 1) == 0
+
+
+def test_head_dims_are_taken_in_pieces_where_that_saves_padding() -> None:
+    hopper, ampere = (configs.choose((at, 0), 256, 128, 1, True) for at in (9, 8))
+    dims = (24, 80, 96, 128, 160, 192, 200, 256)
+    assert [hopper.width(d) for d in dims] == [32, 128, 128, 128, 64, 64, 256, 256]
+    assert [ampere.width(d) for d in dims] == [configs.padded(d) for d in dims]
 
 
 @pytest.mark.parametrize("pairs", [10**6, 3 * 10**8, 10**11])
