@@ -5,14 +5,15 @@
 
 The heads alone, forward and backward: hidden states of student and teacher for as many edges as a
 large micro-batch has. Sides: logp, no teacher, for comparison; measure, `measure=` with the
-teacher's head in chunks; compiled, the same behind torch.compile; top64, with its 64 largest log p, computed before; checkpoint, what a
-trainer writes without a measure: torch's checkpointing by chunks, whose weight gradients are summed
-in the weight's dtype; eager, all logits at once. Of others: trl, the kernels of TRL's
-DistillationTrainer, which make the entropy too; liger_chunks, `LigerFusedLinearJSDLoss`, which
-gives a mean and makes its gradients in the forward already. Values and gradients of all but logp
-and top64 are held against float32, chunk by chunk, from logits that are rounded where a side rounds
-them: trl does not. liger_chunks rounds log p as well, and has wider limits. Values are also
-compared with those of logits that nobody rounded. Red has no times; out of memory is a row.
+teacher's head in chunks; compiled, the same behind torch.compile; top64, with its 64 largest log p,
+computed before; checkpoint, what a trainer writes without a measure: torch's checkpointing by
+chunks, whose weight gradients are summed in the weight's dtype; eager, all logits at once. Of
+others: trl, the kernels of TRL's DistillationTrainer, which make the entropy too; liger_chunks,
+`LigerFusedLinearJSDLoss`, which gives a mean and makes its gradients in the forward already. Values
+and gradients of all but logp and top64 are held against float32, chunk by chunk, from logits that
+are rounded where a side rounds them: trl does not. liger_chunks rounds log p as well, and has wider
+limits. Values are also compared with those of logits that nobody rounded. Red has no times; out of
+memory is a row.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,6 @@ def times() -> dict[str, Any]:
 
     forest, chains = packed(), packed(list(separate))
 
-    def scored(batch: Any) -> None:
-        scores = tree_logprobs(model, batch)
-        assert isinstance(scores, SequenceScores)
-        torch.cat(scores.logprobs).mean().backward()
-
     def shared() -> None:
         inputs = thd(sequences)
         model(**inputs, labels=inputs["input_ids"].roll(-1, 1)).mean().backward()
@@ -130,13 +126,22 @@ def times() -> dict[str, Any]:
         "tokens": sum(map(len, sequences)),
         "distinct": forest.num_tokens,
         "attention": explain(forest.mask),
-        "scored edges": _milliseconds(model, lambda: scored(forest)),
-        "chains": _milliseconds(model, lambda: scored(chains)),
+        "scored edges": _milliseconds(model, partial(_scored, model, forest)),
+        "chains": _milliseconds(model, partial(_scored, model, chains)),
     }
     pack_batches(model)
     results["pack_batches"] = _milliseconds(model, shared)
     parallel_state.destroy_model_parallel()
     return results
+
+
+def _scored(model: Any, tree: Any) -> torch.Tensor:
+    """Log p of all sequences, behind a backward."""
+    scores = tree_logprobs(model, tree)
+    assert isinstance(scores, SequenceScores)
+    logprobs = torch.cat(scores.logprobs)
+    logprobs.mean().backward()
+    return logprobs
 
 
 def context_times() -> dict[str, Any]:
@@ -147,7 +152,7 @@ def context_times() -> dict[str, Any]:
     for tokens in (32_768, 131_072):
         rollouts = _rollouts(tokens // 4, tokens * 3 // 4 // 2048, 2048)
         tree = pack(PrefixForest.from_sequences(rollouts)).to(DEVICE)
-        logprobs = {}
+        logprobs: dict[int, torch.Tensor] = {}
         for size in (1, 2):
             parallel_state.initialize_model_parallel(context_parallel_size=size)
             model = _slice(_SLICE | whole, tokens)
@@ -156,20 +161,16 @@ def context_times() -> dict[str, Any]:
                 if weight.ndim > 1:
                     torch.nn.init.normal_(weight, std=0.02, generator=generator)
 
-            def scored(model: Any = model, tree: Any = tree, at: int = size) -> None:
-                scores = tree_logprobs(model, tree)
-                assert isinstance(scores, SequenceScores)
-                logprobs[at] = torch.cat(scores.logprobs)
-                logprobs[at].mean().backward()
-
-            results[f"{tokens} tokens, CP {size}"] = _milliseconds(model, scored, 3)
+            run = partial(_scored, model, tree)
+            logprobs[size] = run().detach()
+            results[f"{tokens} tokens, CP {size}"] = _milliseconds(model, run, 3)
             parallel_state.destroy_model_parallel()
         off = (logprobs[1] - logprobs[2]).abs()
         results[f"{tokens} tokens, log p off"] = [float(off.mean()), float(off.max())]
     return results
 
 
-def _milliseconds(model: Any, run: Callable[[], None], repeats: int = 5) -> dict[str, float]:
+def _milliseconds(model: Any, run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
     """The median of some runs after two, and the peak of memory in GiB."""
     found = []
     torch.cuda.reset_peak_memory_stats()
