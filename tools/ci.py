@@ -2,8 +2,8 @@
 """Everything that has to be green before a change lands, side by side on all cores, with its cost.
 
     .ci/run                   what a change needs
-    .ci/run --all             every target, also those whose files are as they were when last green,
-                              and every test of the adapters
+    .ci/run --all             every target and file, also those that reach only what was there when
+                              last green, and every test of the adapters
     .ci/run lint test         these targets
     .ci/run --record          when green: notes the costs (tests/costs.json, tests/README.md)
 
@@ -12,8 +12,8 @@ a fixed loop on the same machine, so that neither a slow machine nor a busy one 
 target that costs twice what tests/costs.json says, and two minutes more, fails: growth is seen when
 it happens.
 
-A target with `files` is skipped while they are as they were when it was last recorded green. The
-nightly workflow runs it all the same.
+A target with `tests` runs those files of tests for which something changed that they can reach
+(tools/reach.py) since they were last recorded green. The nightly workflow runs all of them.
 
 The Python of the system runs this file, before there is any environment.
 """
@@ -21,7 +21,6 @@ The Python of the system runs this file, before there is any environment.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -31,21 +30,18 @@ import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.reach import Sources, made_by, matching
 
 ROOT = Path(__file__).parents[1]
 COSTS = ROOT / "tests/costs.json"
 README = ROOT / "tests/README.md"
 LOGS = ROOT / ".ci/logs"
-# the rooms that decide full products of families, modes and wrappers; of the kernels the host side,
-# which compiled layers have in their graphs
-_OF_MODELS = (
-    *("models", "recompute", "sampling", "scoring", "parallel", "testing"),
-    *("kernels", "kernels/attention", "kernels/lm_head", "kernels/recurrence"),
-)
-# and those of an adapter's: what its trainers hand through
-_OF_TRAINERS = ("models", "scoring", "parallel", "planning", "testing")
+# what tells that a file has tests marked full, as tests/support/full.py checks
+MARKS_FULL = r"mark\.full|mostly"
 # a target fails when it takes this many times its entry in COSTS, and so many processor seconds
 # more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
@@ -59,16 +55,20 @@ class Target:
         name: in the Makefile, with the variables that it is called with.
         needs: the targets that make its environment; they are run before, once.
         all_cores: whether it keeps all cores busy by itself.
-        files: patterns of the files that decide its result, if it is left out while they stay.
-        pins: variables of the Makefile that decide it too.
+        tests: patterns of its files of tests, if each is left out while what it reaches stays.
+        full: whether it runs the tests marked full alone, which few files have.
+        whole: whether it runs all its files when one has to.
+        left: the files of tests that it leaves out.
         has_more: whether it has tests that run with --full alone, which --all gives it.
     """
 
     name: str
     needs: tuple[str, ...] = ()
     all_cores: bool = False
-    files: tuple[str, ...] = ()
-    pins: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    full: bool = False
+    whole: bool = False
+    left: tuple[str, ...] = ()
     has_more: bool = False
 
     @property
@@ -90,106 +90,48 @@ def targets() -> list[Target]:
     flash = f".venvs/fa4-{pin['FLASH']}/.ready"
     new, old = pin["MEGATRON"].split()
     megatron = {v: f".venvs/megatron-{v}/.ready" for v in (new, old)}
+    of = {name: (f"tests/integrations/{name}/test_*.py",) for name in ("trl", "verl", "megatron")}
+    hybrids, on_megatron = (
+        f"tests/integrations/verl/test_{name}.py" for name in ("hybrids", "megatron")
+    )
+    families = tuple(f"tests/models/test_{name}.py" for name in ("families", "config_fields"))
+    trainers = tuple(
+        f"tests/integrations/{name}/test_*.py" for name in ("batch_trainers", "ms_swift")
+    )
+    rooms = {file.parent.name for file in ROOT.glob("tests/*/__init__.py")}
+    rooms -= {"kernels", "benchmarks", "integrations"}
+    rest = ("tests/test_*.py", "tests/integrations/test_*.py")
+    rest += tuple(f"tests/{room}/**/test_*.py" for room in sorted(rooms))
+    not_models = ("tests/models/test_torchao.py", "tests/benchmarks/test_precision.py")
     return [
         # the longest first
-        Target("test-trl", (trl,)),
-        Target("test-verl", (verl,)),
-        *(
-            Target(
-                f"test-full-{name}",
-                (environment,),
-                files=(
-                    *(f"prefixtree/{room}/*.py" for room in _OF_TRAINERS),
-                    *("prefixtree/integrations/*.py", f"prefixtree/integrations/{name}/**/*.py"),
-                    *(f"tests/integrations/{name}/*.py", f"examples/{name}*", *more),
-                ),
-                pins=(*(pin_of.upper() for pin_of in pinned), "TORCH"),
-            )
-            for name, environment, more, pinned in (
-                (
-                    "trl",
-                    trl,
-                    ("examples/configs/*", "benchmarks/lib/trl*.py"),
-                    ("trl", "deepspeed"),
-                ),
-                ("verl", verl, ("benchmarks/lib/verl*.py", "benchmarks/cases/verl*.py"), ("verl",)),
-            )
-        ),
-        Target(
-            "test-flash",
-            (flash,),
-            files=(
-                *(f"prefixtree/kernels/attention/{name}.py" for name in ("flash/*", "protocol")),
-                *("prefixtree/packing/block_tables.py", "prefixtree/loops/block_tables.py"),
-                *("tests/kernels/attention/flash/fa4/*.py", "tests/support/flash_*.py"),
-            ),
-            pins=("FLASH", "TORCH"),
-        ),
-        Target(
-            "test-full PART=rest",
-            files=(
-                *(f"prefixtree/{room}/*.py" for room in _OF_MODELS),
-                *("prefixtree/planning/model_cost.py", "prefixtree/sharing/estimate.py"),
-                *("examples/fsdp2_grpo.py", "docs/what-fits-where.md", "pyproject.toml"),
-                *("tests/support/*_configs.py", "tests/support/*_ranks.py"),
-                *_tests_marked_full(kernels=False),
-            ),
-            pins=("TORCH",),
-        ),
-        Target(
-            "test-full PART=kernels",
-            files=(
-                *("prefixtree/kernels/**/*.py", "benchmarks/cases/compiled.py"),
-                *_tests_marked_full(kernels=True),
-            ),
-            pins=("TORCH",),
-        ),
-        Target(
-            "test-benchmarks",
-            files=(
-                *("benchmarks/**/*.py", "tests/benchmarks/*.py", "tools/gpu_check.sh"),
-                "prefixtree/kernels/**/*.py",
-            ),
-            pins=("TORCH",),
-        ),
-        Target(
-            "test-transformers",
-            files=(
-                *(f"prefixtree/{room}/*.py" for room in ("models", "scoring", "integrations")),
-                *("tests/models/test_families.py", "tests/support/*_configs.py"),
-            ),
-            pins=("TRANSFORMERS", "TORCH"),
-        ),
+        Target("test-trl", (trl,), tests=of["trl"]),
+        Target("test-verl", (verl,), tests=of["verl"]),
+        Target("test-full-trl", (trl,), tests=of["trl"], full=True),
+        Target("test-full-verl", (verl,), tests=of["verl"], full=True),
+        Target("test-flash", (flash,), tests=("tests/kernels/attention/flash/fa4/test_*.py",)),
+        Target("test-full PART=rest", tests=rest, full=True),
+        Target("test-full PART=kernels", tests=("tests/kernels/**/test_*.py",), full=True),
+        Target("test-benchmarks", tests=("tests/benchmarks/test_*.py",)),
+        Target("test-transformers", tests=families, whole=True),
         Target("types"),
-        Target("test-trainers", (".venvs/trainers/.ready", trl, torchao, swift)),
-        Target("test-verl-hybrids", (verl,), has_more=True),
-        Target(f"test-megatron MEGATRON={new}", (megatron[new],)),
         Target(
-            f"test-megatron MEGATRON={old}",
-            (megatron[old],),
-            files=(
-                "prefixtree/integrations/megatron/*.py",
-                *("tests/integrations/megatron/*.py", "tests/support/megatron_cpu.py"),
-            ),
-            pins=("MEGATRON", "TORCH"),
+            "test-trainers",
+            (".venvs/trainers/.ready", trl, torchao, swift),
+            tests=(*not_models, *trainers),
+            whole=True,
         ),
-        Target("test-verl-megatron", (megatron[new], verl)),
-        Target("test-fla", (fla,)),
+        Target("test-verl-hybrids", (verl,), tests=(hybrids,), has_more=True),
+        *(
+            Target(f"test-megatron MEGATRON={version}", (megatron[version],), tests=of["megatron"])
+            for version in (new, old)
+        ),
+        Target("test-verl-megatron", (megatron[new], verl), tests=(on_megatron,)),
+        Target("test-fla", (fla,), tests=("tests/kernels/recurrence/fla/test_*.py",)),
         Target("docs", (".venvs/docs/.ready",)),
         Target("lint"),
         Target("test", all_cores=True),
     ]
-
-
-def _tests_marked_full(kernels: bool) -> Iterable[str]:
-    """The files of the main environment, outside tests/benchmarks, whose tests run in part with
-    --full alone."""
-    for file in sorted(ROOT.glob("tests/**/test_*.py")):
-        name = str(file.relative_to(ROOT))
-        of_part = name.startswith("tests/kernels/") == kernels
-        of_part &= not re.search(r"benchmarks|/trl/|/verl/|/megatron/", name)
-        if of_part and re.search(r"mark\.full|mostly", file.read_text()):
-            yield name
 
 
 def pins() -> dict[str, str]:
@@ -198,20 +140,13 @@ def pins() -> dict[str, str]:
     return dict(re.findall(r"^([A-Z_]+) \?= (.*)$", text, re.MULTILINE))
 
 
-def fingerprint(target: Target) -> str:
-    """A hash of the files and pins that decide a target's result."""
-    digest = hashlib.sha256()
-    for file in sorted({f for pattern in target.files for f in ROOT.glob(pattern)}):
-        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    pin = pins()
-    digest.update("\n".join(f"{name}={pin[name]}" for name in target.pins).encode())
-    for need in target.needs:
-        # the recipe of its environment: up to the next blank line
-        rule = re.sub(r"-[^/]*/", "-%/", need) + ":"
-        digest.update(
-            (ROOT / "Makefile").read_text().partition(rule)[2].partition("\n\n")[0].encode()
-        )
-    return digest.hexdigest()[:16]
+def fingerprints(target: Target, sources: Sources) -> dict[str, str]:
+    """Of each of a target's files of tests: a hash of all that decides its result."""
+    made = made_by(target.name, sources.text("Makefile"))
+    found = sorted({name for pattern in target.tests for name in matching(pattern, sources.files)})
+    if target.full:
+        found = [name for name in found if re.search(MARKS_FULL, sources.text(name))]
+    return {name: sources.fingerprint(name, made) for name in found}
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -294,7 +229,8 @@ def start(target: Target, full: bool = False) -> Run:
     if target.name.startswith("test"):
         # beside another target one process is enough, which collects once
         workers = [] if target.all_cores else ["WORKERS=0"]
-        command += [f"ARGS={arguments} --durations=20 -q", *workers]
+        left = "".join(f" --ignore={name}" for name in target.left)
+        command += [f"ARGS={arguments} --durations=20 -q{left}", *workers]
     with log_of(target).open("wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -366,6 +302,8 @@ class Costs:
     def __init__(self, loop_seconds: float) -> None:
         self.loop_seconds = loop_seconds
         self.recorded = json.loads(COSTS.read_text()) if COSTS.exists() else {}
+        self.sources = Sources(ROOT)
+        self.now: dict[str, dict[str, str]] = {}
 
     def problem(self, run: Run) -> str:
         """Why a run is red, or nothing."""
@@ -383,21 +321,28 @@ class Costs:
             f"processor time): make it cheaper, or record it with .ci/run --record and say why"
         )
 
-    def unchanged(self, target: Target) -> bool:
-        """Whether a target that depends on few files was green with just these."""
-        entry = self.recorded.get(target.label, {})
-        return bool(target.files) and entry.get("files") == fingerprint(target)
+    def to_run(self, target: Target, everything: bool) -> Target | None:
+        """A target without the files of tests that were green with all that decides them; None if
+        none is left. What decides them is read now: it may change while they run."""
+        now = self.now[target.label] = fingerprints(target, self.sources) if target.tests else {}
+        before = self.recorded.get(target.label, {}).get("files", {})
+        green = [name for name in now if now[name] == before.get(name)]
+        if now and len(green) == len(now) and not everything:
+            return None
+        whole = everything or target.whole
+        return target if whole else replace(target, left=tuple(green))
 
     def record(self, runs: Sequence[Run]) -> None:
         for run in runs:
             if run.target.makes_environment or run.full:
                 continue
-            self.recorded[run.target.label] = {
-                "loops": round(run.processor / self.loop_seconds, 1),
-                "minutes": round(run.seconds / 60, 1),
-                **tests_of(run),
-                **({"files": fingerprint(run.target)} if run.target.files else {}),
-            }
+            entry = self.recorded.setdefault(run.target.label, {})
+            if not run.target.left:
+                entry["loops"] = round(run.processor / self.loop_seconds, 1)
+                entry["minutes"] = round(run.seconds / 60, 1)
+                entry |= tests_of(run)
+            if files := self.now.get(run.target.label):
+                entry["files"] = files
         COSTS.write_text(json.dumps(self.recorded, indent=1, sort_keys=True) + "\n")
         write_table(self.recorded)
 
@@ -505,11 +450,15 @@ def main() -> int:
     known = targets()
     if unknown := set(options.names) - {target.label for target in known}:
         parser.error(f"no target {sorted(unknown)}; there are {[t.label for t in known]}")
-    wanted = [t for t in known if not options.names or t.label in options.names]
-    skipped = [t for t in wanted if not (options.all or options.names) and costs.unchanged(t)]
-    for target in skipped:
-        say(f"  as it was when last green: {target.label} (.ci/run --all runs it)")
-    wanted = [target for target in wanted if target not in skipped]
+    everything = options.all or bool(options.names)
+    wanted = []
+    for target in [t for t in known if not options.names or t.label in options.names]:
+        needed = costs.to_run(target, everything)
+        if needed is None or needed.left:
+            number = len(needed.left if needed else costs.now[target.label])
+            of = len(costs.now[target.label])
+            say(f"  as when last green: {number} of {of} files of {target.label} (--all runs them)")
+        wanted += [needed] if needed else []
     # everything stands on .venv
     first = Schedule([Target(".venv/.ready")], 1)
     lost = first.run(costs)
