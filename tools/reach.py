@@ -71,7 +71,8 @@ class Sources:
 
     @cached_property
     def later(self) -> dict[str, set[str]]:
-        """Names that packages import where they are first used, and their files."""
+        """Names that packages import where they are first used, or for others alone, and their
+        files."""
         found: dict[str, set[str]] = {}
         for module, file in self.modules.items():
             if file.endswith("/__init__.py") and "def __getattr__(" in self.text(file):
@@ -79,8 +80,14 @@ class Sources:
         return found
 
     def _later_of(self, package: str, tree: ast.Module) -> dict[str, set[str]]:
-        """From a table {module: names}, and from names of modules of the package itself."""
+        """From a table {module: names}, from names of modules of the package itself, and from
+        what it imports for others alone."""
         found: dict[str, set[str]] = {}
+        for node in tree.body:
+            for alias in node.names if isinstance(node, ast.ImportFrom) and not node.level else ():
+                found.setdefault(alias.name, set()).update(
+                    self.module(f"{node.module}.{alias.name}")
+                )
         for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
             for key, names in zip(table.keys, table.values, strict=True):
                 for name in strings(names) if key is not None else ():
@@ -157,7 +164,10 @@ class Sources:
         lazy = file.endswith("/__init__.py") and "def __getattr__(" in self.text(file)
         for node in running(tree):
             for name in imported(node, file):
-                found |= self.module(name)
+                handed = lazy and f'"{name.rpartition(".")[2]}"' in self.text(file)
+                found |= set() if handed else self.module(name)
+                if lazy:
+                    continue
                 found |= self.later.get(name.rpartition(".")[2], set())
                 top = name.partition(".")[0]
                 # what a function of the package imports, whoever calls it has imported
