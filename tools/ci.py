@@ -98,7 +98,7 @@ def targets() -> list[Target]:
     trainers = tuple(
         f"tests/integrations/{name}/test_*.py" for name in ("batch_trainers", "ms_swift")
     )
-    rooms = {file.parent.name for file in ROOT.glob("tests/*/__init__.py")}
+    rooms = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")}
     rooms -= {"kernels", "benchmarks", "integrations"}
     rest = ("tests/test_*.py", "tests/integrations/test_*.py")
     rest += tuple(f"tests/{room}/**/test_*.py" for room in sorted(rooms))
@@ -143,10 +143,14 @@ def pins() -> dict[str, str]:
 def fingerprints(target: Target, sources: Sources) -> dict[str, str]:
     """Of each of a target's files of tests: a hash of all that decides its result."""
     made = made_by(target.name, sources.text("Makefile"))
+    return {name: sources.fingerprint(name, made) for name in files_of(target, sources)[0]}
+
+
+def files_of(target: Target, sources: Sources) -> tuple[list[str], list[str]]:
+    """A target's files of tests, and those in its folders of which it runs none."""
     found = sorted({name for pattern in target.tests for name in matching(pattern, sources.files)})
-    if target.full:
-        found = [name for name in found if re.search(MARKS_FULL, sources.text(name))]
-    return {name: sources.fingerprint(name, made) for name in found}
+    full = [name for name in found if re.search(MARKS_FULL, sources.text(name))]
+    return (full, sorted({*found} - {*full})) if target.full else (found, [])
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -229,7 +233,8 @@ def start(target: Target, full: bool = False) -> Run:
     if target.name.startswith("test"):
         # beside another target one process is enough, which collects once
         workers = [] if target.all_cores else ["WORKERS=0"]
-        left = "".join(f" --ignore={name}" for name in target.left)
+        without = files_of(target, Sources(ROOT))[1] if target.full else []
+        left = "".join(f" --ignore={name}" for name in (*target.left, *without))
         command += [f"ARGS={arguments} --durations=20 -q{left}", *workers]
     with log_of(target).open("wb") as log:
         process = subprocess.Popen(

@@ -40,7 +40,7 @@ _WITHOUT_TRANSFORMERS = {
         "psutil",
     ),
     *("llvmlite", "flash_attn", "cutlass", "cuda", "quack", "fla", "tilelang", "flash_qla"),
-    *("matplotlib", "pyarrow", "PIL", "networkx", "xdist", "torchgen", "__future__"),
+    *("matplotlib", "pyarrow", "rich", "PIL", "networkx", "xdist", "torchgen", "__future__"),
     *sys.stdlib_module_names,
 }
 

@@ -41,30 +41,12 @@ def test_targets_are_those_of_the_makefile_and_their_files_exist() -> None:
     assert {target.name.split()[0] for target in found} <= rules
     left = {"demo", "families", "fields", "images", "clean"}
     assert rules - left == {target.name.split()[0] for target in found}
+    sources = ci.Sources(ci.ROOT)
     for target in found:
-        assert all(list(ci.ROOT.glob(pattern)) for pattern in target.files), target
-        assert set(target.pins) <= ci.pins().keys()
-
-
-def test_what_decides_a_result_is_in_its_fingerprint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ci, "ROOT", tmp_path)
-    target = ci.Target("t", (".venvs/x-1/.ready",), files=("*.py",), pins=("PIN",))
-    seen = set()
-    recipe = "PIN ?= {}\n.venvs/x-%/.ready: a\n\t{}\n\nother:\n\t{}\n"
-    for text, *rest in (
-        ("a", 1, "pip", "x"),
-        ("b", 1, "pip", "x"),
-        ("b", 2, "pip", "x"),
-        ("b", 2, "pip -U", "x"),
-        # another rule decides nothing
-        ("b", 2, "pip -U", "y"),
-    ):
-        (tmp_path / "a.py").write_text(text)
-        (tmp_path / "Makefile").write_text(recipe.format(*rest))
-        seen.add(ci.fingerprint(target))
-    assert len(seen) == 4
+        for pattern in target.tests:
+            assert ci.matching(pattern, sources.files), (target, pattern)
+        files, none = ci.files_of(target, sources)
+        assert bool(files) == bool(target.tests) and bool(none) == target.full
 
 
 def test_growth_is_red(folder: Path) -> None:
@@ -114,13 +96,25 @@ def test_what_is_recorded(folder: Path) -> None:
     assert row == "| `test` | 3 | 1.0 | 50.0 | `b.py` 9, `a.py` 4 |"
 
 
-def test_a_target_is_left_out_while_its_files_stay(folder: Path) -> None:
-    target = ci.Target("t", files=("tools/ci.py",))
-    assert not ci.Costs(1.0).unchanged(target)
-    ci.COSTS.write_text(json.dumps({"t": {"files": ci.fingerprint(target)}}))
-    assert ci.Costs(1.0).unchanged(target)
-    ci.COSTS.write_text(json.dumps({"t": {"files": "other"}}))
-    assert not ci.Costs(1.0).unchanged(target)
+def test_files_are_left_out_while_what_they_reach_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, now = ci.Target("t", tests=("tests/test_*.py",)), {"a": "1", "b": "1"}
+    monkeypatch.setattr(ci, "fingerprints", lambda target, sources: dict(now))
+    costs = ci.Costs(1.0)
+    assert costs.to_run(target, False) == target
+    costs.record([ended("t")])
+    assert costs.to_run(target, False) is None and costs.to_run(target, True) == target
+    now["b"] = now["c"] = "2"
+    part = costs.to_run(target, False)
+    assert part.left == ("a",)
+    assert costs.to_run(ci.replace(target, whole=True), False).left == ()
+    # a part says nothing of what all cost; files may change while they are tested
+    now["a"] = "3"
+    costs.record([ci.replace(ended("t", 1.0), target=part)])
+    assert costs.recorded["t"]["loops"] == 100.0
+    assert costs.to_run(target, False).left == ("b", "c")
+    assert costs.to_run(ci.Target("test"), False) == ci.Target("test")
 
 
 @pytest.mark.parametrize(

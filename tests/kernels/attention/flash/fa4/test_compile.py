@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import re
 import threading
@@ -17,6 +16,7 @@ import torch
 from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.lib.flash import order_of
 from prefixtree import PrefixForest
 from prefixtree.kernels.attention.flash import heads_first_backward, launch, mask_mods
 from prefixtree.kernels.attention.flash.block_lists import ForestLists, Lists, lists_of
@@ -307,13 +307,12 @@ def test_a_turned_grid_holds_every_tile_of_every_head(monkeypatch: pytest.Monkey
 def test_the_benchmark_takes_either_order(
     monkeypatch: pytest.MonkeyPatch, kept: tuple[dict[Any, Any], dict[Any, Any]]
 ) -> None:
-    flash_by_hand = importlib.import_module("benchmarks.cases.flash_by_hand")
     for variant, forest, counts in (
         ("heads first", DOCUMENTS, [0, 1]),
         ("tiles first", FOREST, [1, 1]),
     ):
         rule = launch.heads_first
-        with flash_by_hand.order_of(variant):
+        with order_of(variant):
             compile_both(**PLAIN, forest=forest)
         assert launch.heads_first is rule
         assert [len(cache) for cache in kept] == counts

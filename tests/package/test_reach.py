@@ -1,0 +1,122 @@
+"""tools/reach.py: what a file of tests reaches, on a small checkout and on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.reach import ROOT, Sources, made_by
+
+LAZY = """
+from prefixtree.eager import Eager
+from prefixtree.integrations.registration import run as _run
+__all__ = ["Eager", "later"]
+_LATER = {"prefixtree.later": ("later",)}
+def __getattr__(name): ...
+"""
+FILES = {
+    "prefixtree/__init__.py": LAZY,
+    "prefixtree/eager.py": "",
+    "prefixtree/later.py": "def later():\n    from prefixtree import deep",
+    "prefixtree/deep.py": "import peft\nif TYPE_CHECKING:\n    import prefixtree.types",
+    "prefixtree/types.py": "",
+    "prefixtree/used.py": "import_module('prefixtree.named')",
+    "prefixtree/named.py": "from prefixtree import deep",
+    "prefixtree/integrations/__init__.py": "",
+    "prefixtree/integrations/registration.py": "run = 'prefixtree.integrations.transformers'",
+    "prefixtree/integrations/transformers.py": "def f():\n    import prefixtree.used",
+    "benchmarks/__main__.py": "import_module(f'benchmarks.cases.{name}')".replace("'", '"'),
+    "benchmarks/cases/__init__.py": "",
+    "benchmarks/cases/one.py": "",
+    "benchmarks/cases/two.py": "",
+    "examples/run.py": "import prefixtree.types",
+    "examples/run.sh": "python -m tests.rank --model examples/config.yaml",
+    "examples/config.yaml": "",
+    "docs/page.md": "see `prefixtree.deep`\n```py\nimport prefixtree as pt\npt.later()\n```\n",
+    "tests/rank.py": "",
+    "tests/conftest.py": "from tests import shared\ncollect_ignore = ['tests/folder/data.json']",
+    "tests/shared.py": "",
+    "tests/folder/data.json": "",
+    "pyproject.toml": "",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "reached"),
+    [
+        ('"""prefixtree.deep"""\nfrom prefixtree import Eager', "eager"),
+        ("import prefixtree as pt\npt.later", "later deep transformers used named"),
+        ("getattr(x, 'later')", "later deep transformers used named"),
+        ("patch('prefixtree.used.f')", "used named deep transformers"),
+        ("run([python, '-m', 'benchmarks', 'one'])", "benchmarks/__main__ one"),
+        ("start(ROOT / 'examples' / 'run.sh')", "examples/run.sh rank config.yaml"),
+        ("start(ROOT / 'examples' / f'{name}.py')", "examples/run.py types"),
+        ("(ROOT / 'docs/page.md').read()", "page.md later deep transformers used named"),
+        ("from .. import shared\n(HERE / 'data.json').read()", "folder/data.json"),
+        ("import peft, prefixtree", "transformers used named deep"),
+        ("import torch, prefixtree", ""),
+    ],
+)
+def test_what_is_followed(checkout: Path, text: str, reached: str) -> None:
+    (checkout / "tests/folder/test_it.py").write_text(text)
+    found = Sources(checkout).reach("tests/folder/test_it.py")
+    always = {"prefixtree/__init__.py", "tests/shared.py", "tests/conftest.py", "pyproject.toml"}
+    always |= {f for f in FILES if f.endswith(("__init__.py", "registration.py"))}
+    for name in sorted(FILES.keys() - always):
+        wanted = any(
+            name.rpartition(".")[0].endswith(x) or name.endswith(x) for x in reached.split()
+        )
+        assert (name in found) == wanted, name
+    assert {"tests/shared.py", "tests/conftest.py", "pyproject.toml"} <= found
+
+
+def test_a_fingerprint_is_of_all_that_is_reached(checkout: Path) -> None:
+    test = checkout / "tests/folder/test_it.py"
+    test.write_text("from prefixtree.used import x")
+    seen = {Sources(checkout).fingerprint("tests/folder/test_it.py", "make")}
+    for file, changes in (("deep", True), ("types", False), ("__init__", True)):
+        changed = checkout / f"prefixtree/{file}.py"
+        changed.write_text(changed.read_text() + "\n")
+        found = Sources(checkout).fingerprint("tests/folder/test_it.py", "make")
+        assert (found not in seen) == changes
+        seen.add(found)
+    assert Sources(checkout).fingerprint("tests/folder/test_it.py", "other") not in seen
+
+
+def test_what_makes_a_target() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verl = made_by("test-full-verl", makefile)
+    for part in ("VERL = ", "TORCH = ", "PINS = ", '"verl==$*"', "--group dev", "--full -m full"):
+        assert part in verl
+    assert "trl" not in verl and "DEEPSPEED" not in verl
+    assert '"transformers==$*"' in made_by("test-transformers", makefile)
+    assert "FULL_kernels = tests/kernels" in made_by("test-full PART=kernels", makefile)
+
+
+def test_what_tests_call_is_reached(tmp_path: Path) -> None:
+    """Of this checkout: no function of a file that is not reached was called."""
+    test = "tests/scoring/test_teacher.py"
+    called = tmp_path / "called.json"
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.package.called_files", test],
+        cwd=ROOT,
+        env=os.environ | {"CALLED": str(called), "PYTHONPATH": str(ROOT)},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    (files,) = json.loads(called.read_text()).values()
+    files = {file for file in files if not file.startswith((".venv", "tests/package/"))}
+    assert len(files) > 40 and files <= Sources().reach(test)
