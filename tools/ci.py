@@ -59,6 +59,7 @@ class Target:
         full: whether it runs the tests marked full alone, which few files have.
         whole: whether it runs all its files when one has to.
         left: the files of tests that it leaves out.
+        options: more of pytest's. One start runs the tests marked full beside the others.
         has_more: whether it has tests that run with --full alone, which --all gives it.
     """
 
@@ -69,6 +70,7 @@ class Target:
     full: bool = False
     whole: bool = False
     left: tuple[str, ...] = ()
+    options: str = ""
     has_more: bool = False
 
     @property
@@ -105,10 +107,8 @@ def targets() -> list[Target]:
     not_models = ("tests/models/test_torchao.py", "tests/benchmarks/test_precision.py")
     return [
         # the longest first
-        Target("test-trl", (trl,), tests=of["trl"]),
-        Target("test-verl", (verl,), tests=of["verl"]),
-        Target("test-full-trl", (trl,), tests=of["trl"], full=True),
-        Target("test-full-verl", (verl,), tests=of["verl"], full=True),
+        Target("test-trl", (trl,), tests=of["trl"], options=" --full"),
+        Target("test-verl", (verl,), tests=of["verl"], options=" --full"),
         Target("test-flash", (flash,), tests=("tests/kernels/attention/flash/fa4/test_*.py",)),
         Target("test-full PART=rest", tests=rest, full=True),
         Target("test-full PART=kernels", tests=("tests/kernels/**/test_*.py",), full=True),
@@ -228,7 +228,7 @@ os._exit(status if status >= 0 else 128 - status)
 def start(target: Target, full: bool = False) -> Run:
     arguments = f"--junitxml={log_of(target).with_suffix('.xml')} -o junit_family=xunit1"
     full = full and target.has_more
-    arguments += " --full" * full
+    arguments += target.options + " --full" * full
     command = [sys.executable, "-c", _REAPER, "make", *target.name.split()]
     if target.name.startswith("test"):
         # beside another target one process is enough, which collects once
