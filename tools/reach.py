@@ -1,12 +1,12 @@
 """Which files decide what a test does: all that it can reach, found without importing anything.
 
-    python -m tools.reach                       how many files of tests reach each file
-    python -m tools.reach tests/test_forest.py  what one reaches
+    python -m tools.reach tests/test_forest.py
 
 Followed are imports, wherever they stand, and the packages above what is imported; names that a
 package imports where they are first used (`pt.sequence_values`); modules, commands and paths in
-strings; the code of pages; and every conftest.py above a test. Not followed are imports for types
-alone and docstrings. Where this errs, it is on the side of too much.
+strings; the code of pages; and every conftest.py above a test. Not followed are docstrings, imports
+for types alone, and what `prefixtree/__init__.py` imports for those who use it, where they do not.
+Where this errs, it is on the side of too much.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import ast
 import hashlib
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from itertools import pairwise
@@ -27,22 +26,10 @@ CODE = (PACKAGE, "tests", "benchmarks", "examples", "tools")
 # the adapter for transformers is imported behind it, whoever imports it: by any package of others
 # that is not known to do without
 _REGISTRATION = f"{PACKAGE}/integrations/registration.py"
-_WITHOUT_TRANSFORMERS = {
-    *(
-        "numpy",
-        "torch",
-        "triton",
-        "numba",
-        "pytest",
-        "_pytest",
-        "hypothesis",
-        "packaging",
-        "psutil",
-    ),
-    *("llvmlite", "flash_attn", "cutlass", "cuda", "quack", "fla", "tilelang", "flash_qla"),
-    *("matplotlib", "pyarrow", "rich", "PIL", "networkx", "xdist", "torchgen", "__future__"),
-    *sys.stdlib_module_names,
-}
+_WITHOUT_TRANSFORMERS = re.compile(
+    f"({'|'.join(sys.stdlib_module_names)}|numpy|torch|triton|numba|_?pytest|hypothesis|packaging|psutil"
+    "|flash_attn|cutlass|cuda|quack|fla|tilelang|flash_qla|matplotlib|pyarrow|rich|PIL|networkx)"
+)
 
 
 class Sources:
@@ -71,31 +58,26 @@ class Sources:
 
     @cached_property
     def later(self) -> dict[str, set[str]]:
-        """Names that packages import where they are first used, or for others alone, and their
-        files."""
+        """Names that packages import where they are first used, by a table {module: names} or by a
+        module's own name, or for others alone; and their files."""
         found: dict[str, set[str]] = {}
-        for module, file in self.modules.items():
-            if file.endswith("/__init__.py") and "def __getattr__(" in self.text(file):
-                found |= self._later_of(module, ast.parse(self.text(file)))
+        for package in (name for name, file in self.modules.items() if self.is_lazy(file)):
+            pairs = []
+            for node in ast.walk(ast.parse(self.text(self.modules[package]))):
+                if isinstance(node, ast.Dict):
+                    rows = zip(node.keys, node.values, strict=True)
+                    pairs += [
+                        (n, m) for key, row in rows for n in strings(row) for m in strings(key)
+                    ]
+                pairs += [(full.rpartition(".")[2], full) for full in imported(node, "")]
+                pairs += [(name, f"{package}.{name}") for name in strings(node, deep=False)]
+            for name, module in pairs:
+                if module.rpartition(".")[0] in self.modules:
+                    found.setdefault(name, set()).update(self.module(module))
         return found
 
-    def _later_of(self, package: str, tree: ast.Module) -> dict[str, set[str]]:
-        """From a table {module: names}, from names of modules of the package itself, and from
-        what it imports for others alone."""
-        found: dict[str, set[str]] = {}
-        for node in tree.body:
-            for alias in node.names if isinstance(node, ast.ImportFrom) and not node.level else ():
-                found.setdefault(alias.name, set()).update(
-                    self.module(f"{node.module}.{alias.name}")
-                )
-        for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
-            for key, names in zip(table.keys, table.values, strict=True):
-                for name in strings(names) if key is not None else ():
-                    found.setdefault(name, set()).update(*map(self.module, strings(key)))
-        for name in strings(tree):
-            if f"{package}.{name}" in self.modules:
-                found.setdefault(name, set()).update(self.module(f"{package}.{name}"))
-        return found
+    def is_lazy(self, file: str) -> bool:
+        return file.endswith("/__init__.py") and "def __getattr__(" in self.text(file)
 
     @cached_property
     def by_name(self) -> dict[str, str]:
@@ -161,7 +143,7 @@ class Sources:
         found = self.module(file[:-3].replace("/", "."))
         inside = file.startswith(f"{PACKAGE}/")
         # the strings of a package that imports later are names that others use
-        lazy = file.endswith("/__init__.py") and "def __getattr__(" in self.text(file)
+        lazy = self.is_lazy(file)
         for node in running(tree):
             for name in imported(node, file):
                 handed = lazy and f'"{name.rpartition(".")[2]}"' in self.text(file)
@@ -172,7 +154,7 @@ class Sources:
                 top = name.partition(".")[0]
                 # what a function of the package imports, whoever calls it has imported
                 here = not inside or node in tree.body
-                if here and top not in CODE and top not in _WITHOUT_TRANSFORMERS:
+                if here and top not in CODE and not _WITHOUT_TRANSFORMERS.fullmatch(top):
                     found |= self.module(f"{PACKAGE}.integrations.transformers")
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id in ("pt", PACKAGE, "loops"):
@@ -295,8 +277,8 @@ def imported(node: ast.AST, file: str) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def strings(tree: ast.AST, deep: bool = True) -> Iterator[str]:
+    for node in ast.walk(tree) if deep else (tree,):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
@@ -327,16 +309,5 @@ def matching(pattern: str, names: Iterable[str], star: str = "[^/]*") -> list[st
     return [name for name in names if re.fullmatch(text, name)]
 
 
-def main() -> None:
-    sources = Sources()
-    if sys.argv[1:]:
-        print("\n".join(sorted(sources.reach(*sys.argv[1:]))))
-        return
-    tests = matching("tests/**/test_*.py", sources.files)
-    reached = Counter(file for test in tests for file in sources.reach(test))
-    for file, count in reached.most_common():
-        print(f"{count:5} of {len(tests)}  {file}")
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(sorted(Sources().reach(*sys.argv[1:]))))
