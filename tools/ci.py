@@ -112,7 +112,10 @@ def targets() -> list[Target]:
         Target("test-flash", (flash,), tests=("tests/kernels/attention/flash/fa4/test_*.py",)),
         Target("test-full PART=rest", tests=rest, full=True),
         Target("test-full PART=kernels", tests=("tests/kernels/**/test_*.py",), full=True),
-        Target("test-benchmarks", tests=("tests/benchmarks/test_*.py",)),
+        # `test` runs the others every time
+        Target(
+            "test-benchmarks", tests=("tests/benchmarks/test_*.py",), full=True, options=" -m full"
+        ),
         Target("test-transformers", tests=families, whole=True),
         Target("types"),
         Target(
