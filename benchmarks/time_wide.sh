@@ -15,7 +15,7 @@ short="prompt 256 x 1024 x 256"
 # name : kernels : the rest
 jobs=(
     "192:queries forward:--heads 16 16 $mla --shapes $old 128,64,8,3,0,0,1,2 64,64,4,2,0,0,1,1 128,128,8,2"
-    "256:queries forward:--heads 16 4 --dim 256 --shapes $old_256 128,32,8,3,0,0,1,2"
+    "256:queries forward:--heads 16 4 --dim 256 --shapes $old_256 128,32,8,2,0,0,1,2"
     "192_keys:keys:--heads 16 16 $mla --shapes 32,128,8,3,0,0,1,0,0 32,128,8,2"
     "256_24:queries forward:--heads 24 4 --dim 256 --shapes $old_256"
     "192_128:queries forward:--heads 128 128 $mla --shapes $old"
