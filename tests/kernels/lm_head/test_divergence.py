@@ -18,7 +18,7 @@ from prefixtree.kernels.lm_head.logprobs import linear_logprobs, lm_head_logprob
 from prefixtree.kernels.lm_head.measures import Divergence
 from prefixtree.kernels.lm_head.options import ScoreOptions
 from tests.support.head_checks import columns_of
-from tests.support.triton_tiles import DEVICE
+from tests.support.triton_tiles import DEVICE, DTYPES
 
 # numpy warns of dead lanes in the interpreter; what is stored is checked
 pytestmark = pytest.mark.filterwarnings(
@@ -78,10 +78,9 @@ class Case:
         )
 
     def scored(self, beta: float, head: str = "linear", chunk: Any = 5, **more: Any) -> Any:
-        """[U, 3]: log p, entropy and divergence."""
-        of_teacher = self.of_teacher.to(DEVICE if more.pop("on_device", False) else "cpu")
-        where = of_teacher.device
-        measure = Divergence(beta, lambda edges: of_teacher[edges.edge], self.rules[1])
+        """[U, 3] on the CPU: log p, entropy and divergence."""
+        where = DEVICE if logprobs._kernels_for(self.of_teacher) is fused else "cpu"
+        measure = Divergence(beta, lambda e: self.of_teacher.to(where)[e.edge], self.rules[1])
         options = ScoreOptions(True, (), chunk, self.rules[0], measure)
         hidden, weight, bias = (x.to(where) for x in self.given)
         rest = self.target.to(where), self.temperature.to(where), options
@@ -126,11 +125,9 @@ def test_float64(beta, rules):
 @pytest.mark.parametrize("head", ["linear", "callable", "fused"])
 @pytest.mark.parametrize("beta", BETAS)
 def test_every_head(beta, head, rules, request):
-    how: dict[str, Any] = {"head": head}
     if head == "fused":
         request.getfixturevalue("by_kernels")
-        how = {"on_device": True}
-    value, gradient = errors(Case.of(rules=rules), beta, **how)
+    value, gradient = errors(Case.of(rules=rules), beta, head=head)
     assert value < 1e-5 and gradient < 2e-6
 
 
@@ -147,7 +144,7 @@ def test_who_is_fused(beta, by_kernels, monkeypatch):
 
     monkeypatch.setattr(Divergence, "__call__", counted)
     case = Case.of()
-    gradients(case.scored(beta, on_device=True), case.given)
+    gradients(case.scored(beta), case.given)
     assert rows == [2, 2, 1]
     rows.clear()
     case.scored(beta, accumulate=torch.float64)
@@ -159,8 +156,8 @@ def test_who_is_fused(beta, by_kernels, monkeypatch):
 def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
     """Red: half the gradient, the teacher's rows shifted by one."""
     monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: kernels)
-    case, how = Case.of(), {"on_device": kernels is fused}
-    rows, backward = Divergence.rows, measures.BoundMeasure.gradient
+    case, rows = Case.of(), Divergence.rows
+    backward = measures.BoundMeasure.gradient
 
     def half(self: Any, edges: Any, value: Any, kept: Any = None, grad: Any = None) -> Any:
         return rows(self, edges, value, kept, None if grad is None else grad / 2)
@@ -168,11 +165,11 @@ def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
     with monkeypatch.context() as changes:
         changes.setattr(Divergence, "rows", half)
         changes.setattr(measures.BoundMeasure, "gradient", lambda *given: backward(*given) / 2)
-        value, gradient = errors(case, beta, **how)
+        value, gradient = errors(case, beta)
     assert value < 1e-5 and gradient > 5e-3
     want = case.expected(beta)[0]
     case.of_teacher = case.of_teacher.roll(1, 0)
-    assert float((case.scored(beta, **how).detach().double() - want).abs().max()) > 0.1
+    assert float((case.scored(beta).detach().double() - want).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -208,10 +205,7 @@ def test_no_edges(kernels, monkeypatch):
 def of_rows(
     kernels: Any, z: torch.Tensor, y: torch.Tensor, beta: float, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divergences [R], and the gradient of their sum by the model's logits [R, V], by a head that
-    gives these logits to the bit."""
-    hidden = torch.eye(len(z)).to(z).requires_grad_()
-    # float32 whose products are with 0 and 1; not -inf, of which 0 would make NaN
+    """Divergences [R], and the gradient of their sum by the model's logits [R, V]."""
     measure = Divergence(beta, lambda edges: y[edges.edge], LogitRule())
     edges = measures.MeasuredEdges(
         *[torch.arange(len(z), device=z.device)] * 2,
@@ -220,7 +214,7 @@ def of_rows(
     )
     bound = measures.BoundMeasure(measure, edges, LogitRule(), torch.float32)
     rest = edges.token, edges.temperature, LogitRule()
-    out, values = hidden.new_empty(len(z), 1), hidden.new_empty(len(z), 1)
+    out, values = torch.empty(2, len(z), 1, device=z.device)
     bound.score(kernels, z.clone(), 0, (*rest, out), values)
     dz = z.clone()
     bound.gradients(kernels, dz, 0, (*rest, out, torch.zeros_like(out)), torch.ones_like(values))
@@ -271,13 +265,15 @@ def test_a_teacher_that_is_the_model(kernels, beta):
     assert values.abs().max() <= limit and dz.abs().max() <= limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("beta", BETAS)
-def test_the_kernels_are_as_exact_as_torchs_operations(beta):
+def test_the_kernels_are_as_exact_as_torchs_operations(beta, dtype):
     """Far apart and near each other; large logits; as near to float64 on the same logits."""
     g = torch.Generator().manual_seed(6)
     z = torch.randn(6, 2 * fused.BLOCK + 7, generator=g) * torch.tensor([[1.0, 8, 30, 1e3, 1, 8]]).T
     y = torch.randn(z.shape, generator=g) * torch.tensor([[1.0, 8, 30, 1e3, 0, 0]]).T
     y[4:] = z[4:] + 1e-2 * torch.randn(2, z.shape[1], generator=g)
+    z, y = z.to(dtype), y.to(dtype)
     exact = z.double().requires_grad_()
     want = textbook(exact, y.double(), beta)[:, 0]
     (gradient,) = torch.autograd.grad(want.sum(), exact)
