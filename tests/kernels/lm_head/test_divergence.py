@@ -27,7 +27,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 U, D, V = 13, 12, 41
 BETAS = [0.0, 0.3, 0.5, 1.0]
-SOFTCAPS = LogitRule(1.7, 1.5), LogitRule(0.8, 2.5)
+# of the model and of the teacher
+RULES = {
+    "plain": (LogitRule(), LogitRule()),
+    "the teacher caps": (LogitRule(1.7), LogitRule(0.8, 2.5)),
+    "both cap": (LogitRule(1.7, 1.5), LogitRule(0.8, 2.5)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +68,10 @@ class Case:
     of_teacher: torch.Tensor
     target: torch.Tensor
     temperature: torch.Tensor
-    rules: tuple[LogitRule, LogitRule] = (LogitRule(), LogitRule())
+    rules: tuple[LogitRule, LogitRule]
 
     @classmethod
-    def of(cls, dtype: torch.dtype = torch.float32, rules: Any = None) -> Case:
+    def of(cls, dtype: torch.dtype = torch.float32, rules: str = "plain") -> Case:
         g = torch.Generator().manual_seed(0)
         made = [torch.randn(*shape, generator=g) for shape in ((U, D), (V, D), (V,))]
         return cls(
@@ -74,7 +79,7 @@ class Case:
             (torch.randn(U, V, generator=g) * 2).to(dtype),
             torch.randint(V, (U,), generator=g),
             torch.rand(U, generator=g) + 0.5,
-            *([] if rules is None else [rules]),
+            RULES[rules],
         )
 
     def scored(self, beta: float, head: str = "linear", chunk: Any = 5, **more: Any) -> Any:
@@ -112,7 +117,7 @@ def errors(case: Case, beta: float, **how: Any) -> tuple[float, float]:
     return float((got.detach().double() - want).abs().max()), max(off)
 
 
-@pytest.mark.parametrize("rules", [None, SOFTCAPS], ids=["plain", "softcaps"])
+@pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("beta", BETAS)
 def test_float64(beta, rules):
     value, gradient = errors(
@@ -121,7 +126,7 @@ def test_float64(beta, rules):
     assert value < 1e-13 and gradient < 1e-13
 
 
-@pytest.mark.parametrize("rules", [None, SOFTCAPS], ids=["plain", "softcaps"])
+@pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("head", ["linear", "callable", "fused"])
 @pytest.mark.parametrize("beta", BETAS)
 def test_every_head(beta, head, rules, request):
