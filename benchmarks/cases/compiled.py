@@ -32,12 +32,12 @@ from prefixtree.kernels import best_keys, index_scores
 from prefixtree.kernels.attention.triton import chosen as tile_bits
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
-    prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, choose, choose_decode
 from prefixtree.kernels.attention.triton.forward import forward_kernel
+from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
 from prefixtree.kernels.lm_head import kernels as lm_head
 from prefixtree.kernels.recurrence import decode_kernels
