@@ -1,8 +1,8 @@
 """log p, entropy and the divergence to a teacher, and their gradient, in one launch each per chunk.
 
-torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits
-stay in the lm_head's dtype and are read two or three times, mostly from the cache; what is made of
-them is float32, in registers.
+torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits,
+a teacher's too, stay in the lm_head's dtype and are read one to three times, mostly from the cache;
+what is made of them is float32, in registers.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
 """
@@ -306,7 +306,7 @@ def _launch(
     if teacher is not None:
         assert teacher.output.shape == logits.shape and teacher.kept.shape == (rows, NUM_KEPT)
         of_teacher = teacher.output, teacher.kept, teacher.value
-        beta, teacher_rule = teacher.beta, teacher.rule
+        beta, teacher_rule = float(teacher.beta), teacher.rule
         divergence = {0.0: "forward", 1.0: "reverse"}.get(beta, "between")
     with device_info.current(logits.device):
         kernel[(rows,)](
