@@ -167,7 +167,7 @@ chosen() {
   ours chosen && cuda chosen || return
   tested chosen 400 tests/kernels/attention/triton/test_chosen.py tests/kernels/test_index_scores.py \
     tests/kernels/test_best_keys.py tests/kernels/attention/triton/test_chosen_on_gpu.py
-  limited sparse 150 python3 -m benchmarks sparse "${read_rollouts[@]}" \
+  limited sparse 190 python3 -m benchmarks sparse --replicated 65536 "${read_rollouts[@]}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/sparse.json"
 }
 

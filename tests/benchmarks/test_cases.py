@@ -393,19 +393,30 @@ def test_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_sparse(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse(
+    is_right: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Red where the choice is ignored."""
     if not is_right:
         ignoring = lambda *a, chosen, **options: tree_attention(*a, **options)  # noqa: E731
         monkeypatch.setattr(sparse, "tree_attention", ignoring)
     out = tmp_path / "sparse.json"
     some = ["--dtype", "float16", "--heads", "1", "--topk", "700", "--backend", "sdpa"]
+    some += ["--replicated", "2000"]
     assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
-    dense, chosen = result(out)["rows"]
-    assert [row["side"] for row in (dense, chosen)] == [sparse.ALL, sparse.CHOSEN]
+    dense, *chosen = result(out)["rows"]
+    sides = [sparse.ALL, sparse.CHOSEN, sparse.CHOSEN + sparse.REPLICATED]
+    assert [row["side"] for row in (dense, *chosen)] == sides
     assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
-    assert bool(chosen["red"]) == (not is_right) == ("forward_ms" not in chosen)
+    for row in chosen:
+        assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
+    assert chosen[-1]["micro_batches"] > 1 and chosen[-1]["tokens"] > result(out)["tokens"]
+    capsys.readouterr()
     assert sparse.main(["--read", str(out)]) == (not is_right)
+    assert ("replicated batch" in capsys.readouterr().out) == is_right
 
 
 @pytest.mark.parametrize("is_right", [True, False])
