@@ -437,6 +437,8 @@ def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.full
+# dynamo's own look at .grad of its inputs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_distill(tmp_path: Path) -> None:
     out = tmp_path / "distill.json"
     assert distill.main([*TINY, "--out", str(out)]) == 0
