@@ -40,12 +40,7 @@ def token_kl(
     Returns:
         Float32 [n - 1] per sequence, differentiable in the student; 0 where the loss mask is 0.
     """
-    of_teacher = pt.Teacher(teacher, packed, loss_mask)
-
-    def kl(logits: torch.Tensor, edges: pt.MeasuredEdges) -> torch.Tensor:
-        log_p = of_teacher.log_p(edges)
-        return (log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1, keepdim=True)
-
+    kl = pt.Teacher(teacher, packed, loss_mask).divergence()
     scores = pt.sequence_logprobs(student, packed, temperature, loss_mask, measure=kl)
     assert scores.measured is not None
     return [values[:, 0] for values in scores.measured]

@@ -5,24 +5,9 @@
 #   bash tools/gpu_check.sh STEP...
 #
 # On a machine with a network, install the project first: pip install --group dev -e '.[fa4,plot]'.
-# For a machine without one, gather here, where there is a network, what its steps need:
+# For a machine without one, gather here what its steps need, and carry .gpu there with the checkout:
 #
-#   bash tools/gpu_check.sh pack       fills the folder .gpu (58 MiB, ignored by git)
-#
-# and carry .gpu to the machine with the checkout. It holds the wheels that the machine may lack
-# (flash-attn-4, einops, prefix-grouper, liger-kernel; verl and what its engines import), the rollouts,
-# and the commit. torch, triton, transformers, numpy, numba, networkx, rich, typer, pytest, pytest-xdist
-# and hypothesis must be there, for verl also peft, accelerate and pandas, and Python 3.12 on x86-64.
-# `pack_verl` gathers verl alone: its wheel, tensordict, omegaconf, codetiming, orjson and pyvers, and
-# the files of flash-attn that verl imports and that are Python, for its cross-entropy kernel. Ray,
-# fastapi, uvicorn, pydantic and datasets are not among them: benchmarks/lib/absent.py stands in for them.
-# `pack_trl` gathers TRL alone: its wheel, datasets, dill and multiprocess; requests, aiohttp, pandas,
-# pyarrow, xxhash, httpx and psutil must be there. `pack_low` gathers torchao, bitsandbytes for CUDA 13
-# and liger-kernel (3 MiB); peft and accelerate must be there.
-# `pack` copies from a folder beside the checkout (SHARED): data/airline_rollouts.jsonl.gz, bench/ with
-# another project's peers.py (for peers_a and peers_b alone), and gpu/fa4-archive, which writes an
-# archive of flash-attn-4 and its dependencies. None of the three is part of this repository. Without
-# rollouts the airline workload is skipped; without flash-attn-4 its sides are.
+#   bash tools/gpu_pack.sh             says what there is
 #
 # Steps, with the minutes they took on one H200, in an order that compiles once:
 #
@@ -70,12 +55,16 @@
 #   shapes       13    triton and flash with the heads of models: shapes_a, shapes_b and shapes_c in turn
 #   attention    5     the Triton kernels alone
 #   tune         9     which configuration of each Triton kernel is fastest
+#   wide         2     dQ and the forward at head dims 192 and 256, the tiles of now beside those before
 #   sanitize     3-9   memory and barriers under compute-sanitizer, which needs a GPU that is not sandboxed
 #   peers_a, peers_b   5 each; another project's peers.py on the same workloads, for compare_peers
 #
 # What compilers keep on disk (tilelang needs a minute and more per kernel and number of heads) goes to
 # UNPACKED/prefixtree-caches. With CACHES=1 it comes back as OUT/caches.tar.xz; put into .gpu, it is there
 # on the next machine of the same kind.
+#
+# With BRING=FILE everything in OUT is in one archive as well, anew every 12 seconds: for a machine that
+# gives few files back, and those of a command that it ends.
 #
 # Results go to the folder OUT (default: .gpu/out). Show them again, where matplotlib is draw them:
 #
@@ -84,7 +73,7 @@
 #   python -m benchmarks compare_peers --ours attention.json --peers peers_*.json
 #
 # Variables. BACKEND: of the benchmarks (default: auto). ROLLOUTS: a JSONL.gz file of yours. OUT,
-# GPU_FILES (.gpu), UNPACKED (/tmp, where archives are unpacked once) and SHARED (../shared): folders.
+# GPU_FILES (.gpu) and UNPACKED (/tmp, where archives are unpacked once): folders.
 # PYTEST_ARGS, ATTENTION_ARGS, TUNE_ARGS, DEPTH_ARGS, PEERS_ARGS, LAYER_ARGS, MODEL_ARGS, MEMORY_ARGS,
 # UPDATE_ARGS, UPDATE_BEST_ARGS, LOW_ARGS, DISTILL_ARGS, EXPERTS_ARGS, SETTINGS_ARGS, PARALLEL_ARGS, STEPS_ARGS, VERL_ARGS, RUN_ARGS, FIRST_STEP_ARGS, RECURRENCE_ARGS,
 # HEAD_ARGS, PICTURES_ARGS, PACK_GQA_ARGS, SHAPES_ARGS, DECODE_ARGS, DECODE_PEERS_ARGS, HISTORIES_ARGS: added to the command of a step.
@@ -92,7 +81,6 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 files=${GPU_FILES:-.gpu}
 out=${OUT:-$files/out}
-shared=${SHARED:-../shared}
 fa4=${UNPACKED:-/tmp}/prefixtree-fa4
 fla=${UNPACKED:-/tmp}/prefixtree-fla
 packages=${UNPACKED:-/tmp}/prefixtree-packages
@@ -142,97 +130,6 @@ print(*[f"{n} {v(n)}" for n in ("torch", "numpy", "numba", "llvmlite", "pytest",
     { failed+=("$1 (packages)"); return 1; }
 }
 
-# the commit that the results will be of
-note_commit() {
-  git rev-parse --short HEAD >"$files/commit"
-  [[ -z $(git status --porcelain -- prefixtree) ]] || sed -i 's/$/+changes/' "$files/commit"
-}
-
-pack() {
-  set -e
-  local work
-  work=$(mktemp -d)
-  mkdir -p "$files/bench" "$files/data"
-  cp "$shared"/bench/*.py "$files/bench/"
-  cp "$shared"/data/airline_rollouts.jsonl.gz "$files/data/"
-  note_commit
-  # flash-attn-4 needs einops, which its archive leaves to the machine
-  python3 -m pip download -q --no-deps -d "$work" einops prefix-grouper liger-kernel
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  tar cJf "$files/packages.tar.xz" -C "$work/site" .
-  rm -r "$work"
-  [[ -s $files/verl.tar.xz ]] || pack_verl
-  if [[ ! -s $files/fa4.tar.xz ]]; then
-    "$shared"/gpu/fa4-archive "$files/fa4.part" && mv "$files/fa4.part" "$files/fa4.tar.xz"
-  fi
-  ls -l "$files"
-}
-
-# TRL for Python 3.12: all of it is Python
-pack_trl() {
-  set -e
-  local work wheel
-  work=$(mktemp -d)
-  mkdir -p "$files"
-  note_commit
-  for wheel in trl==1.16.0 datasets==4.8.4 dill==0.4.1 multiprocess==0.70.19; do
-    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$work" "$wheel"
-  done
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  tar cJf "$files/trl.tar.xz" -C "$work/site" .
-  rm -r "$work"
-  ls -l "$files/trl.tar.xz"
-}
-
-# float8 training, 4-bit weights and Liger's losses for Python 3.12: without what is compiled for other
-# CUDA versions and machines, of torchao the wheel without any
-pack_low() {
-  set -e
-  local work wheel
-  work=$(mktemp -d)
-  mkdir -p "$files"
-  note_commit
-  for wheel in any:torchao==0.18.0 any:liger-kernel==0.8.5 manylinux_2_24_x86_64:bitsandbytes==0.50.2; do
-    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --platform "${wheel%%:*}" \
-      -d "$work" "${wheel#*:}"
-  done
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  find "$work/site/bitsandbytes" -name 'libbitsandbytes_*.so' ! -name '*_cuda130.so' ! -name '*_cpu.so' -delete
-  # torchao's wheel has its tests beside the package
-  rm -rf "$work/site/test"
-  tar cJf "$files/low.tar.xz" -C "$work/site" .
-  rm -r "$work"
-  ls -l "$files/low.tar.xz"
-}
-
-# verl for Python 3.12. Its transformers is the machine's, newer than verl asks for: the engines run with it
-pack_verl() {
-  set -e
-  local work wheel platform tags=(--python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)
-  for platform in manylinux_2_28 manylinux_2_17; do tags+=(--platform ${platform}_x86_64); done
-  tags+=(--platform manylinux2014_x86_64)
-  work=$(mktemp -d)
-  mkdir -p "$files"
-  for wheel in verl==0.9.1 tensordict==0.10.0 codetiming==1.4.0 omegaconf==2.3.1 orjson==3.13.0 pyvers==0.1.0; do
-    python3 -m pip download -q --no-deps --only-binary=:all: "${tags[@]}" -d "$work" "$wheel"
-  done
-  # there are only its sources, which are Python
-  python3 -m pip wheel -q --no-deps -w "$work" antlr4-python3-runtime==4.9.3
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  # verl's wheel has them beside the package
-  rm -rf "$work"/site/{tests,scripts,recipe,tutorial} "$work"/site/*.data
-  # there are only its sources, whose setup.py imports torch
-  FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "${PACK_PYTHON:-.venv/bin/python}" -m pip download -q --no-deps \
-    --no-build-isolation --no-binary :all: -d "$work" flash-attn==2.8.3
-  tar xzf "$work"/flash_attn-*.tar.gz -C "$work"
-  # without the package's __init__.py, which wants the compiled part; flash-attn-4's has none either
-  (cd "$work"/flash_attn-*/ &&
-    cp --parents flash_attn/bert_padding.py flash_attn/ops/{__init__,triton/{__init__,cross_entropy}}.py "$work/site")
-  tar cJf "$files/verl.tar.xz" -C "$work/site" .
-  rm -r "$work"
-  ls -l "$files/verl.tar.xz"
-}
-
 # a test marked gpu skips where there is none, which is no result
 cuda() {
   python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
@@ -253,6 +150,7 @@ tests() {
   tested tests_gpu 420 tests/kernels/attention/test_on_gpu.py tests/kernels/attention/flash/test_on_gpu.py \
     tests/kernels/attention/flash/test_tilings_on_gpu.py \
     tests/kernels/attention/triton/test_small_tiles.py tests/kernels/lm_head/test_logprobs.py \
+    tests/kernels/lm_head/test_divergence.py \
     tests/kernels/decoding/test_on_gpu.py tests/kernels/decoding/test_kernels.py tests/kernels/decoding/test_draw.py
   # the suite ran on another torch in CI: the parts nearest to torch, on this one, on the CPU
   PYTEST_ARGS='' tested tests_torch 150 -m "not gpu" tests/kernels/attention/test_attention.py tests/kernels/attention/test_operator.py \
@@ -269,7 +167,7 @@ chosen() {
   ours chosen && cuda chosen || return
   tested chosen 400 tests/kernels/attention/triton/test_chosen.py tests/kernels/test_index_scores.py \
     tests/kernels/test_best_keys.py tests/kernels/attention/triton/test_chosen_on_gpu.py
-  limited sparse 150 python3 -m benchmarks sparse "${read_rollouts[@]}" \
+  limited sparse 190 python3 -m benchmarks sparse --replicated 65536 "${read_rollouts[@]}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/sparse.json"
 }
 
@@ -379,6 +277,33 @@ shapes() { shapes_a; shapes_b; shapes_c; }
 tune() {
   ours tune || return
   limited tune 570 python3 -m benchmarks tune "${read_rollouts[@]}" --out "$out/tune.json" ${TUNE_ARGS:-}
+}
+
+# candidates: rows,keys,warps,stages,registers,heads,pieces,shared,piece; piece 0 and shared 0 are q and the
+# gradient of out in registers, 192 padded to 256. In a table the frozen candidate is the code of now
+wide() {
+  ours wide || return
+  local line name kernel kernels arguments about old=128,64,8,3,0,0,1,0,0 old_256=128,64,8,2,0,0,1,0,0 short="prompt 256 x 1024 x 256"
+  local mla="--dim 192 --value-dim 128" run=(python3 -m benchmarks tune)
+  local lines=(
+    "192 queries,forward --heads 16 16 $mla --shapes $old 128,64,8,3,0,0,1,2 64,64,4,2,0,0,1,1"
+    "192_keys keys --heads 16 16 $mla --shapes 32,128,8,3,0,0,1,0,0 32,128,8,2"
+    "256 queries,forward --heads 16 4 --dim 256 --shapes $old_256 128,32,8,2,0,0,1,2"
+    "256_24 queries,forward --heads 24 4 --dim 256 --shapes $old_256"
+    "192_128 queries,forward --heads 128 128 $mla --shapes $old"
+  )
+  # tiny forests fill Triton's cache, several kernels at a time
+  for line in "${lines[@]}"; do
+    read -r name kernels arguments <<<"$line"
+    for kernel in ${kernels//,/ }; do printf '%s\n' "--kernels $kernel $arguments"; done
+  done | OMP_NUM_THREADS=1 timeout 100 xargs -P 12 -L 1 "${run[@]}" --scale 0.01 --workloads "$short" >"$out/wide.compiled.log" 2>&1
+  for line in "${lines[@]}"; do
+    read -r name kernels arguments <<<"$line"
+    about=("${read_rollouts[@]}")
+    # torch's comparison of 128 heads leaves no room for the larger workloads
+    [[ $name != 192_128 ]] || about+=(--workloads "caterpillar 24")
+    limited "wide_$name" 90 "${run[@]}" --kernels ${kernels//,/ } $arguments "${about[@]}" --out "$out/wide_$name.json"
+  done
 }
 
 # benchmark NAME SECONDS ARGUMENT...: one whose rows are those of benchmarks/lib/runs.py
@@ -564,7 +489,7 @@ update_2gpu() {
     --out "$out/update_2gpu.json" "${read_rollouts[@]}" ${UPDATE_ARGS:-}
 }
 
-# a process a GPU. `pack_megatron` gathers its wheel, of which all that is used is Python
+# a process a GPU
 megatron_on() {
   local name=megatron
   (($1 == 2)) || name=megatron_4gpu
@@ -578,17 +503,6 @@ megatron_on() {
 megatron() { megatron_on 2; }
 
 megatron_4gpu() { megatron_on 4; }
-
-pack_megatron() {
-  set -e
-  local work
-  work=$(mktemp -d)
-  mkdir -p "$files"
-  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 -d "$work" megatron-core==0.19.2
-  for wheel in "$work"/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-  tar cJf "$files/megatron.tar.xz" -C "$work/site" .
-  rm -r "$work"
-}
 
 # on_verl NAME SECONDS GPUS ARGUMENT...: the benchmark under verl, a process a GPU
 on_verl() {
@@ -670,11 +584,14 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(pack|pack_verl|pack_trl|pack_low|pack_megatron|tests|compile|attention|backends|peers_a|peers_b|tune|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
-[[ $* =~ ^pack(_verl|_trl|_low|_megatron)?$ ]] || nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
+nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 unpack "$files/caches.tar.xz" "$caches" || mkdir -p "$caches"
+# moved into place, as the machine may take it at any time
+bring() { tar czf "$BRING.part" -C "$out" . 2>/dev/null; mv "$BRING.part" "$BRING"; }
+[[ -z ${BRING:-} ]] || { while sleep 12; do bring; done & trap "kill $!; bring" EXIT; }
 for step in "$@"; do "$step"; done
 [[ -z ${CACHES:-} ]] || tar cJf "$out/caches.tar.xz" -C "$caches" .
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }

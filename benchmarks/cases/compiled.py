@@ -32,12 +32,12 @@ from prefixtree.kernels import best_keys, index_scores
 from prefixtree.kernels.attention.triton import chosen as tile_bits
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
-    prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, choose, choose_decode
 from prefixtree.kernels.attention.triton.forward import forward_kernel
+from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
 from prefixtree.kernels.lm_head import kernels as lm_head
 from prefixtree.kernels.recurrence import decode_kernels
@@ -258,7 +258,8 @@ def _helpers(capability: int, dtype: str) -> None:
             # outside a tile, HEADS and ROWS mean what they mean to `launch`
             compiled(kernel, values | {"ROWS": 32}, config, capability, dtype)
         for kernel in (lm_head.score_kernel, lm_head.gradient_kernel):
-            _head(kernel, on, capability, dtype)
+            for divergence in ("", "forward", "reverse", "between"):
+                _head(kernel, on, divergence, capability, dtype)
         fixed = values | {"BLOCK": 16, "HEADS": 32}
         fixed |= dict.fromkeys(("KEY", "VALUE", "KEY_PADDED", "VALUE_PADDED"), 1024)
         for kernel in (merge_kernel, write_kernel):
@@ -342,15 +343,25 @@ def _choice(is_on: bool, capability: int) -> None:
             raise SystemExit(f"{kernel.__name__} {values}: {code}")
 
 
-def _head(kernel: Any, is_on: bool, capability: int, dtype: str) -> Any:
-    """A kernel of kernels/lm_head/kernels.py, as that launches it, with its features or without."""
-    values = {"SOFTCAP": is_on, "ENTROPY": is_on, "BLOCK": lm_head.BLOCK}
-    types = {"X": f"*{dtype}", "INTO": f"*{dtype}", "TARGET": "*i64"}
-    types |= {"vocabulary": "i32", "scale": "fp32", "softcap": "fp32"}
+def _head(kernel: Any, is_on: bool, divergence: str, capability: int, dtype: str) -> None:
+    """A kernel of kernels/lm_head/kernels.py, as that launches it, with its features or without; it
+    must not spill."""
+    flags = dict.fromkeys(("SOFTCAP", "ENTROPY", "TEACHER_SOFTCAP"), is_on)
+    values: dict[str, Any] = flags | {"DIVERGENCE": divergence, "BLOCK": lm_head.BLOCK}
+    if not divergence:
+        values |= dict.fromkeys(("Y", "KEPT", "VALUE", "VALUE_GRAD"))
+    types = dict.fromkeys(("X", "INTO", "Y"), f"*{dtype}") | {"TARGET": "*i64", "vocabulary": "i32"}
     types |= dict.fromkeys(values, "constexpr")
-    signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-    aligned = [name for name in ("X", "INTO", "vocabulary") if name in signature]
-    return _built(kernel, signature, values, aligned, capability, {"num_warps": lm_head.WARPS})
+    signature = {
+        name: types.get(name, "*fp32" if name.isupper() else "fp32") for name in kernel.arg_names
+    }
+    names = ("X", "INTO", "Y", "KEPT", "vocabulary")
+    aligned = [x for x in names if signature.get(x, "constexpr") != "constexpr"]
+    warps = lm_head.WARPS
+    built = _built(kernel, signature, values, aligned, capability, {"num_warps": warps})
+    code = read(built, warps, capability)
+    if code.stack > 16 or code.programs < 1:
+        raise SystemExit(f"{kernel.__name__} {values}: {code}")
 
 
 def _decode(
@@ -466,7 +477,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bf16")
     add("--candidates", action="store_true", help="also shapes that were considered")
     add("--features", action="store_true", help="every feature on, and no limit on spills")
-    add("--chosen", action="store_true", help="queries choose their keys")
+    add("--chosen", action="store_true", help="attention to chosen keys, nothing else")
     add("--out", type=Path, help="JSON")
     return parser.parse_args(arguments)
 
@@ -478,7 +489,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     capability, dtype, features = options.capability, options.dtype, options.features
     h, hk = map(int, options.heads.split("x"))
     rows, bad = [], []
-    _helpers(capability, dtype)
+    if not options.chosen:
+        _helpers(capability, dtype)
     for pair in options.dims:
         d, dv = map(int, pair.split("x"))
         wide = [max(16, triton.next_power_of_2(x)) for x in (d, dv)]

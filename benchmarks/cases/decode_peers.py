@@ -42,8 +42,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -200,6 +202,17 @@ def differs_from_sdpa(prompts: torch.Tensor, options: argparse.Namespace) -> boo
     return not torch.equal(*found)
 
 
+def slow_recurrences(model: Any) -> list[str]:
+    """The recurrences that transformers computes by its reference, many times as slow as fla's."""
+    found = vars(sys.modules[type(model).__module__]).items()
+    rules = [(name, f) for name, f in found if name.endswith("delta_rule") and callable(f)]
+    return [
+        f"{name} is the reference"
+        for name, rule in rules
+        if inspect.getclosurevars(rule).nonlocals.get("is_new_implementation") is False
+    ]
+
+
 def compare(side: str, options: argparse.Namespace) -> Row:
     """One side's whole generation."""
     cache, *more = side.split("+")
@@ -218,7 +231,7 @@ def compare(side: str, options: argparse.Namespace) -> Row:
             torch.cuda.reset_peak_memory_stats()
         found = [generate(model, prompts, options, side, None) for _ in range(options.repeats)]
         seconds, ms, out = sorted(found, key=lambda run: run[0])[len(found) // 2]
-        red = []
+        red = slow_recurrences(model) if options.device != "cpu" else []
         if out.shape != (len(prompts), options.prompt + options.new):
             red.append(f"shape {tuple(out.shape)}")
         if not torch.equal(out[:, : options.prompt], prompts):

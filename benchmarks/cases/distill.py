@@ -5,7 +5,8 @@
 
 The heads alone, forward and backward: hidden states of student and teacher for as many edges as a
 large micro-batch has. Sides: logp, no teacher, for comparison; measure, `measure=` with the
-teacher's head in chunks; compiled, the same behind torch.compile; top64, with its 64 largest log p,
+teacher's head in chunks; compiled, the same behind torch.compile; fused, the same in the kernels
+of log p, as `pt.Teacher` gives it; top64, with its 64 largest log p,
 computed before; checkpoint, what a trainer writes without a measure: torch's checkpointing by
 chunks, whose weight gradients are summed in the weight's dtype; eager, all logits at once. Of
 others: trl, the kernels of TRL's DistillationTrainer, which make the entropy too; liger_chunks,
@@ -32,16 +33,21 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
+from prefixtree.kernels.lm_head.eager import LogitRule
 from prefixtree.kernels.lm_head.logprobs import linear_logprobs
-from prefixtree.kernels.lm_head.measures import MeasuredEdges
+from prefixtree.kernels.lm_head.measures import Divergence, MeasuredEdges
 from prefixtree.kernels.lm_head.options import ScoreOptions
 
-SIDES = ("logp", "measure", "compiled", "top64", "checkpoint", "eager", "trl", "liger_chunks")
+SIDES = (
+    *("logp", "measure", "compiled", "fused", "top64", "checkpoint", "eager"),
+    *("trl", "liger_chunks"),
+)
 # of another package
 PACKAGES = {"trl": "trl", "liger_chunks": "liger_kernel"}
 # edges, vocabulary, hidden sizes of student and teacher: Qwen3-8B and Qwen3-32B
 SHAPE = (16384, 151_936, 4096, 5120)
 K, CHUNK = 64, 512
+RULE = LogitRule()
 # ||side - reference|| / ||reference||: of values; of gradients, products of half precision
 LIMITS = {"value": 1e-3, "hidden": 1e-2, "weight": 1e-2}
 # products of half precision whose sums, the logits, stay in float32
@@ -81,10 +87,14 @@ class Case:
             torch.rand(edges, 1, **where) / edges,
         )
 
+    @torch.no_grad()
+    def logits_of_teacher(self, which: Any) -> torch.Tensor:
+        """At some edges, [r, V]."""
+        return F.linear(self.of_teacher[which], self.head_of_teacher)
+
     def teacher(self, which: Any) -> torch.Tensor:
         """log p of the teacher at some edges, [r, V]."""
-        with torch.no_grad():
-            return F.linear(self.of_teacher[which], self.head_of_teacher).float().log_softmax(-1)
+        return self.logits_of_teacher(which).float().log_softmax(-1)
 
     def kl(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
         return _kl(self.teacher(edges.edge), logits.log_softmax(-1))
@@ -106,8 +116,9 @@ class Case:
 
     def score(self, side: str) -> torch.Tensor:
         """[U, 1]"""
-        if side in ("logp", "measure", "compiled", "top64"):
+        if side in ("logp", "measure", "compiled", "fused", "top64"):
             of = {"logp": None, "measure": self.kl, "top64": self.top_k_kl}
+            of["fused"] = Divergence(0.0, lambda edges: self.logits_of_teacher(edges.edge), RULE)
             # torch keeps what it compiled of a function
             of["compiled"] = torch.compile(self.kl)
             return self.linear(self.hidden, self.weight, of[side])

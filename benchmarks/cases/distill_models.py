@@ -34,7 +34,6 @@ from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.tables import Column, Parts, Table, gib, machine, number, verdict
 from benchmarks.lib.tables import verdict_column as verdicts
 from prefixtree import Teacher, sequence_logprobs
-from prefixtree.kernels.lm_head.measures import MeasuredEdges
 
 SIDES = ("packed", "own", "trl")
 # mean difference of divergences over their mean, between sides in bf16
@@ -73,11 +72,7 @@ class Models:
 def by_measure(side: str, models: Models, batch: Batch) -> Iterator[list[torch.Tensor]]:
     """The divergences of a micro-batch, float32 [n - 1] per sequence, 0 where not scored."""
     packed = batch.packed(side, str(models.student.device))
-    of_teacher = Teacher(models.teacher, packed, batch.masks)
-
-    def kl(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        return _kl(of_teacher.log_p(edges), logits.log_softmax(-1))[:, None]
-
+    kl = Teacher(models.teacher, packed, batch.masks).divergence()
     scores = sequence_logprobs(models.student, packed, loss_mask=batch.masks, measure=kl)
     assert scores.measured is not None
     yield [values[:, 0] for values in scores.measured]

@@ -11,13 +11,16 @@ Then the indexer's part, all of its 64 heads of 128: the scores alone, and with 
 prepared model makes them from its projections. The keys chosen by some queries, of small integers
 whose sums are exact and often equal, are held against a stable sort in float64. Without rollouts,
 eight trees of a prompt with two levels of branches stand for them.
+
+--replicated does chosen keys and selection for the replicated batch too, by the same kernels and
+checks, in micro-batches of at most so many tokens, whose times are added up.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.lib.checks import check, results_of
-from benchmarks.lib.replicated import pairs
+from benchmarks.lib.replicated import chains, pairs
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.shapes import Shape, draw
 from benchmarks.lib.tables import Column, Parts, Table, machine, number, verdict, verdict_column
@@ -38,6 +41,7 @@ from prefixtree.models import indexers
 
 ALL, CHOSEN = "all keys", "chosen keys"
 SCORES, SELECTION = "the indexer's scores", "scores and selection"
+REPLICATED = ", replicated"
 # the indexer's heads and head dim; queries that are checked
 INDEXER, PICKED = (64, 128), 64
 WITHOUT_ROLLOUTS = "8 x (2K, 8 x 512, 2 x 512)"
@@ -63,7 +67,7 @@ def run_side(side: str, forest: PrefixForest, mask: TreeMask, options: argparse.
     shape = Shape(options.heads, options.heads, 192, 128)
     dtype = getattr(torch, options.dtype)
     q, k, v, dout = draw(forest, shape, dtype, mask.device)
-    bits = random_bits(mask, options.topk) if side == CHOSEN else None
+    bits = random_bits(mask, options.topk) if side.startswith(CHOSEN) else None
     attend = partial(tree_attention, mask=mask, chosen=bits, backend=options.backend)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     got = results_of(attend, inputs, dout)
@@ -142,6 +146,62 @@ def run_indexer(side: str, indexer: Indexer, options: argparse.Namespace) -> Row
     return row | {"forward_tflops": flops / row["ms"] / 1e9}
 
 
+def micro_batches(forest: PrefixForest, most: int) -> list[PrefixForest]:
+    """Its sequences in their order, each alone, of at most `most` tokens unless one has more."""
+    groups: list[list[int]] = []
+    for length in chains(forest).node_length.tolist():
+        if not groups or sum(groups[-1]) + length > most:
+            groups.append([])
+        groups[-1].append(length)
+    return [PrefixForest.from_parents([-1] * len(g), g, order="input") for g in groups]
+
+
+def run_replicated(side: str, forest: PrefixForest, options: argparse.Namespace) -> Row:
+    """What `run_side` or `run_indexer` gives, summed over micro-batches; red if one is."""
+    total: Row = {"red": [], "micro_batches": 0, "tokens": 0}
+    for part in micro_batches(forest, options.replicated):
+        mask = pack(part).mask.to(options.device)
+        if side.startswith(CHOSEN):
+            row = run_side(side, part, mask, options)
+        else:
+            row = run_indexer(side, Indexer(mask, options), options)
+        total["red"] += [name for name in row["red"] if name not in total["red"]]
+        if not total["red"]:
+            if "worst" in row:
+                total["worst"] = max(total.get("worst", 0.0), row["worst"])
+            for key in ("forward_ms", "backward_ms"):
+                if key in row:
+                    total[key] = total.get(key, 0.0) + row[key]
+        total["micro_batches"] += 1
+        total["tokens"] += part.num_tokens
+    return total
+
+
+def _milliseconds(row: Row) -> float:
+    return row.get("forward_ms", 0.0) + row.get("backward_ms", 0.0)
+
+
+def _times_replicated(rows: Sequence[Row]) -> Iterator[str]:
+    """How much longer the replicated batch takes: attention, selection, both."""
+    by_side = {row["side"]: row for row in rows if _milliseconds(row)}
+    pairs_of = [
+        (by_side[side], by_side[side + REPLICATED])
+        for side in (CHOSEN, SELECTION)
+        if side in by_side and side + REPLICATED in by_side
+    ]
+    if not pairs_of:
+        return
+    ratios = [_milliseconds(r) / _milliseconds(p) for p, r in pairs_of]
+    packed, replicated = (sum(map(_milliseconds, some)) for some in zip(*pairs_of, strict=True))
+    yield (
+        f"The replicated batch, {pairs_of[0][1]['tokens']:,} tokens, takes "
+        + " and ".join(
+            f"{x:.1f}x ({p['side']})" for x, (p, _) in zip(ratios, pairs_of, strict=True)
+        )
+        + f", together {replicated / packed:.1f}x."
+    )
+
+
 def tables(data: Row) -> Parts:
     """A line per side."""
     dense = next((row for row in data["rows"] if row["side"] == ALL), {})
@@ -169,6 +229,7 @@ def tables(data: Row) -> Parts:
         ],
         data["rows"],
     )
+    yield from _times_replicated(data["rows"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,6 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tasks", type=int, default=8, help="the first so many groups of it")
     add("--heads", type=int, default=16, help="of 128")
     add("--topk", type=int, default=2048, help="keys of a query")
+    add(
+        "--replicated", type=int, metavar="TOKENS", help="also the replicated batch, so many a time"
+    )
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
@@ -194,17 +258,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     mask = pack(forest).mask.to(options.device)
     report = Report(options, workload=name, tokens=forest.num_tokens, pairs=pairs(forest))
-    for side in (ALL, CHOSEN):
-        case = {"side": side, "heads": options.heads, "topk": options.topk}
-        row = report.attempt(case, partial(run_side, side, forest, mask, options))
-        times = "{forward_ms:.2f} + {backward_ms:.2f} ms"
-        print(f"{side}: {verdict(row) or times.format(**row)}", flush=True)
+    attention, indexer = [ALL, CHOSEN], [SCORES, SELECTION]
+    if options.replicated:
+        attention.append(CHOSEN + REPLICATED)
+        indexer.append(SELECTION + REPLICATED)
     if options.backend != "triton":
-        options.skipped += [SCORES, SELECTION]
-        return report.finish(tables)
-    indexer = Indexer(mask, options)
-    for side in (SCORES, SELECTION):
-        case = {"side": side, "heads": INDEXER[0], "topk": options.topk}
-        row = report.attempt(case, partial(run_indexer, side, indexer, options))
-        print(f"{side}: {verdict(row) or format(row['ms'], '.2f') + ' ms'}", flush=True)
+        options.skipped += indexer
+        indexer = []
+    for side in attention + indexer:
+        case = {"side": side, "topk": options.topk}
+        case["heads"] = options.heads if side in attention else INDEXER[0]
+        if side.endswith(REPLICATED):
+            run = partial(run_replicated, side, forest, options)
+        elif side in attention:
+            run = partial(run_side, side, forest, mask, options)
+        else:
+            run = partial(run_indexer, side, Indexer(mask, options), options)
+        row = report.attempt(case, run)
+        print(f"{side}: {verdict(row) or format(_milliseconds(row), '.2f') + ' ms'}", flush=True)
     return report.finish(tables)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from benchmarks.lib.decoding import NEVER
 from prefixtree import PrefixForest, pack, sequence_logprobs
@@ -40,6 +40,8 @@ def model_of(settings: Any, layers: int | None, dtype: str, device: str) -> Any:
     if layers is not None:
         settings.num_hidden_layers = layers
         settings.layer_types = settings.layer_types[:layers]
+    # the family's module looks for kernels when it is imported, which a default device may disturb
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     # nothing stops early

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from prefixtree._numbers import number
 from prefixtree.errors import UnsupportedError
-from prefixtree.kernels.lm_head.measures import MeasuredEdges
+from prefixtree.kernels.lm_head.measures import Divergence, Measure, MeasuredEdges
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import (
     check_model,
@@ -94,15 +95,32 @@ class Teacher:
             with torch.no_grad(), kept[0].autocast():
                 check_rows_alone(lm_head, lm_head.forward, self._hidden, "the teacher's lm_head")
 
+    def divergence(self, beta: float = 0.0) -> Measure:
+        """The divergence of the model from this teacher, a measure [r, 1], in nats.
+
+        The Triton kernels of the lm_head make it and its gradient beside log p. Elsewhere, and of
+        an lm_head that is not linear, it is computed as any measure.
+
+        Args:
+            beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them TRL's
+                generalised Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta)
+                KL(model || m), m being beta teacher + (1 - beta) model. Default: 0.
+
+        Raises:
+            ValueError: a beta that is no number from 0 to 1.
+        """
+        return Divergence(number("beta", beta, 0, most=1), self._output, self._rule)
+
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;
         without gradients. They are float32, float64 of a teacher in float64."""
-        with torch.no_grad():
-            with self._of_forward.autocast():
-                x = self._of_forward.head(self._hidden[self._row_of_edge[edges.edge]])
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            logits = self._rule.apply(x) / edges.temperature[:, None]
-            return logits.log_softmax(-1)
+        return Divergence(0.0, self._output, self._rule).log_p(edges)
+
+    @torch.no_grad()
+    def _output(self, edges: MeasuredEdges) -> torch.Tensor:
+        """The lm_head's output for edges, [r, V]."""
+        with self._of_forward.autocast():
+            return self._of_forward.head(self._hidden[self._row_of_edge[edges.edge]])
 
 
 class _Kept(NamedTuple):

@@ -393,19 +393,30 @@ def test_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_sparse(is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse(
+    is_right: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Red where the choice is ignored."""
     if not is_right:
         ignoring = lambda *a, chosen, **options: tree_attention(*a, **options)  # noqa: E731
         monkeypatch.setattr(sparse, "tree_attention", ignoring)
     out = tmp_path / "sparse.json"
     some = ["--dtype", "float16", "--heads", "1", "--topk", "700", "--backend", "sdpa"]
+    some += ["--replicated", "2000"]
     assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
-    dense, chosen = result(out)["rows"]
-    assert [row["side"] for row in (dense, chosen)] == [sparse.ALL, sparse.CHOSEN]
+    dense, *chosen = result(out)["rows"]
+    sides = [sparse.ALL, sparse.CHOSEN, sparse.CHOSEN + sparse.REPLICATED]
+    assert [row["side"] for row in (dense, *chosen)] == sides
     assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
-    assert bool(chosen["red"]) == (not is_right) == ("forward_ms" not in chosen)
+    for row in chosen:
+        assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
+    assert chosen[-1]["micro_batches"] > 1 and chosen[-1]["tokens"] > result(out)["tokens"]
+    capsys.readouterr()
     assert sparse.main(["--read", str(out)]) == (not is_right)
+    assert ("replicated batch" in capsys.readouterr().out) == is_right
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -416,6 +427,8 @@ def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.Mo
         turned = lambda q, *rest: inner(q.flip(1), *rest)  # noqa: E731
         monkeypatch.setattr(index_scores, "index_scores", turned)
     monkeypatch.setattr(sparse, "run_side", lambda *_: {"forward_ms": 1.0, "backward_ms": 2.0})
+    # the interpreter takes minutes for 64 heads of 128
+    monkeypatch.setattr(sparse, "INDEXER", (8, 32))
     out = tmp_path / "sparse.json"
     some = ["--dtype", "float16", "--topk", "700", "--backend", "triton"]
     assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
@@ -424,7 +437,7 @@ def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.full
-# once a process: in any order
+# dynamo's own look at .grad of its inputs
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_distill(tmp_path: Path) -> None:
     out = tmp_path / "distill.json"

@@ -153,6 +153,15 @@ def test_samplers(tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[
     assert "['static'] take prompts of one length" in capsys.readouterr().err
 
 
+def test_slow_recurrences_are_named() -> None:
+    """On GPUs they make a side of `generate` red: here is no fla."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as family
+
+    found = decode_peers.slow_recurrences(family.Qwen3_5Model.__new__(family.Qwen3_5Model))
+    rules = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    assert found == [f"{rule} is the reference" for rule in rules]
+
+
 @pytest.mark.full
 def test_whole_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "steps.json"

@@ -101,6 +101,23 @@ def test_the_steps_of_updates_fit_in_a_call(tmp_path: Path) -> None:
         assert files and all(any(fnmatch(f"h200/{f}", p) for p in patterns) for f in files), files
 
 
+def test_results_come_back_as_one_archive(tmp_path: Path) -> None:
+    """Also those of a step that fails; and each run of `wide` has its kernels compiled before."""
+    brought = tmp_path / "all.tgz"
+    python = 'case "$*" in *wide_256_24*) exit 3; esac; echo "python3 $*"'
+    done = gpu_check(tmp_path, "wide", python=python, BRING=str(brought))
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == "FAILED: wide_256_24 (3)"
+    with tarfile.open(brought) as archive:
+        logs = {Path(name).name for name in archive.getnames()} - {""}
+    assert logs == {
+        f"wide_{name}.log" for name in ("192", "192_keys", "256", "256_24", "192_128")
+    } | {"wide.compiled.log"}
+    compiled = (tmp_path / "out" / "wide.compiled.log").read_text().splitlines()
+    assert len([line for line in compiled if "--scale 0.01" in line]) == 9
+    limits = re.findall(r"== \w+ \(at most (\d+) s\)", done.stdout)
+    assert len(limits) == 5 and 100 + sum(map(int, limits)) <= 600
+
+
 def test_the_steps_of_low_precision(tmp_path: Path) -> None:
     """Behind what the machine has; and without its archive a step fails."""
     files = tmp_path / "files"

@@ -28,6 +28,8 @@ from tests.support.spawn import ROOT
 PATH = ROOT / "examples" / "fsdp2_grpo.py"
 LAUNCHER = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"),
+    # the default is one port for all runs of a machine
+    *("--main_process_port", "0"),
     *("--config_file", str(ROOT / "examples" / "configs" / "fsdp2_loop.yaml")),
 ]
 

@@ -7,7 +7,6 @@ prefixtree.
 from __future__ import annotations
 
 import copy
-import math
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import prefixtree as pt
+from prefixtree.kernels.lm_head import kernels, logprobs
 from prefixtree.scoring import lm_head
 from tests.support.hybrid_cases import Float64
 from tests.support.lost_gradients import lose_copies
@@ -72,7 +72,6 @@ def names_of_page(
     names: dict[str, Any] = {
         "pt": SimpleNamespace(sequence_logprobs=scored, Teacher=pt.Teacher),
         "torch": torch,
-        "math": math,
         "model": model,
         "teacher": teacher,
         "packed": pack_sequences(objective.sequences),
@@ -130,11 +129,14 @@ ALONE: dict[str, Alone] = {
     # first, as it takes the scores that the page's code leaves
     "without a measure": _estimators,
     "forward_kl": lambda t, s, *_: _kl(t, s),
+    "kl_by_hand": lambda t, s, *_: _kl(t, s),
     "reverse_kl": lambda t, s, *_: _kl(s, t),
     "jensen_shannon": _jensen_shannon,
     "top_k_kl": _top_k,
     "log_p_of_candidates": lambda t, s, ids, _: s.gather(1, ids),
 }
+# what the Triton kernels of the lm_head make
+FUSED = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 
 def log_p_alone(
@@ -188,20 +190,22 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
     recipe; and the same where the gradient of one copy stands for the sum.
 
     Args:
-        way: "float64", "adapters", "steps", "group" or "sharded".
+        way: "float64", "adapters", "steps", "fused", "group" or "sharded".
         group: the process group of the last two.
         place: this rank's, in "sharded".
     """
     dtype = torch.float64 if way == "float64" else torch.float32
-    model = build("gemma2", tie_word_embeddings=way == "sharded").to(dtype)
+    model = build("gemma2", tie_word_embeddings=way in ("fused", "sharded")).to(dtype)
     teacher = build("llama", seed=5).to(dtype).eval()
     if way == "adapters":
         model = adapted(model, "q_proj", "v_proj", "down_proj", "lm_head")
-    objectives = [objective_of(at) for at in range(WORLD_SIZE if way == "sharded" else 1)]
+    # few sequences for the interpreter
+    places = range(WORLD_SIZE) if way == "sharded" else [int(way == "fused")]
+    objectives = [objective_of(at) for at in places]
     with Float64() if way == "float64" else nullcontext():
         expected = _expected(model, teacher, objectives)
     options: dict[str, Any] = {}
-    if way == "steps":
+    if way in ("steps", "fused"):
         options = {"max_tokens": MAX_TOKENS, "borrow_cost": LIGHT}
     if way == "group":
         options = {"group": group}
@@ -215,9 +219,11 @@ def compared(way: str, group: Any = None, place: int = 0) -> dict[str, Found]:
             if kind == "red":
                 lose_copies(changes, behind=0)
             page = names_of_page(model, teacher, objective, objective.temperatures, **options)
-            for name in ALONE if kind == "exact" else ("without a measure", "forward_kl"):
-                values = values_of(page, name)
-                loss_of(values, objective).backward()
+            names = FUSED if way == "fused" else tuple(ALONE)
+            for name in names if kind == "exact" else dict.fromkeys((names[0], "forward_kl")):
+                with _by_kernels() if way == "fused" else nullcontext():
+                    values = values_of(page, name)
+                    loss_of(values, objective).backward()
                 want, gradients = expected[name]
                 got, wanted = torch.cat(values).detach(), torch.cat(want[place])
                 apart = float((got - wanted).abs().max() / wanted.abs().max())
@@ -285,6 +291,16 @@ def _in(way: str) -> Iterator[None]:
         return
     in_float64 = partial(lm_head.linear_logprobs, accumulate=torch.float64)
     with Float64(), patch.object(lm_head, "linear_logprobs", in_float64):
+        yield
+
+
+@contextmanager
+def _by_kernels() -> Iterator[None]:
+    """Triton's, in several steps over the vocabulary."""
+    with (
+        patch.object(kernels, "BLOCK", 128),
+        patch.object(logprobs, "_kernels_for", lambda hidden: kernels),
+    ):
         yield
 
 

@@ -7,7 +7,6 @@ Legend: B rows, L = P + C columns, P of prompts (padded left), C of completions 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from prefixtree.integrations.trl.neighbours import KeepsNeighbours
 from prefixtree.integrations.trl.refusals import check_attention, check_recompute, prepare_trainer
 from prefixtree.integrations.trl.sft import check_single_samples
 from prefixtree.integrations.trl.sharing_report import DATA_SET_ADVICE, SharingReport
-from prefixtree.kernels.lm_head.measures import Measure, MeasuredEdges
 from prefixtree.packing.layout import pack
 from prefixtree.recompute.forward import Recompute
 from prefixtree.scoring.logprobs import sequence_logprobs
@@ -186,32 +184,6 @@ class PrefixTreeGOLDTrainer(_OfAnswers, GOLDTrainer):
         return self.temperature
 
 
-def divergence(teacher: Teacher, beta: float) -> Measure:
-    """TRL's generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
-
-    Args:
-        beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them the
-            divergences to the mixture beta teacher + (1 - beta) student, weighed likewise.
-    """
-
-    def measure(logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
-        t, s = teacher.log_p(edges), logits.log_softmax(-1)
-        if t.shape[-1] != s.shape[-1]:
-            raise ValueError(
-                f"the teacher gives {t.shape[-1]} logits per token and the student "
-                f"{s.shape[-1]}: they must have one vocabulary"
-            )
-        if beta == 0:
-            return (t.exp() * (t - s)).sum(-1, keepdim=True)
-        if beta == 1:
-            return (s.exp() * (s - t)).sum(-1, keepdim=True)
-        m = torch.logaddexp(t + math.log(beta), s + math.log1p(-beta))
-        each = beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)
-        return each.sum(-1, keepdim=True)
-
-    return measure
-
-
 def _divergence(
     trainer: Any,
     student: nn.Module,
@@ -241,7 +213,7 @@ def _divergence(
         temperature,
         masks,
         return_entropy=with_entropy,
-        measure=divergence(teacher, trainer.beta),
+        measure=teacher.divergence(trainer.beta),
         # TRL's loss has no load-balancing loss
         output_router_logits=False,
         recompute=trainer._recompute,

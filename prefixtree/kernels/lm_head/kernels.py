@@ -1,8 +1,8 @@
-"""log p and entropy of a chunk of logits, and their gradient, in one launch each.
+"""log p, entropy and the divergence to a teacher, and their gradient, in one launch each per chunk.
 
-torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits
-stay in the lm_head's dtype and are read two or three times, mostly from the cache; what is made of
-them is float32, in registers.
+torch's operations (`lm_head.eager`) make a dozen passes over float32 copies. Here the logits,
+a teacher's too, stay in the lm_head's dtype and are read one to three times, mostly from the cache;
+what is made of them is float32, in registers.
 
 Legend: R rows, V vocabulary, C columns of the result: log p, or log p and the entropy.
 """
@@ -17,12 +17,13 @@ import triton.language as tl
 
 from prefixtree.kernels import device_info
 from prefixtree.kernels.lm_head.eager import LogitRule
+from prefixtree.kernels.lm_head.measures import NUM_KEPT, TeacherRows
 from prefixtree.kernels.triton_primitives import squash
 
 # columns per step: 16 per thread
 BLOCK, WARPS = 4096, 8
 # slices of arrays, that begin anywhere: another chunk must not compile anything
-_OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD")
+_OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD", "VALUE", "VALUE_GRAD")
 
 
 @triton.jit
@@ -62,20 +63,69 @@ def largest(X, vocabulary, temperature, scale, softcap, SOFTCAP: tl.constexpr, B
     return tl.max(z, 0)
 
 
+@triton.jit
+def normaliser(
+    X, vocabulary, temperature, scale, softcap, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """-> (the largest logit of a row, log of the sum of exponentials of logits less it)."""
+    top = largest(X, vocabulary, temperature, scale, softcap, SOFTCAP, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(0, vocabulary, BLOCK):
+        y, alive = load_scaled(X, at + tl.arange(0, BLOCK), vocabulary, scale)
+        z, _ = logits_of(y, alive, temperature, softcap, SOFTCAP)
+        total += tl.exp(z - top)
+    return top, tl.log(tl.sum(total, 0))
+
+
+@triton.jit
+def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
+    """-> (what columns add to the divergence, own, p) of the logs of p, the model's, and q, the
+    teacher's; the gradient of p's logits is own - p sum(own). A probability of 0 adds nothing.
+    """
+    p = tl.exp(log_p)
+    q = tl.exp(log_q)
+    apart = log_q - log_p
+    if DIVERGENCE == "forward":
+        own = -q
+        each = tl.where(q == 0.0, 0.0, q * apart)
+    elif DIVERGENCE == "reverse":
+        own = tl.where(p == 0.0, 0.0, -p * apart)
+        each = own
+    else:
+        # log of the mixture over the larger of both: nothing cancels where they are near each other
+        is_q = apart > 0.0
+        nearer = tl.exp(-tl.abs(apart))
+        mixture = tl.log(tl.where(is_q, beta + (1.0 - beta) * nearer, 1.0 - beta + beta * nearer))
+        own = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (tl.where(is_q, -apart, 0.0) - mixture))
+        each = own + beta * tl.where(q == 0.0, 0.0, q * (tl.where(is_q, 0.0, apart) - mixture))
+    return each, own, p
+
+
 @triton.jit(do_not_specialize=_OF_ROWS)
 def score_kernel(
     X,
     TARGET,
     TEMPERATURE,
     OUT,
+    Y,
+    KEPT,
+    VALUE,
     vocabulary,
     scale,
     softcap,
+    teacher_scale,
+    teacher_softcap,
+    beta,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT [R, C] of X [R, V]; NaN where a target is no token of the vocabulary."""
+    """OUT [R, C] of X [R, V]; NaN where a target is no token of the vocabulary.
+
+    DIVERGENCE: VALUE [R] too, to the teacher's Y [R, V], and KEPT [R, 5].
+    """
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
     temperature = tl.load(TEMPERATURE + row)
@@ -104,6 +154,31 @@ def score_kernel(
     tl.store(OUT + row * columns, tl.where(is_token, logp, float("nan")))
     if ENTROPY:
         tl.store(OUT + row * columns + 1, log_sum - tl.sum(weighted, 0) / sums)
+    if DIVERGENCE != "":
+        Y += row * vocabulary
+        KEPT += row * 5
+        top_q, log_sum_q = normaliser(
+            Y, vocabulary, temperature, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, BLOCK
+        )
+        value = tl.zeros([BLOCK], tl.float32)
+        owns = tl.zeros([BLOCK], tl.float32)
+        for at in range(0, vocabulary, BLOCK):
+            column = at + tl.arange(0, BLOCK)
+            y, alive = load_scaled(X, column, vocabulary, scale)
+            z, _ = logits_of(y, alive, temperature, softcap, SOFTCAP)
+            y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
+            z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
+            log_q = (z_q - top_q) - log_sum_q
+            each, own, _ = diverging((z - top) - log_sum, log_q, beta, DIVERGENCE)
+            value += each
+            owns += own
+        tl.store(VALUE + row, tl.sum(value, 0))
+        # of probabilities: exact, so that equal distributions have no gradient
+        tl.store(KEPT, -1.0 if DIVERGENCE == "forward" else tl.sum(owns, 0))
+        tl.store(KEPT + 1, top)
+        tl.store(KEPT + 2, log_sum)
+        tl.store(KEPT + 3, top_q)
+        tl.store(KEPT + 4, log_sum_q)
 
 
 @triton.jit(do_not_specialize=_OF_ROWS)
@@ -112,18 +187,31 @@ def gradient_kernel(
     TARGET,
     TEMPERATURE,
     OUT,
+    Y,
+    KEPT,
+    VALUE,
     GRAD,
     INTO,
+    VALUE_GRAD,
     vocabulary,
     scale,
     softcap,
+    teacher_scale,
+    teacher_softcap,
+    beta,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """INTO [R, V], which may be X: its gradient, GRAD [R, C] being that of OUT.
 
     d logp / dz = onehot - p; d entropy / dz = -p (log p + entropy).
+
+    DIVERGENCE: VALUE_GRAD [R] is that of the divergences, which VALUE gets again. Their gradient is
+    p - q where beta is 0, p (log p - log q - KL(p || q)) where it is 1, and between them, with the
+    mixture m, (1 - beta) p (log p - log m - KL(p || m)).
     """
     row = tl.program_id(0).to(tl.int64)
     X += row * vocabulary
@@ -132,14 +220,18 @@ def gradient_kernel(
     target = tl.load(TARGET + row)
     columns = 2 if ENTROPY else 1
     grad = tl.load(GRAD + row * columns)
-    top = largest(X, vocabulary, temperature, scale, softcap, SOFTCAP, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for at in range(0, vocabulary, BLOCK):
-        column = at + tl.arange(0, BLOCK)
-        y, alive = load_scaled(X, column, vocabulary, scale)
-        z, _ = logits_of(y, alive, temperature, softcap, SOFTCAP)
-        total += tl.exp(z - top)
-    log_sum = tl.log(tl.sum(total, 0))
+    if DIVERGENCE != "":
+        Y += row * vocabulary
+        KEPT += row * 5
+        owns = tl.load(KEPT)
+        top = tl.load(KEPT + 1)
+        log_sum = tl.load(KEPT + 2)
+        top_q = tl.load(KEPT + 3)
+        log_sum_q = tl.load(KEPT + 4)
+        value_grad = tl.load(VALUE_GRAD + row)
+        value = tl.zeros([BLOCK], tl.float32)
+    else:
+        top, log_sum = normaliser(X, vocabulary, temperature, scale, softcap, SOFTCAP, BLOCK)
     for at in range(0, vocabulary, BLOCK):
         column = at + tl.arange(0, BLOCK)
         y, alive = load_scaled(X, column, vocabulary, scale)
@@ -150,10 +242,18 @@ def gradient_kernel(
         if ENTROPY:
             spread = tl.where(p == 0.0, 0.0, p * (logp + tl.load(OUT + row * columns + 1)))
             dz -= spread * tl.load(GRAD + row * columns + 1)
+        if DIVERGENCE != "":
+            y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
+            z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
+            each, own, _ = diverging(logp, (z_q - top_q) - log_sum_q, beta, DIVERGENCE)
+            value += each
+            dz += value_grad * (own - p * owns)
         if SOFTCAP:
             dz *= 1.0 - squashed * squashed
         dx = (dz * (scale / temperature)).to(INTO.dtype.element_ty)
         tl.store(INTO + column, dx, mask=alive)
+    if DIVERGENCE != "":
+        tl.store(VALUE + row, tl.sum(value, 0))
 
 
 def score(
@@ -162,9 +262,10 @@ def score(
     temperature: torch.Tensor,
     rule: LogitRule,
     out: torch.Tensor,
+    teacher: TeacherRows | None = None,
 ) -> None:
-    """As `kernels.lm_head.eager.score`; all contiguous."""
-    _launch(score_kernel, rule, logits, target, temperature, out)
+    """As `kernels.lm_head.eager.score`, and the divergence to a teacher; all contiguous."""
+    _launch(score_kernel, rule, (logits, target, temperature, out), teacher)
 
 
 def gradient(
@@ -175,23 +276,53 @@ def gradient(
     out: torch.Tensor,
     grad: torch.Tensor,
     into: torch.Tensor,
+    teacher: TeacherRows | None = None,
 ) -> None:
-    """As `kernels.lm_head.eager.gradient`; all contiguous."""
-    _launch(gradient_kernel, rule, logits, target, temperature, out, grad, into)
+    """As `kernels.lm_head.eager.gradient`, with the divergence's; all contiguous."""
+    arrays = logits, target, temperature, out
+    _launch(
+        gradient_kernel,
+        rule,
+        arrays,
+        teacher,
+        grad,
+        into,
+        None if teacher is None else teacher.grad,
+    )
 
 
-def _launch(kernel: Any, rule: LogitRule, *arrays: torch.Tensor) -> None:
-    """One program per row; the kernels begin with the same four arrays."""
-    logits, _, _, out, *_ = arrays
+def _launch(
+    kernel: Any,
+    rule: LogitRule,
+    arrays: tuple[torch.Tensor, ...],
+    teacher: TeacherRows | None,
+    *of_gradients: torch.Tensor | None,
+) -> None:
+    """One program per row."""
+    logits, *_, out = arrays
     rows, vocabulary = logits.shape
+    of_teacher: tuple[Any, ...] = (None,) * 3
+    beta, teacher_rule, divergence = 0.0, LogitRule(), ""
+    if teacher is not None:
+        assert teacher.output.shape == logits.shape and teacher.kept.shape == (rows, NUM_KEPT)
+        of_teacher = teacher.output, teacher.kept, teacher.value
+        beta, teacher_rule = float(teacher.beta), teacher.rule
+        divergence = {0.0: "forward", 1.0: "reverse"}.get(beta, "between")
     with device_info.current(logits.device):
         kernel[(rows,)](
             *arrays,
+            *of_teacher,
+            *of_gradients,
             vocabulary,
             rule.scale,
             rule.softcap,
+            teacher_rule.scale,
+            teacher_rule.softcap,
+            beta,
             SOFTCAP=rule.softcap > 0,
             ENTROPY=out.shape[1] == 2,
+            DIVERGENCE=divergence,
+            TEACHER_SOFTCAP=teacher_rule.softcap > 0,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

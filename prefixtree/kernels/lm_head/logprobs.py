@@ -203,9 +203,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 rest = (target[part], temperature[part], options.rule)
                 # first: the logits are overwritten as they are scored
                 write_statistics(logits, *rest, options.statistics, others[part])
-                if measure is not None:
-                    measure.write(logits, at, measured[part])
-                kernels.score(logits, *rest, out[part])
+                if measure is None:
+                    kernels.score(logits, *rest, out[part])
+                else:
+                    measure.score(kernels, logits, at, (*rest, out[part]), measured[part])
                 # not beside the next chunk's
                 del logits
         ctx.save_for_backward(hidden, weight, bias, target, temperature, out)
@@ -238,7 +239,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 if ctx.measure is None:
                     kernels.gradient(dx, *rest, dx)
                 else:
-                    _both_gradients(kernels, ctx.measure, at, dx, rest, of_measured[part])
+                    ctx.measure.gradients(kernels, dx, at, rest, of_measured[part])
                 if dbias is not None:
                     dbias += dx.sum(0, dtype=out.dtype)
                 if dhidden is not None and vocabulary is None:
@@ -259,33 +260,6 @@ class _LinearLogprobs(torch.autograd.Function):
             None if dbias is None else dbias.to(bias.dtype),
             *[None] * 9,
         )
-
-
-def _both_gradients(
-    kernels: Any,
-    measure: BoundMeasure,
-    at: int,
-    dx: torch.Tensor,
-    rest: tuple[Any, ...],
-    grad: torch.Tensor,
-) -> None:
-    """Puts the gradient of log p, the entropy and a measure in the place of logits.
-
-    Args:
-        kernels: those of log p.
-        measure: the measure.
-        at: the first edge.
-        dx: [R, V], the lm_head's output, overwritten.
-        rest: the arguments of `kernels.gradient` between both.
-        grad: [R, C], of the values of the measure.
-    """
-    target, temperature, rule, out, of_out = rest
-    for block in measure.blocks(*dx.shape):
-        more = measure.gradient(dx[block], at + block.start, grad[block].to(out.dtype))
-        values = target[block], temperature[block], rule, out[block], of_out[block]
-        kernels.gradient(dx[block], *values, dx[block])
-        if more is not None:
-            dx[block] += more
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -1,13 +1,16 @@
 """A caller's function of an edge's logits: divergences to a teacher, top-k, candidates.
 
 The forward keeps nothing of the vocabulary's size. The backward computes a chunk's logits again and
-calls the function again, under autograd.
+calls the function again, under autograd. The divergence to a teacher is such a function too; the
+Triton kernels of log p make it and its gradient in their own passes over a chunk.
 
-Legend: U scored edges, one per temperature, r of them in a block, V vocabulary, C columns.
+Legend: U scored edges, one per temperature, r of them in a block, R in a chunk, V vocabulary, C
+columns.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 
 from prefixtree.errors import UnsupportedError
+from prefixtree.kernels.lm_head import eager
 from prefixtree.kernels.lm_head.eager import LogitRule
 
 # logits in float32 that a measure gets at once; under autograd it holds some eight times as many
@@ -22,6 +26,8 @@ _BLOCK = 1 << 25
 # a multiple of this number of rows begins at 16 bytes, whatever the vocabulary: kernels that are
 # compiled for such addresses take every block
 _ALIGNED = 8
+# columns of `TeacherRows.kept`
+NUM_KEPT = 5
 # irrational steps: logits without two that are equal
 _STEPS = 0.6180339887498949, 0.7548776662466927, 0.5698402909980532
 
@@ -59,6 +65,92 @@ def _some(edges: MeasuredEdges, which: Any) -> MeasuredEdges:
     return MeasuredEdges(*(column[which] for column in columns))
 
 
+@dataclass(frozen=True)
+class TeacherRows:
+    """A teacher's part in a chunk, for the kernels.
+
+    Attributes:
+        beta: as in `Divergence`.
+        output: [R, V], the output of the teacher's lm_head, contiguous.
+        rule: from it to logits.
+        kept: float32 [R, 5], what the forward finds and the backward needs: the row's sum in the
+            gradient; of the model's logits and of the teacher's, the largest and the log of the
+            sum of exponentials less it.
+        value: float32 [R, 1], where the divergences go, in the backward too.
+        grad: float32 [R, 1], that of the divergences; None in the forward.
+    """
+
+    beta: float
+    output: torch.Tensor
+    rule: LogitRule
+    kept: torch.Tensor
+    value: torch.Tensor
+    grad: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The generalised Jensen-Shannon divergence to a teacher, a measure [r, 1], in nats.
+
+    Attributes:
+        beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them the divergences
+            to the mixture beta teacher + (1 - beta) model, weighed likewise.
+        output: the output of the teacher's lm_head for edges, [r, V], without gradients.
+        rule: from it to logits.
+    """
+
+    beta: float
+    output: Callable[[MeasuredEdges], torch.Tensor]
+    rule: LogitRule
+
+    def __call__(self, logits: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        t, s = self.log_p(edges), logits.log_softmax(-1)
+        if t.shape[-1] != s.shape[-1]:
+            raise ValueError(
+                f"the teacher gives {t.shape[-1]} logits per token and the model {s.shape[-1]}: "
+                "they must have one vocabulary"
+            )
+        if self.beta == 0:
+            each = _times(t.exp(), t - s)
+        elif self.beta == 1:
+            each = _times(s.exp(), s - t)
+        else:
+            # -inf - -inf would be NaN, and so would its gradient
+            t, s = (x.clamp(min=torch.finfo(x.dtype).min / 2) for x in (t, s))
+            m = torch.logaddexp(t + math.log(self.beta), s + math.log1p(-self.beta))
+            each = self.beta * t.exp() * (t - m) + (1 - self.beta) * s.exp() * (s - m)
+        return each.sum(-1, keepdim=True)
+
+    def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
+        """The teacher's, as `Teacher.log_p`."""
+        with torch.no_grad():
+            x = self.output(edges)
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            return (self.rule.apply(x) / edges.temperature[:, None]).log_softmax(-1)
+
+    def rows(
+        self,
+        edges: MeasuredEdges,
+        value: torch.Tensor,
+        kept: torch.Tensor | None = None,
+        grad: torch.Tensor | None = None,
+    ) -> TeacherRows:
+        """For the kernels, beside the logits of a chunk's edges; see `TeacherRows`.
+
+        Args:
+            kept, grad: in the backward. Default: a forward that fills `kept`.
+        """
+        if kept is None:
+            kept = value.new_empty(len(value), NUM_KEPT)
+        output = self.output(edges).contiguous()
+        return TeacherRows(self.beta, output, self.rule, kept, value, grad)
+
+
+def _times(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """p x; 0 where p is 0, whatever x."""
+    return p * x.masked_fill(p == 0, 0)
+
+
 class BoundMeasure:
     """A measure with the edges of one forward.
 
@@ -76,6 +168,57 @@ class BoundMeasure:
         # what the forward found, by the first edge of a block; and whether the backward does
         self._found: dict[int, torch.Tensor] = {}
         self._differs: torch.Tensor | None = None
+        # what kernels that fuse the measure keep of a chunk, by its first edge
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def score(
+        self, kernels: Any, x: torch.Tensor, at: int, rest: tuple[Any, ...], out: torch.Tensor
+    ) -> None:
+        """Writes log p of a chunk, by `kernels`, and its values.
+
+        Args:
+            kernels: whose `score` makes log p.
+            x: [R, V], the lm_head's output, overwritten.
+            at: the chunk's first edge.
+            rest: the arguments of `score` behind x.
+            out: [R, C], of the values.
+        """
+        if not isinstance(self._measure, Divergence) or kernels is eager:
+            self.write(x, at, out)
+            kernels.score(x, *rest)
+            return
+        teacher = self._measure.rows(self._at(at, len(x)), out)
+        kernels.score(x, *rest, teacher)
+        self._kept[at] = teacher.kept
+        self._compare(out, at, False)
+
+    def gradients(
+        self, kernels: Any, x: torch.Tensor, at: int, rest: tuple[Any, ...], grad: torch.Tensor
+    ) -> None:
+        """Puts the gradient of log p, the entropy and the values in the place of x.
+
+        Args:
+            kernels: whose `gradient` makes that of log p.
+            x: [R, V], the lm_head's output.
+            at: the chunk's first edge.
+            rest: the arguments of `gradient` between x and what it writes.
+            grad: [R, C], of the values.
+        """
+        grad = grad.to(self._dtype)
+        if isinstance(self._measure, Divergence) and at in self._kept and kernels is not eager:
+            value = torch.empty_like(grad, memory_format=torch.contiguous_format)
+            edges = self._at(at, len(x))
+            teacher = self._measure.rows(edges, value, self._kept[at], grad.contiguous())
+            kernels.gradient(x, *rest, x, teacher)
+            self._compare(value, at, True)
+            return
+        target, temperature, rule, out, of_out = rest
+        for block in self.blocks(*x.shape):
+            more = self.gradient(x[block], at + block.start, grad[block])
+            values = target[block], temperature[block], rule, out[block], of_out[block]
+            kernels.gradient(x[block], *values, x[block])
+            if more is not None:
+                x[block] += more
 
     def blocks(self, rows: int, vocabulary: int) -> Iterator[slice]:
         """Cuts the rows of a chunk into those that a measure gets at once."""
@@ -88,18 +231,27 @@ class BoundMeasure:
 
         The second call for a block, in the backward, is compared with the first.
         """
-        edges = _some(self._edges, slice(at, at + len(x)))
-        z = self._rule.apply(x.to(self._dtype)) / edges.temperature[:, None].to(self._dtype)
+        edges = self._at(at, len(x))
+        if self._rule != LogitRule():
+            x = self._rule.apply(x.to(self._dtype))
+        # one pass from half precision
+        z = (x / edges.temperature[:, None].to(self._dtype)).to(self._dtype)
         values = self._call(z, edges)
+        self._compare(values.detach(), at, values.requires_grad)
+        return values
+
+    def _at(self, at: int, rows: int) -> MeasuredEdges:
+        return _some(self._edges, slice(at, at + rows))
+
+    def _compare(self, values: torch.Tensor, at: int, is_again: bool) -> None:
+        """Holds the values of a block's second call against those of the first."""
         found = self._found.get(at)
         if found is None:
             # values may be a view of the logits, which it would keep
-            self._found[at] = values.detach().clone()
-        elif values.requires_grad:
-            same = torch.isclose(values.detach(), found, rtol=1e-3, atol=1e-4, equal_nan=True)
-            differs = ~same.all()
+            self._found[at] = values.clone()
+        elif is_again:
+            differs = ~torch.isclose(values, found, rtol=1e-3, atol=1e-4, equal_nan=True).all()
             self._differs = differs if self._differs is None else self._differs | differs
-        return values
 
     def write(self, x: torch.Tensor, at: int, out: torch.Tensor) -> None:
         """Writes out [r, C], block by block."""
@@ -152,6 +304,9 @@ class BoundMeasure:
         count = len(few.edge)
         if count == 0:
             return self._probed(z[:0], few).shape[1]
+        if isinstance(self._measure, Divergence):
+            # it treats rows alone: what is left to check is the vocabulary
+            return self._call(z[:2], few).shape[1]
         generators = _generators(device)
         values = self._probed(z[:2], few)
         if any(not torch.equal(a, b) for a, b in zip(generators, _generators(device), strict=True)):

@@ -34,7 +34,7 @@ def test_fsdp2_is_read_by_accelerate() -> None:
 def test_the_example_runs_with_fsdp2(tmp_path: Path) -> None:
     """With accelerate's launcher, two processes, in bfloat16, as the file says."""
     arguments = f"""
-        accelerate.commands.launch --config_file {FSDP2} --num_processes 2
+        accelerate.commands.launch --config_file {FSDP2} --num_processes 2 --main_process_port 0
         -m tests.integrations.trl.cpu_ranks examples/trl_grpo.py --tiny --output {tmp_path}
     """
     lines = start(arguments.split(), ACCELERATE_USE_CPU="true")

@@ -125,11 +125,13 @@ HYBRID_CASES: dict[str, Settings] = {
     "ppo, qwen3_next": Settings(
         algorithm="ppo", model="qwen3_next", tolerance=1e-4, score_tolerance=5e-5
     ),
-    # of all linear layers; PEFT refuses that of Mamba's out_proj
+    # of all linear layers; PEFT refuses that of Mamba's out_proj. Parameters are 5e-6 or 1.1e-5
+    # apart, by the kind of CPU
     "grpo, qwen3_5_text, lora": Settings(
         model="qwen3_5_text",
         model_options={"lora_rank": 4, "lora_alpha": 8},
         lr=1.0,
+        tolerance=5e-5,
         score_tolerance=1e-4,
     ),
     "grpo, nemotron_h, lora": Settings(

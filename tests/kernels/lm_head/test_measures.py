@@ -157,6 +157,18 @@ def test_half_precision(autocast, teacher):
     assert set(seen) == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_logits_are_in_the_dtype_of_the_values(dtype):
+    seen: list[torch.dtype] = []
+
+    def measure(z: torch.Tensor, edges: MeasuredEdges) -> torch.Tensor:
+        seen.append(z.dtype)
+        return _rows(z)
+
+    gradients(scored(measure, LogitRule(), given := inputs(dtype)), given)
+    assert set(seen) == {torch.float32}
+
+
 def test_nothing_of_the_vocabularys_size_is_kept(teacher):
     """Neither between the passes, nor more than a chunk and its blocks at once."""
     given = inputs()

@@ -123,21 +123,21 @@ _HOPPER: dict[tuple[int, int], tuple[Pair, Pair, Pair]] = {
         _both(Config(64, 128, 8, 3)),
         _both(Config(64, 64, 4, 3)),
     ),
-    # Queries in shared memory, in registers their products would wait for one another (compiled).
-    # At (192, 128), caterpillar 24, before that and with 192 padded to 256: keys 30.5 (32.3 for 64
-    # keys, 39.2 for 64 x 64); with 16 / 16 heads: forward 7.5 (8.2 for 32 keys, 9.4 for 64 x 64),
-    # queries 13.4 (14.7 with 2 stages)
+    # Queries in shared memory: in registers their products would wait for one another. At
+    # (192, 128), 16 / 16 heads, caterpillar 24, on an H100: forward 7.3, keys 13.8, queries 8.9
+    # (14.4 in registers and with 192 padded to 256)
     (256, 128): (
         _both(Config(128, 64, 8, 3)),
         _both(Config(32, 128, 8, 3)),
         _both(Config(128, 64, 8, 3, shared=1)),
     ),
-    # caterpillar 24: forward 24.6, keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does
-    # not spill), queries 37.5 (47 for 32 keys)
+    # caterpillar 24: keys 30.7 + 20.4 (together 66.8 for 32 x 64, the most that does not spill).
+    # With 16 / 4 heads on an H100: forward 10.1 (11.7 with queries in registers), queries 13.1
+    # (15.2 with 2 stages, 18.7 with operands in registers)
     (256, 256): (
         _both(Config(128, 64, 8, 2, shared=1)),
         _both(Config(32, 128, 8, 3, apart=True)),
-        _both(Config(128, 32, 8, 2, shared=2)),
+        _both(Config(128, 32, 8, 3, shared=2)),
     ),
 }
 

@@ -18,13 +18,13 @@ from prefixtree.kernels.attention.protocol import AttentionCall, gradient_dtype
 from prefixtree.kernels.attention.triton import configs
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
-    prepare_kernel,
     queries_kernel,
     reduce_kernel,
 )
 from prefixtree.kernels.attention.triton.chosen import lay_out
 from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, padded
 from prefixtree.kernels.attention.triton.forward import forward_kernel
+from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.packing.block_tables import BlockTables, TileShape
 
 LOG2E = 1.4426950408889634
