@@ -51,7 +51,6 @@ class Sources:
             for up in Path(name).parents:
                 self.folders.setdefault(str(up), set()).add(name)
         self._needs: dict[str, set[str]] = {}
-        self._hashes: dict[str, str] = {}
 
     def text(self, file: str) -> str:
         return (self.root / file).read_text(errors="replace")
@@ -117,13 +116,8 @@ class Sources:
         """A hash of all that decides what a file of tests does, and of how its target is made."""
         digest = hashlib.sha256(made_by.encode())
         for file in sorted(self.reach(test)):
-            digest.update(f"{file}\n{self._hash(file)}\n".encode())
+            digest.update(f"{file}\n".encode() + (self.root / file).read_bytes())
         return digest.hexdigest()[:12]
-
-    def _hash(self, file: str) -> str:
-        if file not in self._hashes:
-            self._hashes[file] = hashlib.sha256((self.root / file).read_bytes()).hexdigest()
-        return self._hashes[file]
 
     def needs(self, file: str) -> set[str]:
         """The files that one file needs by itself."""
