@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prefixtree.recompute.trace import Adapters, ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
-#: What `sequence_logprobs(recompute=)` takes.
+#: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 
 
@@ -72,12 +72,13 @@ def plan_recomputation(
     With pictures, the vision tower computes them again in the backward, as many at once as fit.
 
     Args:
-        model: as `sequence_logprobs` takes it.
+        model: as `sequence_logprobs` or `sequence_values` takes it.
         packed: the packed forest, on the model's device.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
             anything then leaves half of what the backward of a layer takes, for what fragments.
-        scored: edges whose log-probability is computed. Default: one per token.
+        scored: edges whose log-probability is computed. Default: one per token; none of a
+            classifier.
         pictures: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
@@ -111,10 +112,12 @@ def _planned(
 ) -> RecomputePlan:
     """As `plan_recomputation`; moved: whether pixels are on the device; held: as in
     `recomputed_forward`."""
-    causal_lm = _causal_lm(model)
-    lm_head = causal_lm.get_output_embeddings()
-    trains = any(p.requires_grad for p in lm_head.parameters())
-    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
+    causal_lm = _transformer(model)
+    head: Any = causal_lm.get_output_embeddings()
+    # of a classifier nothing is scored: its rows are those of the last norm
+    trains = head is not None and any(p.requires_grad for p in head.parameters())
+    scored = (packed.num_tokens if scored is None else scored) if head is not None else 0
+    work = Work(packed.forest, scored, trains)
     traced = memory_of(model, causal_lm, packed.device)
     with_spare = memory is None
     if memory is None:
@@ -150,7 +153,7 @@ def max_micro_batch_tokens(
     """
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
-    causal_lm = _causal_lm(model)
+    causal_lm = _transformer(model)
     device = next(causal_lm.parameters()).device
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
@@ -163,11 +166,11 @@ def _bytes(memory: Any) -> int:
     return int(number("memory", memory, or_none=True, note=" of bytes, as 40 * 2**30"))
 
 
-def _causal_lm(model: nn.Module) -> Any:
-    from prefixtree.models.checks import find_causal_lm
+def _transformer(model: nn.Module) -> Any:
+    from prefixtree.models.checks import transformer_of
 
     _check_unwrapped(model)
-    return find_causal_lm(model)
+    return transformer_of(model)
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -185,10 +188,7 @@ def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, i
     Raises:
         UnsupportedError: layers that a wrapper recomputes by itself.
     """
-    from prefixtree.models.checks import transformer_of
-
-    _check_unwrapped(model)
-    transformer = transformer_of(model)
+    transformer = _transformer(model)
     return transformer, _left_for_activations(model, transformer, device)
 
 
