@@ -20,7 +20,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
-from prefixtree.models.tower import TowerRuns
+from prefixtree.models.tower import TowerRuns, has_compiled_blocks
 from prefixtree.models.vision import tower_of
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -29,11 +29,11 @@ from prefixtree.recompute.layers import (
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
+    keeping_in_tower,
     recomputing,
 )
+from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (
-    RUN,
-    PictureWork,
     RecomputePlan,
     Work,
     plan_for,
@@ -69,7 +69,9 @@ def plan_recomputation(
     computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
     Kernel's layers take less than is predicted.
 
-    With pictures, the vision tower computes them again in the backward, as many at once as fit.
+    With pictures, the vision tower keeps its activations of the last ones where that saves more
+    FLOPs than layers would with these bytes, and computes the others again in the backward, as many
+    at once as fit.
 
     Args:
         model: as `sequence_logprobs` or `sequence_values` takes it.
@@ -269,14 +271,15 @@ def _with_pictures(
     """A context, in which the tower runs as layers are recomputed too.
 
     Args:
-        recompute: None where the layers are as the model is set. Of a plan the tower is recomputed.
+        recompute: None where the layers are as the model is set.
     """
     if shown is None:
         return context
     patches: int | None = RUN
     mode: Mode = "all"
+    kept = 0
     if isinstance(recompute, RecomputePlan):
-        patches = recompute.patches
+        patches, kept = recompute.patches, recompute.kept or 0
     elif recompute is not None:
         mode = recompute
     elif not checkpoints_itself(shown.tower):
@@ -286,14 +289,22 @@ def _with_pictures(
         around = checkpoint_of_tower(shown.tower, mode)
         if around is None:
             patches = None
-    least = shown.placed.least_runs
-    if not least and any(isinstance(module, FSDPModule) for module in model.modules()):
-        # every run gathers the tower's parameters; other ranks may have no graph, and so runs
-        runs = 1 if patches is None else shown.num_runs(patches)
-        (least,) = most_of_all_ranks(model, [runs], shown.placed.packed.device)
-    if patches is None and least > 1:
+    least = [shown.placed.least_runs, 0]
+    if least[0]:
+        # ranks agreed on runs that are computed again
+        kept = 0
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        # every run gathers the tower's parameters, those that are computed again do so twice; other
+        # ranks may have no graph, and so runs
+        runs = [0, 1] if patches is None else shown.num_runs(patches, kept)
+        least = most_of_all_ranks(model, runs, shown.placed.packed.device)
+        if patches is None:
+            kept = sys.maxsize
+    if patches is None and sum(least) > 1:
         patches = sys.maxsize
-    return _entered(context, shown.encoded(TowerRuns(patches, around, least)))
+    keeping = None if around is None else keeping_in_tower(shown.tower)
+    tower_runs = TowerRuns(patches, around, least[0], kept, keeping, least[1])
+    return _entered(context, shown.encoded(tower_runs))
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
@@ -320,8 +331,10 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
     dtypes = _dtypes(causal_lm, device)
     adapters = _adapters_of(model, causal_lm, dtypes[0])
-    trains = any(p.requires_grad for p in tower_of(causal_lm).parameters())
-    return trace_tower(causal_lm.config, *dtypes, adapters, trains)
+    tower = tower_of(causal_lm)
+    trains = any(p.requires_grad for p in tower.parameters())
+    compiled = has_compiled_blocks(tower)
+    return trace_tower(causal_lm.config, *dtypes, adapters, trains, compiled)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:

@@ -45,9 +45,14 @@ def _layers(model: Any) -> Any:
 
 def test_runs_of_pictures():
     shape = TowerShape([32, 32, 24, 100, 8], 49)
-    assert shape.runs(64) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert shape.runs(1) == [(i, i + 1) for i in range(5)]
-    assert shape.runs(196) == [(0, 5)] and shape.runs(195) == [(0, 4), (4, 5)]
+    assert shape.runs(64) == ([(0, 2), (2, 3), (3, 4), (4, 5)], [])
+    assert shape.runs(1) == ([(i, i + 1) for i in range(5)], [])
+    assert shape.runs(196) == ([(0, 5)], []) and shape.runs(195) == ([(0, 4), (4, 5)], [])
+    # the last of at most 132 patches have runs of their own
+    assert shape.runs(64, 132) == ([(0, 2)], [(2, 3), (3, 4), (4, 5)])
+    assert shape.runs(64, 107) == ([(0, 2), (2, 3), (3, 4)], [(4, 5)])
+    assert shape.runs(64, 7) == shape.runs(64, -1) == shape.runs(64)
+    assert shape.runs(200, 196) == ([], [(0, 5)])
 
 
 # ---- exact ---------------------------------------------------------------------------------------
@@ -154,10 +159,10 @@ def test_without_gradients_runs_are_as_short():
 def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
     joined = runs_of_tower._joined
 
-    def dropped(parts: list[Any], blanks: int) -> Any:
+    def dropped(parts: list[Any], *blanks: int) -> Any:
         if isinstance(parts[0], torch.Tensor):
             parts = [*parts[:-1], parts[-1].detach()]
-        return joined(parts, blanks)
+        return joined(parts, *blanks)
 
     monkeypatch.setattr(runs_of_tower, "_joined", dropped)
     with _small_runs():
