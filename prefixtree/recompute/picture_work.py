@@ -26,7 +26,7 @@ _LEAST_RUN = 1 << 12
 
 
 class TowerChoice(NamedTuple):
-    """What a vision tower may keep.
+    """One choice of what a vision tower keeps.
 
     Attributes:
         first: of the pictures that it keeps, which are the last ones.
@@ -63,7 +63,7 @@ class PictureWork:
         return self.features * tower.feature + self.pixel_bytes
 
     def choices(self, tower: TowerMemory, most: int) -> list[TowerChoice]:
-        """What the tower may keep: nothing, and of the last pictures more and more.
+        """The choices of a tower: it keeps nothing, and of the last pictures more and more.
 
         Args:
             most: choices beside the first. Where nothing is computed again there are none.

@@ -16,7 +16,7 @@ from prefixtree.recompute import forward, picture_work
 from prefixtree.recompute.layers import checkpoint_of_tower
 from prefixtree.recompute.trace import LiveBytes
 from tests.recompute.test_recompute import saved_bytes
-from tests.support.models import counted
+from tests.support.models import adapted, counted
 from tests.support.picture_cases import (
     batch,
     build,
@@ -148,6 +148,19 @@ def test_what_a_tower_keeps_is_what_was_traced(model_type):
     tower = forward.tower_memory_of(model, model, _CPU)
     for bytes_, kept in zip(held[1:], (512, 6 * 256), strict=True):
         assert bytes_ - held[0] == pytest.approx(tower.kept(kept), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_tower_that_does_not_train_has_nothing_to_keep():
+    """As adapters leave it: its runs fit, and the memory is the text's."""
+    model = adapted(build("qwen3_vl"), "q_proj")
+    model.base_model.model.model.visual.requires_grad_(False)
+    pictures = pictures_of(model, screenshots(6))
+    packed = _packed(pictures)
+    much = pt.plan_recomputation(model, packed, 1 << 40, pictures=pictures)
+    less = pt.plan_recomputation(model, packed, much.peak_bytes - 100_000, pictures=pictures)
+    assert much.kept == less.kept == 0
+    assert set(much.modes) == {"nothing"} != set(less.modes)
 
 
 def saved(tower: Any, placed: Any) -> int:

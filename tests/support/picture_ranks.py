@@ -55,8 +55,9 @@ LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
-    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed; in
-    "plans" and "auto" the last ones of rank 0 are kept. In "kept" the micro-batches of rank 0 share trunks, and rank 1 has none."""
+    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed; in "plans"
+    and "auto" the last ones of rank 0 are kept. In "kept" the micro-batches of rank 0 share trunks,
+    and rank 1 has none."""
     model = build(model_type)
     made = videos(model_type) if kind == "videos" else batch(model_type)
     pictures = pictures_of(model, made)
