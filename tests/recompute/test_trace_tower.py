@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import prefixtree as pt
 from prefixtree.models.tower import TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward, picture_work
 from prefixtree.recompute.layers import checkpoint_of_tower
+from prefixtree.recompute.picture_work import RUN, PictureWork
+from prefixtree.recompute.plan import Work, peaks_of, place_of, plan_for, recomputed_by, spare_bytes
 from prefixtree.recompute.trace import LiveBytes
-from tests.recompute.test_recompute import saved_bytes
+from prefixtree.recompute.trace_tower import TowerMemory
+from tests.recompute.test_recompute import memory_of, saved_bytes
 from tests.support.models import adapted, counted
 from tests.support.picture_cases import (
     batch,
@@ -130,6 +135,49 @@ def test_the_tower_keeps_what_fits(monkeypatch):
         seen.append(plan.kept)
     assert seen[0] == 0 and seen[-1] == 2048 and seen == sorted(seen) and len(set(seen)) > 3
     assert "in the vision tower all but 2,048 patches" in str(plan)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.sampled_from([1, 1 << 10, 1 << 14]),
+    st.booleans(),
+)
+def test_the_plan_computes_least_again(sizes, share, unit, with_spare):
+    """Of all plans of layers and all numbers of last pictures that fit."""
+    memory = memory_of([[(1, 8), (3, 6), (9, 2)], [(1, 5), (2, 4), (4, 9)]], 3, unit)
+    tower = TowerMemory(5.0 * unit, 7.0, 2, torch.float32, 11 * unit, (4.0 * unit, 5.0), 40.0, 2.0)
+    pictures = PictureWork(dict(enumerate(sizes)), 9, 100)
+    work = Work(pt.PrefixForest.from_parents([-1], [30]), 1, False, pictures)
+    peaks, costs = peaks_of(memory, work), recomputed_by(memory, work)
+    plans = []
+    for first in range(len(sizes) + 1):
+        again, kept = sizes[:first], sum(sizes[first:])
+        # those that are kept are a run, whose backward is the first
+        waiting = tower.gradients if again and kept else 0
+        last = tower.run(kept) + waiting if kept else 0.0
+        if again:
+            run = tower.run(sum(again)) + waiting
+            if not kept and len(again) > 1:
+                run = min(run, tower.run(max(again)) + tower.gradients)
+            last = max(last, run)
+        spare = spare_bytes(memory, work, with_spare)
+        free = np.max(spare) if kept else spare
+        last += memory.before * 30 + (free if kept else 0)
+        of_layers = peaks + (tower.kept(kept) if kept else 0) + free
+        needs = np.maximum(of_layers, last) + pictures.held(tower)
+        cost = costs + sum(map(tower.again, again))
+        plans += zip(needs.flat, cost.flat, strict=True)
+    least, most = (f(need for need, _ in plans if np.isfinite(need)) for f in (min, max))
+    available = least + share * (most - least) + 1
+    plan = plan_for(memory, work, available, tower, with_spare=with_spare)
+    of_tower, _ = TowerShape(sizes, 0).runs(RUN, plan.kept)
+    found = costs[place_of(plan)] + sum(
+        tower.again(x) for x in sizes[: (of_tower or [(0, 0)])[-1][1]]
+    )
+    assert found == pytest.approx(min(cost for need, cost in plans if need <= available))
+    assert plan.peak_bytes <= available + 1
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])

@@ -106,7 +106,9 @@ def test_two_ranks(results, case, step):
         assert _distance({n: got[n] - before[n] for n in moved}, moved) <= 1e-4
 
 
-@pytest.mark.parametrize(("wrapper", "model_type", "kind"), picture_ranks.RUNS)
+@pytest.mark.parametrize(
+    ("wrapper", "model_type", "kind"), mostly(picture_ranks.RUNS, picture_ranks.QUICK)
+)
 def test_pictures(results, wrapper, model_type, kind):
     """Rank 1 has no image: its tower runs all the same, with gradients of zero. DDP waits for it
     without find_unused_parameters, and FSDP2 in every block."""
@@ -141,6 +143,7 @@ def test_pictures(results, wrapper, model_type, kind):
             runs = {"runs": 2 * (2 + 3), "plans": 2 * (1 + 2) + 1 + 1, "auto": 2 * (1 + 1) + 2 + 3}
             assert each["blocks"] == runs.get(kind, each["calls"])
         assert (each["sharded"] == 0) == (wrapper == "ddp")
+        assert each["compiled"] == (kind == "compiled")
         assert each["wrapper"].startswith("Distributed" if wrapper == "ddp" else "FSDP")
         if wrapper == "fsdp2" and model_type == "qwen3_vl":
             assert "UnsupportedError: videos are not verified under FSDP2" in each["refused"]

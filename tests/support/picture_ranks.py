@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 import prefixtree as pt
 from prefixtree.recompute import forward as recompute
@@ -34,13 +35,15 @@ RUNS = [
     ("fsdp2", "gemma4", "kept, recomputed"),
     ("fsdp2", "qwen3_vl", "kept, uneven"),
     ("fsdp2", "qwen3_vl", "kept, auto"),
+    ("ddp", "qwen3_vl", "compiled"),
 ]
+QUICK = [run for run in RUNS if run[-1] != "compiled"]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
     "images": [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]],
     "videos": [[[0, 1, 2], [3, 4]], [[5], []]],
 }
-PARTS |= dict.fromkeys(("runs", "steps", "plans", "auto"), PARTS["images"])
+PARTS |= dict.fromkeys(("runs", "steps", "plans", "auto", "compiled"), PARTS["images"])
 # of `kept_trunks`
 KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
 KEPT["kept, recomputed"] = {"recompute": "all", "recompute_trunks": "again"}
@@ -65,6 +68,9 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
     blocks = tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
     wrapped: nn.Module
+    counters.clear()
+    if kind == "compiled":
+        pt.compile_layers(model, backend="aot_eager")
     if wrapper == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
@@ -123,6 +129,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         },
         "calls": calls,
         "blocks": of_blocks,
+        "compiled": any("_attend" in reason for reason in counters["graph_break"]),
         "wrapper": type(wrapped).__name__,
         "sharded": sum(hasattr(p, "placements") for p in wrapped.parameters()),
     }
