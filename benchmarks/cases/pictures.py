@@ -13,7 +13,8 @@ tokens, 83,667 of them distinct: the browser agent of docs/pictures.md at real s
 Sides: all, auto: the packed forest with `recompute=` so; checkpointing: the same with transformers'
 gradient checkpointing; towers: the same, the tower run for every sample's screenshots anew; alone:
 transformers' own forward with sdpa and gradient checkpointing, one sample after another;
-compiled, compiled-auto: all and auto with `compile_layers`, always the last ones. All are
+auto-40: a plan that holds an update below 40 GiB, weights and gradients among them; compiled,
+compiled-auto, compiled-auto-40: the same with `compile_layers`, always the last ones. All are
 held against eager in float32 on a small batch through a few layers first; red has no times. At full
 size the mean difference of log p from the side alone, where it ran, has a limit too, and the
 gradients' distance is shown: in bf16 it is rounding. Out of memory is a row.
@@ -42,16 +43,20 @@ from prefixtree import (
     PackedForest,
     Pictures,
     PrefixForest,
+    RecomputePlan,
     compile_layers,
     pack,
+    plan_recomputation,
     sequence_logprobs,
 )
 from prefixtree.models.tower import in_few_calls
 from prefixtree.models.vision import alone_inputs, tower_of
 
-SIDES = ("alone", "all", "auto", "checkpointing", "towers", "compiled", "compiled-auto")
 # with what is recomputed
-COMPILED = {"compiled": "all", "compiled-auto": "auto"}
+COMPILED = {"compiled": "all", "compiled-auto": "auto", "compiled-auto-40": "auto-40"}
+SIDES = ("alone", "all", "auto", "auto-40", "checkpointing", "towers", *COMPILED)
+# bytes that auto-40 plans with: what is predicted may be 5 % off
+PLANNED = 38 << 30
 # by transformers' own switch
 CHECKPOINTED = ("alone", "checkpointing", "towers")
 IMAGE, VIDEO, START, END = 5, 6, 7, 8
@@ -231,6 +236,8 @@ def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
     if side in ("alone", "eager"):
         return _each_alone(model, batch)
     recompute: Any = None if side in CHECKPOINTED else COMPILED.get(side, side)
+    if recompute == "auto-40":
+        recompute = plan_within(PLANNED, model, batch)
     with _one_tower_per_sample(model, batch) if side == "towers" else nullcontext():
         scores = sequence_logprobs(
             model,
@@ -243,6 +250,15 @@ def learn(side: str, model: Any, batch: Batch) -> list[torch.Tensor]:
         sums = torch.stack([row.sum() for row in answers])
         (sums @ batch.weights.to(sums.device)).backward()
     return [row.detach() for row in answers]
+
+
+def plan_within(limit: int, model: Any, batch: Batch) -> RecomputePlan:
+    """A plan for an update in so many bytes, which the weights and their gradients take too."""
+    taken = torch.cuda.memory_allocated() if batch.packed.device.type == "cuda" else 0
+    missing = sum(p.nbytes for p in model.parameters() if p.grad is None)
+    scored = batch.sizes.answer * len(batch.masks)
+    memory = limit - taken - missing
+    return plan_recomputation(model, batch.packed, memory, scored, pictures=batch.pictures)
 
 
 def _each_alone(model: Any, batch: Batch) -> list[torch.Tensor]:
@@ -391,6 +407,8 @@ def run_side(side: str, model: Any, batch: Batch, known: Row, checked: Row, opti
     else:
         known |= {"found": found, "side": side}
     del found
+    if side.endswith("auto-40"):
+        row["plan"] = str(plan_within(PLANNED, model, batch))
     # gradients stand, as after the first micro-batch of any step
     row |= measure(lambda: learn(side, model, batch), options)
     if options.profile is not None:

@@ -23,6 +23,8 @@ from prefixtree.models.tower_attention import with_borders
 
 #: calls a function with tensors, as torch's checkpoint does
 Around = Callable[..., Any]
+#: first picture, end
+Run = tuple[int, int]
 
 # attention that takes pictures of one size at once
 _AT_ONCE = ("prefixtree", "sdpa")
@@ -40,13 +42,20 @@ class TowerRuns:
         patches: the most of a run of several pictures; a larger picture is a run. None: all
             pictures are one run, which is called as the model calls it.
         around: what calls each run. Default: nothing is recomputed.
-        least: how many runs there are at least, blank ones behind the pictures: ranks that shard
+        least: how many runs there are at least, blank ones before the pictures: ranks that shard
             the tower run it equally often. Default: 0.
+        kept: patches of the last pictures that `keeping` calls in the place of `around`, in runs of
+            their own. Default: 0.
+        keeping: what calls these. Default: they are called as they are.
+        least_kept: as `least`, of these runs, blank ones behind the pictures. Default: 0.
     """
 
     patches: int | None
     around: Around | None = None
     least: int = 0
+    kept: int = 0
+    keeping: Around | None = None
+    least_kept: int = 0
 
 
 #: as the model calls its tower
@@ -65,15 +74,30 @@ class TowerShape:
     patches: list[int]
     features: int
 
-    def runs(self, most: int) -> list[tuple[int, int]]:
-        """Runs of at most `most` patches, one picture at least: (first picture, end)."""
-        found, first, held = [], 0, 0
-        for i, size in enumerate(self.patches):
-            if i > first and held + size > most:
+    def runs(self, most: int, kept: int = 0) -> tuple[list[Run], list[Run]]:
+        """Runs of at most `most` patches, one picture at least.
+
+        Args:
+            most: patches.
+            kept: the last pictures of at most so many patches have runs of their own. Default: 0.
+
+        Returns:
+            The runs of the first pictures, and those of the last.
+        """
+        end = first = len(self.patches)
+        while first > 0 and (kept := kept - self.patches[first - 1]) >= 0:
+            first -= 1
+        return self._between(0, first, most), self._between(first, end, most)
+
+    def _between(self, first: int, end: int, most: int) -> list[Run]:
+        found: list[Run] = []
+        held = 0
+        for i in range(first, end):
+            if i > first and held + self.patches[i] > most:
                 found.append((first, i))
                 first, held = i, 0
-            held += size
-        return [*found, (first, len(self.patches))]
+            held += self.patches[i]
+        return [*found, (first, end)] if first < end else found
 
 
 def features_in(output: Any) -> dict[str, Any]:
@@ -85,7 +109,9 @@ def features_in(output: Any) -> dict[str, Any]:
     return {name: values for name, values in found.items() if values is not None}
 
 
-def compile_blocks(model: nn.Module, **options: Any) -> None:
+def compile_blocks(
+    model: nn.Module, compiler: Callable[..., Any] = torch.compile, **options: Any
+) -> None:
     """Compiles the parts of the blocks of vision towers, for calls of `in_few_calls`.
 
     A block is a module that holds an attention of `with_borders`. Graphs end at attention, which
@@ -94,19 +120,25 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: a tower, or what holds some. Others are left as they are.
-        options: of torch.compile.
+        compiler: from a forward to what runs in its place. Default: torch.compile.
+        options: of the compiler.
     """
     known: dict[Any, Callable[..., Any]] = {}
 
     def compiled(kind: Any) -> Callable[..., Any]:
         if kind not in known:
-            known[kind] = torch.compile(with_borders(kind) or kind.forward, **options)
+            known[kind] = compiler(with_borders(kind) or kind.forward, **options)
         return known[kind]
 
     for module in model.modules():
         kinds: list[Any] = [type(part) for part in module.children()]
         if any(map(with_borders, kinds)):
             _compiled[module] = compiled
+
+
+def has_compiled_blocks(tower: nn.Module) -> bool:
+    """Whether `compile_blocks` compiled blocks of a tower."""
+    return any(module in _compiled for module in tower.modules())
 
 
 def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
@@ -199,7 +231,7 @@ def in_runs(
     forward: Callable[..., Any],
     grid_keyword: str,
     runs: TowerRuns,
-    shape: Callable[[], TowerShape],
+    divided: Callable[[], tuple[TowerShape, list[Run], list[Run]]],
     blank: tuple[torch.Tensor, torch.Tensor],
 ) -> Callable[..., Any]:
     """A tower's forward that takes its pictures in runs.
@@ -207,14 +239,16 @@ def in_runs(
     Args:
         forward: the tower's, of all pictures. grid_keyword: its keyword of grids.
         runs: with a number of patches.
-        shape: that of the pictures of a call.
+        divided: the sizes of a call, and its `TowerShape.runs`.
         blank: pixels and grids of a picture that no token shows.
 
     Returns:
         A forward that returns the same features, and nothing else.
     """
     assert runs.patches is not None
-    most, around = runs.patches, runs.around
+
+    def called(around: Around | None, run: Callable[..., Any], *args: Any) -> Any:
+        return run(*args) if around is None else around(run, *args)
 
     def in_turn(*args: Any, **kwargs: Any) -> Any:
         (pixels,) = args or [kwargs.pop("pixel_values")]
@@ -226,16 +260,21 @@ def in_runs(
             kind[:] = [type(output)]
             return features_in(output)
 
-        of_call = shape()
-        call = run if around is None else partial(around, run)
-        parts = [
-            call(_of_pictures(pixels, of_call, first, end), grids[first:end])
-            for first, end in of_call.runs(most)
-        ]
-        missing = max(0, runs.least - len(parts))
-        parts += [call(blank[0].to(pixels), blank[1]) for _ in range(missing)]
+        shape, first, last = divided()
         # those of blanks get gradients of zeros, so that their backwards run too
-        joined = {name: _joined([part[name] for part in parts], missing) for name in parts[0]}
+        before, behind = max(0, runs.least - len(first)), max(0, runs.least_kept - len(last))
+        of_nothing = blank[0].to(pixels), blank[1]
+
+        def of(each: list[Run]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [(_of_pictures(pixels, shape, *at), grids[slice(*at)]) for at in each]
+
+        again = [*[of_nothing] * before, *of(first)]
+        parts = [called(runs.around, run, *shown) for shown in again]
+        kept = [*of(last), *[of_nothing] * behind]
+        parts += [called(runs.keeping, run, *shown) for shown in kept]
+        joined = {
+            name: _joined([part[name] for part in parts], before, behind) for name in parts[0]
+        }
         return kind[0](**joined)
 
     return in_turn
@@ -249,10 +288,10 @@ def _of_pictures(pixels: torch.Tensor, shape: TowerShape, first: int, end: int) 
     return pixels[start : start + sum(shape.patches[first:end])]
 
 
-def _joined(parts: list[Any], blanks: int) -> Any:
-    """The features of runs one after the other, without those of the blank runs behind."""
+def _joined(parts: list[Any], before: int, behind: int) -> Any:
+    """The features of runs one after the other, without those of the blank runs around them."""
     if isinstance(parts[0], (list, tuple)):
-        return [_joined(list(each), blanks) for each in zip(*parts, strict=True)]
+        return [_joined(list(each), before, behind) for each in zip(*parts, strict=True)]
     whole = torch.cat(parts)
     # a blank picture has one feature
-    return whole[: len(whole) - blanks]
+    return whole[before : len(whole) - behind]

@@ -36,7 +36,14 @@ from prefixtree.models.encodings import (
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.models.layers import groups_of, layers_of
-from prefixtree.models.tower import ALL_AT_ONCE, TowerRuns, in_few_calls, in_runs
+from prefixtree.models.tower import (
+    ALL_AT_ONCE,
+    Run,
+    TowerRuns,
+    TowerShape,
+    in_few_calls,
+    in_runs,
+)
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.placements import PathPictures, place
 from prefixtree.pictures import Pictures
@@ -139,7 +146,7 @@ class PlacedPictures:
 
 
 def _most_runs(encodings: list[Encoding], patches: int) -> int:
-    return max((len(encoding.shape.runs(patches)) for encoding in encodings), default=0)
+    return max((len(encoding.shape.runs(patches)[0]) for encoding in encodings), default=0)
 
 
 class EncodedPictures:
@@ -157,9 +164,20 @@ class EncodedPictures:
         self._causal_lm, self._encodings = causal_lm, encodings
         self._grid_keyword = grid_keyword_of(causal_lm.config)
 
-    def num_runs(self, patches: int) -> int:
-        """The most runs of at most `patches` patches in one call of the tower."""
-        return _most_runs(self._encodings, patches)
+    def num_runs(self, patches: int, kept: int) -> list[int]:
+        """The most runs in one call of the tower: of the first pictures, and of the last."""
+        each = [self._divided(encoding, patches, kept)[1:] for encoding in self._encodings]
+        return [max((len(runs[i]) for runs in each), default=0) for i in range(2)]
+
+    def _divided(
+        self, encoding: Encoding, patches: int, kept: int
+    ) -> tuple[TowerShape, list[Run], list[Run]]:
+        """The sizes of a call and its runs; the calls behind it are the first that keep."""
+        for other in reversed(self._encodings):
+            if other is encoding:
+                break
+            kept -= sum(other.shape.patches)
+        return encoding.shape, *encoding.shape.runs(patches, kept)
 
     @contextmanager
     def encoded(self, runs: TowerRuns = ALL_AT_ONCE) -> Iterator[None]:
@@ -192,13 +210,13 @@ class EncodedPictures:
             changes.hook(self.tower.register_forward_pre_hook, before, with_kwargs=True)
             changes.hook(self.tower.register_forward_hook, after)
             forward = in_few_calls(self.tower)
-            if runs.patches is not None:
+            if (most := runs.patches) is not None:
                 of_nothing = blank(self._causal_lm.config, self.placed.packed.device)
                 forward = in_runs(
                     forward,
                     self._grid_keyword,
                     runs,
-                    lambda: current[-1].shape,
+                    lambda: self._divided(current[-1], most, runs.kept),
                     of_nothing.shown,
                 )
             changes.set(self.tower, forward=forward)

@@ -20,7 +20,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
 from prefixtree.models.layers import layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
-from prefixtree.models.tower import TowerRuns
+from prefixtree.models.tower import TowerRuns, has_compiled_blocks
 from prefixtree.models.vision import tower_of
 from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
@@ -29,11 +29,11 @@ from prefixtree.recompute.layers import (
     Mode,
     checkpoint_of_tower,
     checkpoints_itself,
+    keeping_in_tower,
     recomputing,
 )
+from prefixtree.recompute.picture_work import RUN, PictureWork
 from prefixtree.recompute.plan import (
-    RUN,
-    PictureWork,
     RecomputePlan,
     Work,
     plan_for,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prefixtree.recompute.trace import Adapters, ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
-#: What `sequence_logprobs(recompute=)` takes.
+#: What `sequence_logprobs(recompute=)` and `sequence_values(recompute=)` take.
 Recompute = Literal["auto"] | Mode | RecomputePlan | None
 
 
@@ -69,15 +69,18 @@ def plan_recomputation(
     computing anything, of compiled layers (`compile_layers`) as torch cuts their graphs. Liger
     Kernel's layers take less than is predicted.
 
-    With pictures, the vision tower computes them again in the backward, as many at once as fit.
+    With pictures, the vision tower keeps its activations of the last ones where that saves more
+    FLOPs than layers would with these bytes, and computes the others again in the backward, as many
+    at once as fit.
 
     Args:
-        model: as `sequence_logprobs` takes it.
+        model: as `sequence_logprobs` or `sequence_values` takes it.
         packed: the packed forest, on the model's device.
         memory: bytes for activations. Default: what is free on the device now, less gradients that
             are not there yet and 5 % of the device's memory (1 GiB at least). A plan that keeps
             anything then leaves half of what the backward of a layer takes, for what fragments.
-        scored: edges whose log-probability is computed. Default: one per token.
+        scored: edges whose log-probability is computed. Default: one per token; none of a
+            classifier.
         pictures: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
@@ -111,10 +114,12 @@ def _planned(
 ) -> RecomputePlan:
     """As `plan_recomputation`; moved: whether pixels are on the device; held: as in
     `recomputed_forward`."""
-    causal_lm = _causal_lm(model)
-    lm_head = causal_lm.get_output_embeddings()
-    trains = any(p.requires_grad for p in lm_head.parameters())
-    work = Work(packed.forest, packed.num_tokens if scored is None else scored, trains)
+    causal_lm = _transformer(model)
+    head: Any = causal_lm.get_output_embeddings()
+    # of a classifier nothing is scored: its rows are those of the last norm
+    trains = head is not None and any(p.requires_grad for p in head.parameters())
+    scored = (packed.num_tokens if scored is None else scored) if head is not None else 0
+    work = Work(packed.forest, scored, trains)
     traced = memory_of(model, causal_lm, packed.device)
     with_spare = memory is None
     if memory is None:
@@ -150,7 +155,7 @@ def max_micro_batch_tokens(
     """
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
-    causal_lm = _causal_lm(model)
+    causal_lm = _transformer(model)
     device = next(causal_lm.parameters()).device
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
@@ -163,11 +168,11 @@ def _bytes(memory: Any) -> int:
     return int(number("memory", memory, or_none=True, note=" of bytes, as 40 * 2**30"))
 
 
-def _causal_lm(model: nn.Module) -> Any:
-    from prefixtree.models.checks import find_causal_lm
+def _transformer(model: nn.Module) -> Any:
+    from prefixtree.models.checks import transformer_of
 
     _check_unwrapped(model)
-    return find_causal_lm(model)
+    return transformer_of(model)
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -185,10 +190,7 @@ def left_for_activations(model: nn.Module, device: torch.device) -> tuple[Any, i
     Raises:
         UnsupportedError: layers that a wrapper recomputes by itself.
     """
-    from prefixtree.models.checks import transformer_of
-
-    _check_unwrapped(model)
-    transformer = transformer_of(model)
+    transformer = _transformer(model)
     return transformer, _left_for_activations(model, transformer, device)
 
 
@@ -269,14 +271,15 @@ def _with_pictures(
     """A context, in which the tower runs as layers are recomputed too.
 
     Args:
-        recompute: None where the layers are as the model is set. Of a plan the tower is recomputed.
+        recompute: None where the layers are as the model is set.
     """
     if shown is None:
         return context
     patches: int | None = RUN
     mode: Mode = "all"
+    kept = 0
     if isinstance(recompute, RecomputePlan):
-        patches = recompute.patches
+        patches, kept = recompute.patches, recompute.kept or 0
     elif recompute is not None:
         mode = recompute
     elif not checkpoints_itself(shown.tower):
@@ -286,14 +289,22 @@ def _with_pictures(
         around = checkpoint_of_tower(shown.tower, mode)
         if around is None:
             patches = None
-    least = shown.placed.least_runs
-    if not least and any(isinstance(module, FSDPModule) for module in model.modules()):
-        # every run gathers the tower's parameters; other ranks may have no graph, and so runs
-        runs = 1 if patches is None else shown.num_runs(patches)
-        (least,) = most_of_all_ranks(model, [runs], shown.placed.packed.device)
-    if patches is None and least > 1:
+    least = [shown.placed.least_runs, 0]
+    if least[0]:
+        # ranks agreed on runs that are computed again
+        kept = 0
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        # every run gathers the tower's parameters, those that are computed again do so twice; other
+        # ranks may have no graph, and so runs
+        runs = [0, 1] if patches is None else shown.num_runs(patches, kept)
+        least = most_of_all_ranks(model, runs, shown.placed.packed.device)
+        if patches is None:
+            kept = sys.maxsize
+    if patches is None and sum(least) > 1:
         patches = sys.maxsize
-    return _entered(context, shown.encoded(TowerRuns(patches, around, least)))
+    keeping = None if around is None else keeping_in_tower(shown.tower)
+    tower_runs = TowerRuns(patches, around, least[0], kept, keeping, least[1])
+    return _entered(context, shown.encoded(tower_runs))
 
 
 def memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> ModelMemory:
@@ -320,8 +331,10 @@ def tower_memory_of(model: nn.Module, causal_lm: Any, device: torch.device) -> T
 
     dtypes = _dtypes(causal_lm, device)
     adapters = _adapters_of(model, causal_lm, dtypes[0])
-    trains = any(p.requires_grad for p in tower_of(causal_lm).parameters())
-    return trace_tower(causal_lm.config, *dtypes, adapters, trains)
+    tower = tower_of(causal_lm)
+    trains = any(p.requires_grad for p in tower.parameters())
+    compiled = has_compiled_blocks(tower)
+    return trace_tower(causal_lm.config, *dtypes, adapters, trains, compiled)
 
 
 def _dtypes(causal_lm: Any, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:

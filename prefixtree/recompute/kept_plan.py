@@ -5,7 +5,8 @@ these has less memory for its own. All trunks follow one plan; or they hold no g
 forward runs again before their backward. Each micro-batch follows the plan that recomputes least in
 what is left. Of all choices for the trunks, the one with which the fewest FLOPs run again is taken.
 
-Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, and the forward again.
+Legend: C choices for the trunks: all plans [a, b] of `peaks_of`, with pictures also those in which
+towers keep all, and the forward again.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import torch
 
 from prefixtree.planning.borrow_cost import borrow_cost_of
 from prefixtree.planning.trunks import Span
+from prefixtree.recompute.picture_work import TowerChoice
 from prefixtree.recompute.plan import (
     PartWork,
     RecomputePlan,
     cheapest,
     held_by_plans,
     peaks_of,
+    place_of,
     plan_at,
     recomputed_by,
     spare_bytes,
@@ -35,6 +38,9 @@ from prefixtree.recompute.plan import (
 if TYPE_CHECKING:
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
+
+# of what a tower may keep
+_CHOICES = 8
 
 
 @dataclass(frozen=True)
@@ -75,41 +81,31 @@ def plan_kept(
         available: bytes for activations, lent rows, states, and what is returned to them.
         on_host: whether what trunks lend waits on the host.
         runs_again: whether trunks hold no graph in any case. Default: where that costs less.
-        tower: the memory of the tower, where parts have pictures. It is always recomputed, in runs
-            of as many patches as fit.
+        tower: the memory of the tower, where parts have pictures.
         with_spare: as in `plan_for`.
 
     Raises:
         torch.OutOfMemoryError: a part does not fit with every layer recomputed.
         ValueError: a model without a layer of softmax attention.
     """
-    peaks = [peaks_of(memory, work) for work in works]
-    # of pictures: what waits for the tower's backward, which comes last, beside the gradients of
-    # the embedding and of an lm_head with its weight
-    shown = [0.0] * len(works)
-    ends = [memory.before * work.num_tokens + waiting_bytes(memory, work) for work in works]
-    costs = [recomputed_by(memory, work) for work in works]
-    spare = [spare_bytes(memory, work, with_spare) for work in works]
-    needs = [peak + more for peak, more in zip(peaks, spare, strict=True)]
-    for part, work in enumerate(works):
-        if work.pictures is not None and tower is not None:
-            shown[part] = work.pictures.held(tower)
-            last = ends[part] + work.pictures.least(tower)
-            # layers fragment memory, not the tower behind them
-            for of_text in (peaks, needs):
-                of_text[part] = np.maximum(of_text[part], last) + shown[part]
+    parts = [_PartPlans(memory, work, tower, with_spare) for work in works]
+    costs = [part.costs for part in parts]
     trunks = [part for part, span in enumerate(spans) if span.is_trunk]
     borrow = replace(borrow_cost_of(memory.cost), on_host=on_host)
     row, gradient = (borrow.held_layers * x for x in (borrow.row_bytes, borrow.gradient_row_bytes))
+    # of trunks, towers keep nothing, or all
+    ways = [0, -1] if any(len(parts[part].towers) > 1 for part in trunks) else [0]
+    plans = costs[0].size
     # [C] each: what a trunk holds while others run, and what waits for its own layers
     holds, waits = {}, dict.fromkeys(range(len(works)), 0.0)
     for part in trunks:
         work = works[part]
-        graph = np.append(held_by_plans(memory, work).ravel() + shown[part], 0.0)
+        layers = held_by_plans(memory, work).ravel() + parts[part].shown
+        graphs = [layers + parts[part].towers[way].held for way in ways]
         states = work.states * borrow.held_state_bytes
-        holds[part] = graph + work.lent * (row + gradient) + states
+        holds[part] = np.append(np.concatenate(graphs), 0.0) + work.lent * (row + gradient) + states
         waits[part] = work.lent * max(row, gradient) + states
-    nothing = np.zeros(peaks[0].size + 1)
+    nothing = np.zeros(plans * len(ways) + 1)
     beside = [
         waits[part]
         + np.maximum.reduce(
@@ -119,33 +115,108 @@ def plan_kept(
     ]
     total = np.zeros_like(nothing)
     for part, span in enumerate(spans):
+        room = available - beside[part]
         if span.is_trunk:
-            fits = needs[part].ravel() + beside[part][:-1] <= available
-            total[:-1] += np.where(fits, costs[part].ravel(), np.inf)
-            again = _least(needs[part], costs[part], available - beside[part][-1:])
-            total[-1] += again[0] + _forward(memory, works[part], costs[part])
+            for i, way in enumerate(ways):
+                of_way = slice(i * plans, (i + 1) * plans)
+                _, needs, cost = parts[part].with_tower(way)
+                total[of_way] += np.where(needs.ravel() <= room[of_way], cost.ravel(), np.inf)
+            again = parts[part].least(room[-1:])
+            total[-1] += again[0] + parts[part].forward()
         else:
-            total += _least(needs[part], costs[part], available - beside[part])
+            total += parts[part].least(room)
     if runs_again and trunks:
         total[:-1] = np.inf
     best = np.flatnonzero(total == total.min())
     if not np.isfinite(total.min()):
+        peaks = [part.with_tower(0)[0] for part in parts]
         raise torch.OutOfMemoryError(_message(memory, works, peaks, beside, available))
     choice = int(best[sum((h[best] for h in holds.values()), nothing[best]).argmin()])
-    keeps_graphs = choice < peaks[0].size
+    keeps_graphs = choice < len(total) - 1
     found = []
     for part, span in enumerate(spans):
-        around = peaks[part] + beside[part][choice]
-        plan = plan_at(around, choice) if span.is_trunk and keeps_graphs else None
-        plan = plan or cheapest(around, costs[part], available - spare[part])
-        assert plan is not None
-        if (pictures := works[part].pictures) is not None and tower is not None:
-            outside = beside[part][choice] + shown[part] + ends[part]
-            patches, run = pictures.runs(tower, available - outside)
-            peak = max(plan.peak_bytes, round(outside + run))
-            plan = replace(plan, peak_bytes=peak, patches=patches)
-        found.append(plan)
+        others = float(beside[part][choice])
+        if span.is_trunk and keeps_graphs:
+            way, place = divmod(choice, plans)
+            found.append(parts[part].plan(others, available, ways[way], place))
+        else:
+            found.append(parts[part].plan(others, available))
     return KeptPlan(tuple(found), not keeps_graphs)
+
+
+class _PartPlans:
+    """The plans of one part.
+
+    Attributes:
+        costs: multiply-adds computed again by layers, of all plans [a, b].
+        towers: what its vision tower may keep; one choice where it has no pictures.
+        shown: bytes of pictures, from the tower's forward to its backward, which comes last.
+    """
+
+    def __init__(
+        self, memory: ModelMemory, work: PartWork, tower: TowerMemory | None, with_spare: bool
+    ) -> None:
+        self._memory, self._work, self._tower = memory, work, tower
+        self._pictures = work.pictures if tower is not None else None
+        self._peaks, self.costs = peaks_of(memory, work), recomputed_by(memory, work)
+        self._spare = spare_bytes(memory, work, with_spare)
+        # beside the tower's backward are the gradients of the embedding and of an lm_head with its
+        # weight
+        self._ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
+        self.shown, self.towers = 0.0, [TowerChoice(0, 0, 0.0, 0.0, 0.0)]
+        if self._pictures is not None and tower is not None:
+            self.shown = self._pictures.held(tower)
+            self.towers = self._pictures.choices(tower, _CHOICES)
+
+    def with_tower(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of all plans [a, b]: peaks, what must be free for them, and multiply-adds."""
+        choice = self.towers[way]
+        # layers fragment memory, not the tower behind them, but for what it keeps
+        free = np.max(self._spare) if choice.kept else self._spare
+        of_layers = self._peaks + choice.held
+        last = self._ends + choice.needs
+        peaks = np.maximum(of_layers, last) + self.shown
+        needs = np.maximum(of_layers + free, last + (free if choice.kept else 0.0)) + self.shown
+        return peaks, needs, self.costs + choice.again
+
+    def least(self, room: np.ndarray) -> np.ndarray:
+        """The multiply-adds of the cheapest plan in each room, [len(room)]; infinite where none
+        fits."""
+        each = [_least(*self.with_tower(way)[1:], room) for way in range(len(self.towers))]
+        return np.minimum.reduce(each)
+
+    def forward(self) -> float:
+        """Multiply-adds of a forward."""
+        cost = self._memory.cost
+        outside = cost.outside_weights * self._work.num_tokens
+        outside += cost.lm_head_weights * self._work.scored
+        return float(self.costs[-1, -1] + outside + self.towers[0].again)
+
+    def plan(
+        self, others: float, available: float, way: int | None = None, place: int = 0
+    ) -> RecomputePlan:
+        """The cheapest plan, or a given one, beside `others` bytes.
+
+        Args:
+            way, place: of the given one. Default: the cheapest.
+        """
+        if way is None:
+            room = np.array([available - others])
+            least = [_least(*self.with_tower(i)[1:], room)[0] for i in range(len(self.towers))]
+            way = int(np.argmin(least))
+            _, needs, costs = self.with_tower(way)
+            cheap = cheapest(needs, costs, float(room[0]))
+            assert cheap is not None
+            a, b = place_of(cheap)
+            place = a * self.costs.shape[1] + b
+        plan = plan_at(self.with_tower(way)[0] + others, place)
+        if self._pictures is None or self._tower is None:
+            return plan
+        choice = self.towers[way]
+        outside = others + self.shown + self._ends
+        patches, run = self._pictures.runs(self._tower, available - outside, choice)
+        peak = max(plan.peak_bytes, round(outside + run))
+        return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
 
 
 def _alive(spans: Sequence[Span], part: int) -> list[list[int]]:
@@ -170,13 +241,6 @@ def _least(peaks: np.ndarray, costs: np.ndarray, room: np.ndarray) -> np.ndarray
     order = np.argsort(peaks, axis=None)
     least = np.append(np.inf, np.minimum.accumulate(costs.ravel()[order]))
     return least[np.searchsorted(peaks.ravel()[order], room, side="right")]
-
-
-def _forward(memory: ModelMemory, work: PartWork, costs: np.ndarray) -> float:
-    """Multiply-adds of a forward."""
-    cost = memory.cost
-    outside = cost.outside_weights * work.num_tokens + cost.lm_head_weights * work.scored
-    return float(costs[-1, -1] + outside)
 
 
 def _message(

@@ -67,8 +67,8 @@ _FUNCTIONS: dict[Mode, Any] = {
     "all_but_attention": partial(_keeping_attention, use_reentrant=False),
     "nothing": None,
 }
-# what torch's attention runs in the towers of pictures
-_IN_TOWERS = [
+#: What torch's attention runs in the towers of pictures.
+IN_TOWERS = [
     operator.default
     for name in (
         "flash_attention",
@@ -79,7 +79,7 @@ _IN_TOWERS = [
     if (operator := getattr(torch.ops.aten, f"_scaled_dot_product_{name}", None)) is not None
 ]
 _of_towers = partial(
-    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, _IN_TOWERS)
+    _checkpoint, context_fn=partial(create_selective_checkpoint_contexts, IN_TOWERS)
 )
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 
@@ -120,6 +120,16 @@ def checkpoint_of_tower(tower: nn.Module, mode: Mode) -> Callable[..., Any] | No
         function = partial(_keeping_attention, use_reentrant=False, selective=_of_towers)
     within = [m for m in tower.modules() if _has_switch(m)]
     return partial(_as_one, within, function) if within else function
+
+
+def keeping_in_tower(tower: nn.Module) -> Callable[..., Any]:
+    """The same for runs of a tower that keep their activations: its layers have no checkpoints."""
+    within = [m for m in tower.modules() if _has_switch(m)]
+    return partial(_as_one, within, _direct) if within else _direct
+
+
+def _direct(run: Callable[..., Any], *args: Any) -> Any:
+    return run(*args)
 
 
 def checkpoints_itself(tower: nn.Module) -> bool:

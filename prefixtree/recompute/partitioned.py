@@ -10,9 +10,12 @@ as many bytes as inductor's buffers take at once.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,14 +24,18 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from prefixtree.models.changes import changing
+from prefixtree.models.copied_forwards import with_globals
 from prefixtree.packing.mask import TreeMask
 from prefixtree.recompute.layers import KEPT, Mode
+
+# of transformers, where a forward looks up what attends
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 
 
 @contextmanager
@@ -51,15 +58,14 @@ def partitioned(
 
 
 class _Inside(nn.Module):
-    """A layer's own forward, as a module with the layer's parameters."""
+    """A function that reads a module's weights, as a module with them."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
-        self.layer = layer
-        self._forward = layer.forward
+        self.module, self._run = module, run
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self._run(*tensors)
 
 
 def _cut_forward(
@@ -69,44 +75,134 @@ def _cut_forward(
     fake: FakeTensorMode,
     cut: dict[Hashable, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    inside = _Inside(layer)
-    state = dict([*inside.named_parameters(), *inside.named_buffers()])
+    own = layer.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         flat, spec = tree_flatten((args, kwargs))
         (mask,) = {id(x): x for x in flat if isinstance(x, TreeMask)}.values()
         handle = fake.from_tensor(mask.handle)
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        given = (*state.values(), handle, *tensors)
 
-        def run(*given: torch.Tensor) -> Any:
+        def run(handle: torch.Tensor, *tensors: torch.Tensor) -> Any:
             # the operators' mask is an input, as in compiled layers
             of_graph = copy.copy(mask)
-            of_graph.handle = given[len(state)]
-            rest = iter(given[len(state) + 1 :])
+            of_graph.handle = handle
+            rest = iter(tensors)
             leaves = [
                 of_graph if x is mask else next(rest) if isinstance(x, torch.Tensor) else x
                 for x in flat
             ]
             args, kwargs = tree_unflatten(leaves, spec)
-            return torch.func.functional_call(
-                inside, dict(zip(state, given, strict=False)), args, kwargs
-            )
+            return own(*args, **kwargs)
 
-        shapes = kind, *(tuple(x.shape) for x in tensors)
-        if shapes not in cut:
-            function = aot_function(
-                run,
-                fw_compiler=lambda graph, inputs: make_boxed_func(graph),
-                bw_compiler=lambda graph, inputs: _Backward(graph),
-                partition_fn=lambda *joint, **how: _partition(mode, *joint, **how),
-                decompositions=select_decomp_table(),
-            )
-            # tracing makes tensors that a run does not
-            with _disable_current_modes():
-                function(*given)
-            cut[shapes] = function
-        return cut[shapes](*given)
+        return _run_cut(cut, kind, mode, _Inside(layer, run), [handle, *tensors])
+
+    return forward
+
+
+def _run_cut(
+    cut: dict[Hashable, Callable[..., Any]],
+    kind: Hashable,
+    mode: Mode,
+    inside: _Inside,
+    tensors: Sequence[torch.Tensor],
+) -> Any:
+    """Calls a function as it is cut for a mode; calls of one kind and shape share their graphs."""
+    state = dict([*inside.named_parameters(), *inside.named_buffers()])
+    given = *state.values(), *tensors
+
+    def run(*given: torch.Tensor) -> Any:
+        weights = dict(zip(state, given, strict=False))
+        return torch.func.functional_call(inside, weights, given[len(state) :])
+
+    shapes = kind, *(tuple(x.shape) for x in tensors)
+    if shapes not in cut:
+        function = aot_function(
+            run,
+            fw_compiler=lambda graph, inputs: make_boxed_func(graph),
+            bw_compiler=lambda graph, inputs: _Backward(graph),
+            partition_fn=lambda *joint, **how: _partition(mode, *joint, **how),
+            decompositions=select_decomp_table(),
+        )
+        # tracing makes tensors that a run does not
+        with _disable_current_modes():
+            function(*given)
+        cut[shapes] = function
+    return cut[shapes](*given)
+
+
+# ---- parts of a tower's blocks -------------------------------------------------------------------
+
+
+class _Attends(Exception):
+    """Ends a part's forward where it attends, with what attention is called with."""
+
+
+def cut_function(fake: FakeTensorMode, function: Any) -> Callable[..., Any]:
+    """The forward of a part of a tower's block as it is cut, around attention as where compiled.
+
+    Args:
+        fake: the mode of the tensors.
+        function: as `compile_blocks` has it compiled.
+
+    Returns:
+        A function with the same arguments.
+    """
+    cut: dict[Hashable, Callable[..., Any]] = {}
+    calls: dict[Hashable, tuple[Any, dict[str, Any]]] = {}
+    attends = _FUNCTIONS in inspect.unwrap(function).__code__.co_names
+
+    def meaning(attention: Callable[[Any], Any]) -> Any:
+        """The forward, in which another function attends."""
+
+        def functions(before: Any) -> Any:
+            return SimpleNamespace(get_interface=lambda *names: attention(before))
+
+        return with_globals(function, {_FUNCTIONS: functions})
+
+    def forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        is_input = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in flat]
+        inputs = [x for x, given in zip(flat, is_input, strict=True) if given]
+        inputs = [x if isinstance(x, FakeTensor) else fake.from_tensor(x) for x in inputs]
+        # borders of pictures are numbers
+        borders = [x for x in flat if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+        kind = str([x.tolist() for x in borders])
+
+        def call(forward: Any, *inputs: torch.Tensor) -> Any:
+            rest = iter(inputs)
+            leaves = [next(rest) if given else x for x, given in zip(flat, is_input, strict=True)]
+            args, kwargs = tree_unflatten(leaves, spec)
+            return forward(part, *args, **kwargs)
+
+        def run(name: str, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+            return _run_cut(cut, (name, kind), "nothing", _Inside(part, function), inputs)
+
+        if not attends:
+            return run("whole", partial(call, function), *inputs)
+
+        def before(*inputs: torch.Tensor) -> Any:
+            def stops(functions: Any) -> Any:
+                def attend(module: Any, *shown: torch.Tensor, **options: Any) -> Any:
+                    calls[kind] = functions.get_interface(), options
+                    raise _Attends(shown)
+
+                return attend
+
+            try:
+                call(meaning(stops), *inputs)
+            except _Attends as reached:
+                return reached.args[0]
+            raise TypeError("a tower's attention does not call transformers' function")
+
+        shown = run("before", before, *inputs)
+        attend, options = calls[kind]
+        output = attend(part, *shown, **options)[0]
+
+        def behind(output: torch.Tensor, *inputs: torch.Tensor) -> Any:
+            return call(meaning(lambda _: lambda *_, **__: (output, None)), *inputs)
+
+        return run("behind", behind, output, *inputs)
 
     return forward
 

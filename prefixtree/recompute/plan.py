@@ -16,17 +16,15 @@ import torch
 from prefixtree.forest import PrefixForest
 from prefixtree.packing.visible import visible_pairs
 from prefixtree.recompute.layers import MODES, Mode
+from prefixtree.recompute.picture_work import RUN, PictureWork, TowerChoice
 
 if TYPE_CHECKING:
-    from prefixtree.packing.placements import Placements
-    from prefixtree.pictures import Pictures
     from prefixtree.recompute.trace import ModelMemory
     from prefixtree.recompute.trace_tower import TowerMemory
 
 _GIB = 2**30
-#: patches of pictures that a tower takes at once: enough to keep a GPU busy, and about 28 GiB of
-#: activations in a tower of 24 layers of width 1024
-RUN = 1 << 15
+# of what a tower may keep
+_CHOICES = 64
 # logits of a chunk of scored edges, and their float32 copies where no kernel of ours runs
 _LOGITS = 1 << 29
 
@@ -39,16 +37,21 @@ class RecomputePlan:
         modes: "all", "all_but_attention" or "nothing", first layer to last.
         peak_bytes: the most bytes of activations that are alive at once, as predicted; gradients of
             weights that are added to kept ones count, weights and kept gradients do not.
-        patches: of pictures, that the vision tower takes at once, and computes again in the
-            backward; a larger picture is taken alone.
+        patches: of pictures, that the vision tower takes at once; a larger picture is taken alone.
+        kept: of the last pictures, as many as have at most so many patches, the tower keeps its
+            activations; those of the others it computes again in the backward. None: of all, in a
+            plan without pictures.
     """
 
     modes: tuple[Mode, ...]
     peak_bytes: int
     patches: int = RUN
+    kept: int | None = None
 
     def __str__(self) -> str:
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
+        if self.kept is not None:
+            counts += f", and in the vision tower all but {self.kept:,} patches"
         return f"recomputed in {len(self.modes)} layers: {counts}; {self.peak_bytes / _GIB:.1f} GiB"
 
 
@@ -109,65 +112,6 @@ class PartWork:
         return int(self.runs[1].sum())
 
 
-@dataclass(frozen=True)
-class PictureWork:
-    """The pictures of a micro-batch, as the memory model sees them.
-
-    Attributes:
-        patches: of each distinct picture, by its number.
-        features: those of distinct pictures, and those in the place of placeholders.
-        pixel_bytes: that are not there yet: pixels on their way, and in the tower's dtype.
-    """
-
-    patches: dict[int, int]
-    features: int
-    pixel_bytes: int
-
-    def held(self, tower: TowerMemory) -> int:
-        """Bytes of features and pixels from the tower's forward to its backward."""
-        return self.features * tower.feature + self.pixel_bytes
-
-    def least(self, tower: TowerMemory) -> float:
-        """The least bytes that the tower needs, for pictures one by one or all at once."""
-        one_by_one = tower.run(max(self.patches.values())) + tower.gradients
-        total = sum(self.patches.values())
-        at_once = len(self.patches) == 1 or total <= RUN
-        return min(one_by_one, tower.run(total)) if at_once else one_by_one
-
-    def runs(self, tower: TowerMemory, available: float) -> tuple[int, float]:
-        """The patches that the tower takes at once, as many as fit, and the bytes that it needs."""
-        total, waiting = sum(self.patches.values()), 0
-        patches = tower.patches_that_fit(available)
-        if total > min(RUN, patches):
-            # several runs
-            waiting = tower.gradients if len(self.patches) > 1 else 0
-            patches = tower.patches_that_fit(available - waiting)
-        run = max(max(self.patches.values()), min(RUN, patches, total))
-        return min(RUN, patches), tower.run(run) + waiting
-
-    @classmethod
-    def of(
-        cls, placements: Placements, pictures: Pictures, dtype: torch.dtype, moved: bool
-    ) -> PictureWork | None:
-        """Those of a forest; None where it places none.
-
-        Args:
-            placements: of the forest. dtype: in which the tower takes pixels.
-            moved: whether their pixels are on the device.
-        """
-        shown = {n: pictures.distinct[n] for n in sorted(set(placements.number.tolist()))}
-        if not shown:
-            return None
-        taken = sum(
-            (0 if moved else p.pixels.nbytes)
-            + (0 if p.pixels.dtype == dtype else p.pixels.numel() * dtype.itemsize)
-            for p in shown.values()
-        )
-        features = sum(p.runs * p.run_tokens for p in shown.values())
-        features += sum(shown[n].run_tokens for n in placements.number.tolist())
-        return cls({n: len(p.pixels) for n, p in shown.items()}, features, taken)
-
-
 def scoring_bytes(memory: ModelMemory, work: Work | PartWork) -> float:
     """The most bytes that the last norm and the lm_head take beside what the layers hold."""
     cost = memory.cost
@@ -202,39 +146,58 @@ def plan_for(
     Features of pictures are there from the tower's forward to its backward. The backward of the
     tower comes last, when the activations of layers are gone, so the larger of both counts.
 
+    The tower keeps its activations of the last pictures where that saves more multiply-adds than
+    layers would with these bytes.
+
     Args:
-        tower: the memory of the tower, where there are pictures. It is always recomputed, in runs
-            of as many patches as fit.
+        tower: the memory of the tower, where there are pictures. What it does not keep it computes
+            again in runs of as many patches as fit.
         with_spare: whether layers leave `spare_bytes` free. Default: only what was planned with.
 
     Raises:
         torch.OutOfMemoryError: not even a backward that recomputes every layer fits, or the tower
             does not with one picture at a time.
     """
-    if work.pictures is not None and tower is not None:
-        held = work.pictures.held(tower)
-        available -= held
-        # the gradient of the embedding waits, and that of an lm_head with its weight
-        of_tower = available - memory.before * work.num_tokens - waiting_bytes(memory, work)
-        number, largest = max(work.pictures.patches.items(), key=lambda item: item[1])
-        at_once, run = work.pictures.runs(tower, of_tower)
-        if run > of_tower:
-            raise torch.OutOfMemoryError(
-                f"the vision tower needs about {run / _GIB:.1f} GiB for picture "
-                f"{number} alone, the largest with {largest:,} patches, and "
-                f"{max(0.0, of_tower) / _GIB:.1f} GiB are available beside pixels and features, "
-                f"enough for {at_once:,} patches at once: give smaller pictures (max_pixels of the "
-                "processor), fewer of them in a micro-batch, or more memory"
-            )
-        of_text = replace(work, pictures=None)
-        text = plan_for(memory, of_text, available, with_spare=with_spare)
-        peak = max(text.peak_bytes, run + available - of_tower)
-        return replace(text, peak_bytes=round(peak + held), patches=at_once)
     peaks, cost = peaks_of(memory, work), recomputed_by(memory, work)
-    plan = cheapest(peaks, cost, available - spare_bytes(memory, work, with_spare))
-    if plan is None:
+    spare = spare_bytes(memory, work, with_spare)
+    if work.pictures is None or tower is None:
+        plan = cheapest(peaks, cost, available - spare)
+        if plan is None:
+            raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
+        return plan
+    pictures = work.pictures
+    held = pictures.held(tower)
+    available -= held
+    # the gradient of the embedding waits, and that of an lm_head with its weight
+    ends = memory.before * work.num_tokens + waiting_bytes(memory, work)
+    choices = pictures.choices(tower, _CHOICES)
+    if choices[0].needs > available - ends:
+        number, largest = max(pictures.patches.items(), key=lambda item: item[1])
+        at_once, run = pictures.runs(tower, available - ends, choices[0])
+        raise torch.OutOfMemoryError(
+            f"the vision tower needs about {run / _GIB:.1f} GiB for picture "
+            f"{number} alone, the largest with {largest:,} patches, and "
+            f"{max(0.0, available - ends) / _GIB:.1f} GiB are available beside pixels and "
+            f"features, enough for {at_once:,} patches at once: give smaller pictures (max_pixels "
+            "of the processor), fewer of them in a micro-batch, or more memory"
+        )
+    found: list[tuple[float, RecomputePlan, TowerChoice]] = []
+    for choice in choices:
+        # what is kept leaves blocks to be cut in every plan
+        free = np.max(spare) if choice.kept else spare
+        if choice.needs + (free if choice.kept else 0.0) > available - ends:
+            continue
+        room = available - choice.held - free
+        if (text := cheapest(peaks, cost, room)) is not None:
+            again = float(cost[place_of(text)]) + choice.again
+            found.append((again, text, choice))
+    if not found:
         raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
-    return plan
+    # of equal ones the first, which keeps least
+    _, text, choice = min(found, key=lambda each: each[0])
+    at_once, run = pictures.runs(tower, available - ends, choice)
+    peak = max(text.peak_bytes + choice.held, run + ends)
+    return replace(text, peak_bytes=round(peak + held), patches=at_once, kept=choice.kept)
 
 
 def cheapest(
@@ -251,6 +214,12 @@ def cheapest(
     if not np.isfinite(fits.min()):
         return None
     return plan_at(peaks, int(best[peaks.flat[best].argmin()]))
+
+
+def place_of(plan: RecomputePlan) -> tuple[int, int]:
+    """Where a plan stands in arrays of all plans [a, b]."""
+    counts = [plan.modes.count(mode) for mode in MODES]
+    return counts[0], counts[0] + counts[1]
 
 
 def plan_at(peaks: np.ndarray, place: int) -> RecomputePlan:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ _Cut = Callable[
 ]
 # tokens of the two traces: multiples of what recurrent kernels take at once
 _TOKENS = (512, 2048)
+_Memory = TypeVar("_Memory")
 
 
 @dataclass(frozen=True)
@@ -215,12 +217,20 @@ class TraceKey:
 def _trace(
     key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, device: str, compiled: bool
 ) -> ModelMemory:
+    traced = partial(_traced, key, dtype, autocast, device)
     if not compiled:
-        return _traced(key, dtype, autocast, device)
-    try:
-        from prefixtree.recompute.partitioned import partitioned
+        return traced()
+    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, device, False))
 
-        return _traced(key, dtype, autocast, device, partitioned)
+
+def traced_as_cut(traced: Callable[[Any], _Memory], uncut: Callable[[], _Memory]) -> _Memory:
+    """The memory of compiled code; where that cannot be cut, of code that is not compiled.
+
+    Args:
+        traced: from the module `partitioned` to the one. uncut: gives the other.
+    """
+    try:
+        return traced(import_module("prefixtree.recompute.partitioned"))
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
     except (ImportError, AttributeError, TypeError) as problem:
@@ -235,7 +245,7 @@ def _trace(
         # a layer that changes what other layers read (Gemma 3n) cannot be cut by itself
         pass
     # what a layer keeps without being compiled is more
-    return _trace(key, dtype, autocast, device, False)
+    return uncut()
 
 
 def _traced(
@@ -243,9 +253,9 @@ def _traced(
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     device: str,
-    cut: _Cut | None = None,
+    cut: Any = None,
 ) -> ModelMemory:
-    """Traces the model, its layers cut by `cut` if it is compiled."""
+    """Traces the model, its layers cut by `cut`, the module `partitioned`, if it is compiled."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # making a model sets its attention and dtype in the config
     config = copy.deepcopy(key.config)
@@ -272,7 +282,7 @@ def _traced(
     signatures = [_signature(layer) for layer in layers]
     # what the first two hold is not all their own
     needed = min(len(layers), max(map(signatures.index, signatures)) + 3)
-    cut_layers = cut and partial(cut, layers[:needed], signatures[:needed])
+    cut_layers = cut and partial(cut.partitioned, layers[:needed], signatures[:needed])
     by_mode: dict[Mode, tuple[LayerMemory, ...]] = {}
     before = 0.0
     for mode in MODES:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.encodings import blank_picture
 from prefixtree.models.families import ENCODES
-from prefixtree.models.tower import features_in, in_few_calls
+from prefixtree.models.tower import compile_blocks, features_in, in_few_calls
 from prefixtree.models.vision import grid_keyword_of, tower_of
-from prefixtree.recompute.layers import checkpoint_of_tower
+from prefixtree.recompute.layers import IN_TOWERS, checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.trace import (
     Adapters,
     DataDependentOutputException,
@@ -32,6 +33,7 @@ from prefixtree.recompute.trace import (
     TorchDispatchMode,
     TraceKey,
     make_fake,
+    traced_as_cut,
     tree_iter,
 )
 
@@ -59,6 +61,11 @@ class TowerMemory:
         feature: of the features of one placeholder, all that the model reads.
         dtype: of pixels as the tower takes them.
         gradients: of its parameters, which those of the first run wait in until the last one.
+        held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
+            what it keeps from its forward until its backward.
+        products: multiply-adds of a run per patch, attention's left out; 0.0 of a tower without
+            gradients, in which nothing is computed again.
+        pairs: attention's, per pair of patches of a picture.
     """
 
     patch: float
@@ -66,10 +73,21 @@ class TowerMemory:
     feature: int
     dtype: torch.dtype
     gradients: int
+    held: tuple[float, float] = (0.0, 0.0)
+    products: float = 0.0
+    pairs: float = 0.0
 
     def run(self, patches: int) -> float:
         """The bytes of a run."""
         return self.patch * patches + self.fixed
+
+    def kept(self, patches: int) -> float:
+        """The bytes that a run keeps which is not computed again."""
+        return self.held[0] * patches + self.held[1]
+
+    def again(self, patches: int) -> float:
+        """The multiply-adds of computing a picture again."""
+        return self.products * patches + self.pairs * patches**2
 
     def patches_that_fit(self, available: float) -> int:
         """The most patches of a run of `available` bytes."""
@@ -82,6 +100,7 @@ def trace_tower(
     autocast: torch.dtype | None,
     adapters: Adapters | None,
     trains: bool,
+    compiled: bool = False,
 ) -> TowerMemory:
     """Traces the vision tower of a config; a trace of the same arguments is kept.
 
@@ -89,6 +108,7 @@ def trace_tower(
         config: of a model that takes pictures.
         dtype, autocast, adapters: as `trace_memory` takes them.
         trains: whether a parameter of the tower gets a gradient.
+        compiled: whether its blocks are compiled (`compile_layers`). Default: False.
 
     Raises:
         UnsupportedError: a tower with eager attention, or one that looks at numbers of pixels.
@@ -101,7 +121,7 @@ def trace_tower(
             "recompute as a mode"
         )
     try:
-        return _traced(TraceKey(config, adapters), dtype, autocast, trains)
+        return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of the vision tower of {config.model_type} cannot be traced: it looks at "
@@ -110,12 +130,23 @@ def trace_tower(
 
 
 @lru_cache(maxsize=16)
+def _trace(
+    key: TraceKey, dtype: torch.dtype, autocast: torch.dtype | None, trains: bool, compiled: bool
+) -> TowerMemory:
+    traced = partial(_traced, key, dtype, autocast, trains)
+    if not compiled:
+        return traced()
+    return traced_as_cut(traced, partial(_trace, key, dtype, autocast, trains, False))
+
+
 def _traced(
     key: TraceKey,
     dtype: torch.dtype,
     autocast: torch.dtype | None,
     trains: bool,
+    cut: Any = None,
 ) -> TowerMemory:
+    """Traces the tower, its blocks cut by `cut`, the module `partitioned`, if they are compiled."""
     from transformers import AutoModelForImageTextToText
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -133,6 +164,8 @@ def _traced(
     # sizes are those of every device; torch chooses kernels of a CPU without asking it
     make_fake(tower, fake, torch.device("cpu"))
     tower.train()
+    if cut is not None:
+        compile_blocks(tower, partial(cut.cut_function, fake))
     tower.forward = in_few_calls(tower)
     if not trains:
         tower.requires_grad_(False)
@@ -141,7 +174,11 @@ def _traced(
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     pixels, grids = blank_picture(config, _SIDE)
     keyword = grid_keyword_of(config)
-    runs = []
+    # a graph is cut as it runs first, which is no part of a checkpoint
+    around = checkpoint_of_tower(tower, "all")
+    assert around is not None
+    held, again = [], []
+    counted = _Products(pixels[..., 0].numel())
     for count in (1, 2):
         shown = fake.from_tensor(torch.cat([pixels] * count).to(dtype))
 
@@ -149,39 +186,96 @@ def _traced(
             keywords = {keyword: torch.cat([grids] * count)} | ({ENCODES: True} if encodes else {})
             return features_in(tower(shown, **keywords))
 
-        runs.append(_run(tower, run, shown, fake, autocast))
-    (few, size, rows), (many, _, _) = runs
-    patches = pixels[..., 0].numel()
-    slope = (many - few) / patches
+        given = tower, shown, fake, autocast
+        with counted if trains and count == 1 else nullcontext():
+            held.append(_run(partial(keeping_in_tower(tower), run), *given, goes_back=False))
+        again.append(_run(partial(around, run), *given))
+    patches, first = pixels[..., 0].numel(), again[0]
+    per_patch, fixed = _line([x.most for x in again], patches)
     gradients = sum(p.nbytes for p in tower.parameters() if p.requires_grad)
-    return TowerMemory(slope, max(0.0, few - slope * patches), size // rows, dtype, gradients)
+    return TowerMemory(
+        per_patch,
+        fixed,
+        first.features // first.rows,
+        dtype,
+        gradients,
+        _line([x.held for x in held], patches) if trains else (0.0, 0.0),
+        counted.products / patches,
+        counted.pairs / patches**2,
+    )
+
+
+def _line(values: Sequence[int], patches: int) -> tuple[float, float]:
+    """The bytes per patch and the fixed bytes of what was measured for one picture and for two."""
+    few, many = values
+    slope = (many - few) / patches
+    return slope, max(0.0, few - slope * patches)
+
+
+class _Bytes(NamedTuple):
+    """Of a run: the most that is alive beside features and their gradients, what is held between
+    forward and backward, features, and their rows."""
+
+    most: int
+    held: int
+    features: int
+    rows: int
 
 
 def _run(
+    run: Callable[[torch.Tensor], dict[str, Any]],
     tower: Any,
-    run: Callable[..., dict[str, Any]],
     shown: torch.Tensor,
     fake: FakeTensorMode,
     autocast: torch.dtype | None,
-) -> tuple[int, int, int]:
-    """The most bytes of a run, those of its features, and their rows."""
+    goes_back: bool = True,
+) -> _Bytes:
     known = (x for parameter in tower.parameters() for x in (parameter, parameter.grad))
     live = LiveBytes(x for x in (shown, *known) if x is not None)
-    around = checkpoint_of_tower(tower, "all")
-    assert around is not None
     with fake, live, _RealNumbers():
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            found = around(run, shown)
+            found = run(shown)
         features = [x for x in tree_iter(found) if isinstance(x, torch.Tensor)]
         del found
         size = sum(x.nbytes for x in features)
-        most = live.restart() - size
-        if features[0].requires_grad:
+        most, held = live.restart() - size, live.bytes - size
+        if goes_back and features[0].requires_grad:
             gradients = [torch.ones_like(x) for x in features]
             live.restart()
             torch.autograd.backward(features, gradients)
             most = max(most, live.restart() - 2 * size)
-    return most, size, len(features[0])
+    return _Bytes(most, held, size, len(features[0]))
+
+
+class _Products(TorchDispatchMode):
+    """Counts the multiply-adds of a forward over one picture.
+
+    Attributes:
+        products: those that grow with its patches, attention within windows among them.
+        pairs: those that grow with its pairs of patches.
+    """
+
+    def __init__(self, patches: int) -> None:
+        super().__init__()
+        self._patches = patches
+        self.products = self.pairs = 0.0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in IN_TOWERS:
+            query, key = args[:2]
+            pairs = 2.0 * query.numel() * key.shape[-2]
+            if key.shape[-2] == self._patches:
+                self.pairs += pairs
+            else:
+                self.products += pairs
+        elif func in _PRODUCTS:
+            # a bias stands before the factors
+            left, right = args[-2:]
+            self.products += float(left.numel() * right.shape[-1])
+        return result
 
 
 class _RealNumbers(TorchDispatchMode):
@@ -201,6 +295,7 @@ class _RealNumbers(TorchDispatchMode):
 
 
 _aten = torch.ops.aten
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default)
 _INDEXED = (
     _aten.index.Tensor,
     _aten.index_put.default,

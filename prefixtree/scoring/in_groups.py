@@ -181,7 +181,11 @@ def part_of_rank(
 
 
 def token_part_of_rank(
-    model: nn.Module, packed: PackedForest, group: ProcessGroup, check: Callable[[], Any]
+    model: nn.Module,
+    packed: PackedForest,
+    group: ProcessGroup,
+    check: Callable[[], Any],
+    recompute: Any,
 ) -> TokenPart:
     """This rank's part where a model gives a value per token.
 
@@ -190,6 +194,7 @@ def token_part_of_rank(
         packed: the packed forest.
         group: the process group, of two ranks or more.
         check: gives the transformers model inside, or raises.
+        recompute: which must be the same on all ranks.
 
     Returns:
         The share.
@@ -202,7 +207,7 @@ def token_part_of_rank(
         return check(), None
 
     (transformer, _), part = _part_of_rank(
-        model, packed, group, found, {"recompute": None}, "parts"
+        model, packed, group, found, {"recompute": recompute}, "parts"
     )
     return TokenPart(
         inputs=part.inputs(transformer.config),

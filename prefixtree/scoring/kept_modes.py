@@ -24,7 +24,8 @@ from prefixtree.recompute.forward import (
     tower_memory_of,
 )
 from prefixtree.recompute.kept_plan import plan_kept
-from prefixtree.recompute.plan import PartWork, PictureWork
+from prefixtree.recompute.picture_work import PictureWork
+from prefixtree.recompute.plan import PartWork
 
 #: What `kept_trunks(recompute_trunks=)` takes.
 RecomputeTrunks = Recompute | Literal["again"]
@@ -118,6 +119,9 @@ def modes_of(
         tower = None
         if placed is not None and len(placed.placements.number):
             tower = tower_memory_of(model, causal_lm, steps.packed.device)
+            if any(isinstance(module, FSDPModule) for module in model.modules()):
+                # a backward may meet that of any forward of another rank: all compute again
+                tower = replace(tower, products=0.0, pairs=0.0)
             shown = [
                 PictureWork.of(
                     placed.placements.shown_by(part.own_tokens, placed.pictures),

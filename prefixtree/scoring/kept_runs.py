@@ -41,7 +41,7 @@ from prefixtree.parallel.steps import LoanStore, StepExchanges
 from prefixtree.planning.micro_batch import MicroBatch
 from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import Recompute, recomputed_forward
-from prefixtree.recompute.plan import RUN
+from prefixtree.recompute.picture_work import RUN
 from prefixtree.scoring.edges import ScoredUnits
 from prefixtree.scoring.in_groups import part_inputs
 from prefixtree.scoring.in_steps import Wrapped, check_static_graph, dummy_of

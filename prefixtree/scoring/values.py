@@ -29,6 +29,7 @@ from prefixtree.packing.arguments import check_packed
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.parallel.agreement import num_ranks
+from prefixtree.recompute.forward import Recompute, recomputed_forward
 from prefixtree.scoring.in_groups import token_part_of_rank
 from prefixtree.scoring.lm_head import check_rows_alone
 from prefixtree.scoring.parallel_lm_head import is_linear
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 
 @with_hints
 def sequence_values(
-    model: nn.Module, packed: PackedForest, *, group: ProcessGroup | None = None
+    model: nn.Module,
+    packed: PackedForest,
+    *,
+    recompute: Recompute = None,
+    group: ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
     """The values at every token of every sequence; the model runs once, over the distinct tokens.
 
@@ -55,6 +60,7 @@ def sequence_values(
             (DDP, FSDP2, PEFT) or not. Of a sequence classifier the score layer is read at every
             token, where transformers reads it at the last one.
         packed: the packed forest, on the model's device.
+        recompute: as in `sequence_logprobs`.
         group: the ranks that compute this forest together, as in `sequence_logprobs`. Default:
             this process alone computes it.
 
@@ -66,19 +72,22 @@ def sequence_values(
         TypeError: anything but a PackedForest, or a model that is no module.
         UnsupportedError: a model that does not give a value per token exactly, with the reason.
         ForestError: a forest without token ids.
-        ValueError: tokens that the model does not have; ranks of a group that differ.
+        ValueError: tokens that the model does not have; an unknown `recompute`, or a plan for
+            another model; ranks of a group that differ.
+        torch.OutOfMemoryError: as `sequence_logprobs`.
     """
     check_packed(packed, "sequence_values", subset=True)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
     check = partial(checked_classifier, model, packed)
     if group is not None and num_ranks(group) > 1:
-        local = token_part_of_rank(model, packed, group, check)
+        local = token_part_of_rank(model, packed, group, check, recompute)
         classifier, inputs, mask = transformer_of(model), local.inputs, local.mask
     else:
         classifier, local, mask = check(), None, packed.mask
         inputs = forward_inputs(packed, classifier.config)
-    own = values_of_tokens(model, classifier, mask, inputs)
+    with recomputed_forward(model, classifier, packed, 0, recompute):
+        own = values_of_tokens(model, classifier, mask, inputs)
     return packed.unpack(own if local is None else local.gathered(own))
 
 

@@ -111,6 +111,7 @@ def ends_at_attention() -> bool:
                 ("qwen3_vl", "auto"),
                 ("qwen3_vl_moe", "all"),
                 ("qwen3_5", "all_but_attention"),
+                ("qwen3_5_moe", "all"),
                 ("glm4v", "all"),
                 ("gemma4", None),
             )

@@ -18,7 +18,7 @@ from prefixtree.models import tower_attention
 from prefixtree.models.tower import TowerRuns, TowerShape, in_few_calls
 from prefixtree.models.vision import PlacedPictures, tower_of
 from prefixtree.recompute import forward as recompute
-from prefixtree.recompute.layers import checkpoint_of_tower
+from prefixtree.recompute.layers import checkpoint_of_tower, keeping_in_tower
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.recompute.trace import LiveBytes
 from tests.models.test_vision import FAMILIES, TREE, made_of
@@ -45,9 +45,14 @@ def _layers(model: Any) -> Any:
 
 def test_runs_of_pictures():
     shape = TowerShape([32, 32, 24, 100, 8], 49)
-    assert shape.runs(64) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert shape.runs(1) == [(i, i + 1) for i in range(5)]
-    assert shape.runs(196) == [(0, 5)] and shape.runs(195) == [(0, 4), (4, 5)]
+    assert shape.runs(64) == ([(0, 2), (2, 3), (3, 4), (4, 5)], [])
+    assert shape.runs(1) == ([(i, i + 1) for i in range(5)], [])
+    assert shape.runs(196) == ([(0, 5)], []) and shape.runs(195) == ([(0, 4), (4, 5)], [])
+    # the last of at most 132 patches have runs of their own
+    assert shape.runs(64, 132) == ([(0, 2)], [(2, 3), (3, 4), (4, 5)])
+    assert shape.runs(64, 107) == ([(0, 2), (2, 3), (3, 4)], [(4, 5)])
+    assert shape.runs(64, 7) == shape.runs(64, -1) == shape.runs(64)
+    assert shape.runs(200, 196) == ([], [(0, 5)])
 
 
 # ---- exact ---------------------------------------------------------------------------------------
@@ -58,11 +63,11 @@ def test_runs_of_pictures():
     [("qwen3_vl", "images"), ("qwen2_5_vl", "videos"), ("gemma4", "images")],
 )
 def test_float64_is_exact(model_type, kind):
-    """Runs of one and of two pictures, with a blank behind."""
+    """Runs of one and of two pictures, the last one's kept, with blanks around."""
     made = made_of(model_type, kind)
     with Float64():
         expected = run_alone(build(model_type, "eager", torch.float64), made)
-        for patches in (1, 80):
+        for patches, kept in ((1, 0), (80, 0), (1, 40), (80, 72), (80, 1000)):
             model = build(model_type, dtype=torch.float64)
             again = checkpoint_of_tower(tower_of(model), "all")
 
@@ -74,7 +79,8 @@ def test_float64_is_exact(model_type, kind):
 
                 return again(in_float64, *tensors)
 
-            found = errors(run_forward(model, made, TowerRuns(patches, around, 3)), expected)
+            runs = TowerRuns(patches, around, 3, kept, keeping_in_tower(tower_of(model)), 2)
+            found = errors(run_forward(model, made, runs), expected)
             assert found.largest < 1e-12
 
 
@@ -85,10 +91,14 @@ def _small_runs(patches: int = 40) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mode", ["all", "all_but_attention", "plan", "reentrant", "non-reentrant"])
+_WAYS = ["all", "all_but_attention", "plan", "kept", "reentrant", "non-reentrant"]
+
+
+@pytest.mark.parametrize("mode", _WAYS)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_as_layers_are_recomputed(model_type, mode):
-    """Each picture is a run, computed twice, whoever asked for it."""
+    """Each picture is a run, computed twice, whoever asked for it, unless a plan keeps it. Its
+    layers are not checkpointed one by one then, whatever was set."""
     if mode == "reentrant" and model_type == "gemma4":
         pytest.skip("refused: layers use keys of earlier ones")
     model = build(model_type)
@@ -97,11 +107,13 @@ def test_as_layers_are_recomputed(model_type, mode):
         enable_checkpointing(model, use_reentrant=mode == "reentrant")
     else:
         layers = len(model.get_decoder().layers)
-        plan = RecomputePlan(("nothing",) * layers, 0, patches=40)
-        options["recompute"] = plan if mode == "plan" else mode
+        plan = RecomputePlan(("nothing",) * layers, 0, patches=40, kept=40 if mode == "kept" else 0)
+        options["recompute"] = plan if mode in ("plan", "kept") else mode
+        if mode == "kept":
+            enable_checkpointing(model, use_reentrant=False)
     with _small_runs(), counted(_layers(model)[:1]) as blocks:
         found = errors(run_packed(model, batch(model_type), **options), reference(model_type))
-        assert blocks() == 2 * 3
+        assert blocks() == 2 * 3 - (mode == "kept")
     assert found.largest < tolerance(model_type)
 
 
@@ -154,16 +166,20 @@ def test_without_gradients_runs_are_as_short():
 def test_a_run_without_gradient_is_seen(model_type, monkeypatch):
     joined = runs_of_tower._joined
 
-    def dropped(parts: list[Any], blanks: int) -> Any:
+    def dropped(parts: list[Any], *blanks: int) -> Any:
         if isinstance(parts[0], torch.Tensor):
             parts = [*parts[:-1], parts[-1].detach()]
-        return joined(parts, blanks)
+        return joined(parts, *blanks)
 
     monkeypatch.setattr(runs_of_tower, "_joined", dropped)
-    with _small_runs():
-        run = run_packed(build(model_type), batch(model_type), recompute="all")
-    wrong = errors(run, reference(model_type))
-    assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+    model = build(model_type)
+    kept = RecomputePlan(("all",) * len(model.get_decoder().layers), 0, patches=40, kept=40)
+    for mode in ("all", kept):
+        with _small_runs():
+            run = run_packed(model, batch(model_type), recompute=mode)
+        wrong = errors(run, reference(model_type))
+        assert wrong.logprob < tolerance(model_type) and wrong.tower > 0.2
+        model.zero_grad(set_to_none=True)
 
 
 # ---- patches by products -------------------------------------------------------------------------

@@ -210,18 +210,33 @@ def test_auto_plans_the_tower_too(share, monkeypatch):
         live = LiveBytes([*(p.pixels for p in pictures.distinct), *known])
         most = 0
         options = {"recompute": "auto", "chunk_size": 64}
-        with live, pt.kept_trunks(model, batches, pictures=pictures, **options) as scored:
+        with (
+            live,
+            counted(vision.tower_of(model).blocks[:1]) as blocks,
+            pt.kept_trunks(model, batches, pictures=pictures, **options) as scored,
+        ):
             for each, scores in scored:
                 _loss(scores.logprobs, each.take(made.weights)).backward()
                 most = max(most, live.restart())
                 del scores
+            ran.append(blocks())
         return max(most, live.restart())
 
+    ran: list[int] = []
     counted_bytes()
     memory.left = memory.share(share)
     model.zero_grad(set_to_none=False)
     measured, plan = counted_bytes(), memory.plans[-1]
     print(f"{share}: {plan}, predicted / counted: {plan.peak_bytes / measured:.3f}")
+    # pictures that are kept are a run, those of a part; others are computed again one by one
+    of_trunk, *others = plan.of_part
+    if share == 1:
+        assert not plan.runs_again and ran[-1] == len(plan.of_part)
+        assert of_trunk.kept == 256 and {part.kept for part in others} == {512}
+    elif share == 0:
+        # the trunk runs again, right before its backward
+        assert plan.runs_again and {part.kept for part in others} == {0}
+        assert ran[-1] == 2 + 2 * 2 * len(others)
     # a run is planned to the last patch that fits, and pictures are whole
     assert 0.8 * plan.peak_bytes < measured < 1.03 * plan.peak_bytes <= 1.03 * memory.left
     assert share or any(set(part.modes) != {"nothing"} for part in plan.of_part)

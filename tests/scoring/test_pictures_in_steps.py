@@ -80,10 +80,15 @@ def test_equals_each_sequence_alone(model_type, kind):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
-@pytest.mark.parametrize("recompute", ["all", "nothing"])
+@pytest.mark.parametrize("recompute", ["all", "nothing", "a plan"])
 def test_the_tower_in_runs(model_type, recompute, monkeypatch):
     monkeypatch.setattr(forward, "RUN", 1)
-    run = run_packed(build(model_type), batch(model_type), recompute=recompute, **OPTIONS)
+    model = build(model_type)
+    if recompute == "a plan":
+        # each step keeps its last picture
+        layers = len(model.get_decoder().layers)
+        recompute = pt.RecomputePlan(("all",) * layers, 0, patches=1, kept=40)
+    run = run_packed(model, batch(model_type), recompute=recompute, **OPTIONS)
     assert errors(run, reference(model_type)).largest < tolerance(model_type)
 
 

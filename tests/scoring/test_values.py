@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from transformers import (
 )
 
 import prefixtree as pt
+from prefixtree.models.layers import layers_of
+from prefixtree.recompute import forward
+from prefixtree.recompute.layers import MODES
 from prefixtree.scoring.logprobs import sequence_logprobs
 from prefixtree.scoring.values import sequence_values
 from tests.support.models import (
@@ -27,6 +31,8 @@ from tests.support.models import (
     ragged_sequences,
     randomise,
 )
+from tests.support.operator_calls import count_attentions
+from tests.support.picture_cases import Float64
 
 _TYPES = ["qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
 _CLASSES = {
@@ -84,6 +90,53 @@ def test_each_sequence_alone(model_type, kind, checkpointing):
     reference = classifier(_CLASSES[kind], model_type, "eager")
     expected = alone(reference)
     assert_same(got, run(expected, squares(expected), reference))
+
+
+def in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with Float64():
+        return forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("recompute", [*MODES, "auto", "a plan"])
+def test_layers_recompute_what_is_asked_for(recompute, monkeypatch):
+    """Exact in float64, and seen by the operators that run: other modes give the same numbers."""
+    model, reference = (
+        classifier(AutoModelForSequenceClassification, "qwen3", name).double()
+        for name in ("prefixtree", "eager")
+    )
+    packed, layers, plans = ragged_packed(), layers_of(model), list[Any]()
+    for part in (part for layer in layers for part in layer.children()):
+        # a backward is a call of torch, in which the mode around it is off
+        part.forward = partial(in_float64, part.forward)
+    plan, modes = recompute, (recompute,) * len(layers)
+    whole = pt.plan_recomputation(model, packed, 1 << 40)
+    assert set(whole.modes) == {"nothing"}
+    if recompute == "a plan":
+        modes = "all", "all_but_attention", *modes[2:-1], "nothing"
+        plan = pt.RecomputePlan(modes, 0)
+    elif recompute == "auto":
+        monkeypatch.setattr(forward, "available_bytes", lambda _: 0.9 * whole.peak_bytes)
+        real = forward.plan_for
+
+        def planned(*given: Any, **options: Any) -> Any:
+            plans.append(real(*given, **options))
+            return plans[-1]
+
+        monkeypatch.setattr(forward, "plan_for", planned)
+    attentions = count_attentions(monkeypatch)
+    with Float64(), counted([layer.mlp for layer in layers]) as products:
+        values = sequence_values(model, packed, recompute=plan)
+        got = run(values, squares(values), model)
+        if plans:
+            modes = plans[0].modes
+            assert set(modes) != {"nothing"} and plans[0].peak_bytes <= 0.9 * whole.peak_bytes
+        assert len(attentions) == len(layers) + modes.count("all")
+        assert products() == 2 * len(layers) - modes.count("nothing")
+        expected = alone(reference)
+        want = run(expected, squares(expected), reference)
+    found, exact = ([*r.logprobs, *r.gradients.values()] for r in (got, want))
+    assert all(torch.allclose(x, y, 1e-11, 1e-12) for x, y in zip(found, exact, strict=True))
+    assert got.gradients.keys() == want.gradients.keys()
 
 
 def test_a_recurrence():
@@ -185,6 +238,11 @@ def test_the_heads_own_dropout():
     with pytest.raises(pt.UnsupportedError, match=r"dropout is an active dropout \(p = 0\.1\)"):
         sequence_values(model.train(), ragged_packed())
     assert len(sequence_values(model.eval(), ragged_packed())) == len(ragged_sequences())
+    with pytest.raises(pt.UnsupportedError, match="in training mode alone"):
+        sequence_values(model, ragged_packed(), recompute="all")
+    model.dropout.p = 0.0
+    with pytest.raises(ValueError, match="recompute must be None, 'auto', 'all'"):
+        sequence_values(model.train(), ragged_packed(), recompute="some")  # type: ignore[arg-type]
 
 
 def test_a_forward_of_somebody_else():

@@ -24,7 +24,7 @@ from prefixtree.recompute.layers import MODES
 from prefixtree.recompute.plan import RecomputePlan
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support import picture_ranks
-from tests.support.full import asked_for, quick_ones_run
+from tests.support.full import asked_for
 from tests.support.hybrid_configs import HYBRIDS
 from tests.support.models import (
     Objective,
@@ -277,7 +277,7 @@ def on_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
             results[name, step_name] = _run(CASES[name], STEPS[step_name], rank)
         except Exception:
             results[name, step_name] = traceback.format_exc()
-    for run in picture_ranks.RUNS if quick_ones_run() else ():
+    for run in asked_for(picture_ranks.RUNS, picture_ranks.QUICK):
         name = "pictures", ", ".join(run)
         try:
             results[name] = picture_ranks.run(*run, rank)

@@ -429,7 +429,9 @@ def _values_per_token(wrapper: str, sequences: Sequence[np.ndarray]) -> dict[str
         fully_shard(model)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-    values = torch.cat(pt.sequence_values(model, packed, group=dist.group.WORLD))
+    recompute = "all" if wrapper == "fsdp2" else None
+    rows = pt.sequence_values(model, packed, recompute=recompute, group=dist.group.WORLD)
+    values = torch.cat(rows)
     (values * values_weight(values)).sum().backward()
     return {
         "values": values.detach(),

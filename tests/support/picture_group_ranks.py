@@ -82,6 +82,8 @@ def batch_of(case: Case) -> Batch:
     return Batch(few, arguments, made.weights[:2])
 
 
+# of three layers; each rank has more than one picture, of which the last is kept
+_PLAN = pt.RecomputePlan(("all",) * 3, 0, patches=1, kept=40)
 # on as many ranks
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -98,6 +100,7 @@ CASES: dict[int, dict[str, Case]] = {
         "glm4v, scattered": Case("glm4v", scattered=True),
         "one picture": Case("qwen3_vl", "one", scattered=True),
         "FSDP2, runs": Case("qwen3_vl", wrapper="fsdp2", recompute="all", double=False),
+        "FSDP2, a plan": Case("qwen3_vl", wrapper="fsdp2", recompute=_PLAN, double=False),
         "FSDP2, one picture": Case(
             "qwen3_vl", "one", wrapper="fsdp2", recompute="all_but_attention", double=False
         ),

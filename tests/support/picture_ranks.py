@@ -8,10 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 
 import prefixtree as pt
 from prefixtree.recompute import forward as recompute
-from prefixtree.recompute import plan
+from prefixtree.recompute import picture_work
 from prefixtree.scoring import kept_runs
 from tests.support.group_bad_calls import message_of
 from tests.support.models import counted
@@ -24,6 +25,8 @@ RUNS = [
     ("fsdp2", "qwen3_vl", "images"),
     ("fsdp2", "qwen3_vl", "runs"),
     ("fsdp2", "gemma4", "runs"),
+    ("fsdp2", "qwen3_vl", "plans"),
+    ("fsdp2", "qwen3_vl", "auto"),
     ("ddp", "qwen3_vl", "steps"),
     ("fsdp2", "qwen3_vl", "steps"),
     ("ddp", "qwen3_vl", "kept"),
@@ -32,13 +35,15 @@ RUNS = [
     ("fsdp2", "gemma4", "kept, recomputed"),
     ("fsdp2", "qwen3_vl", "kept, uneven"),
     ("fsdp2", "qwen3_vl", "kept, auto"),
+    ("ddp", "qwen3_vl", "compiled"),
 ]
+QUICK = [run for run in RUNS if run[-1] != "compiled"]
 # sequences of each micro-batch, rank by rank; one without any has nothing left to do
 PARTS: dict[str, list[list[list[int]]]] = {
     "images": [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]],
     "videos": [[[0, 1, 2], [3, 4]], [[5], []]],
 }
-PARTS["runs"] = PARTS["steps"] = PARTS["images"]
+PARTS |= dict.fromkeys(("runs", "steps", "plans", "auto", "compiled"), PARTS["images"])
 # of `kept_trunks`
 KEPT = {"kept": {}, "kept, again": {"recompute_trunks": "again"}}
 KEPT["kept, recomputed"] = {"recompute": "all", "recompute_trunks": "again"}
@@ -53,8 +58,9 @@ LIGHT = pt.BorrowCost(token_bytes=20 * 36 * 8 * 256 * 6)
 
 def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     """Log-probabilities, whole gradients, how often the tower and its first block ran, and what
-    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed. In
-    "kept" the micro-batches of rank 0 share trunks, and rank 1 has none."""
+    refuses videos. In "runs" and "steps" each picture is a run of its own, recomputed; in "plans"
+    and "auto" the last ones of rank 0 are kept. In "kept" the micro-batches of rank 0 share trunks,
+    and rank 1 has none."""
     model = build(model_type)
     made = videos(model_type) if kind == "videos" else batch(model_type)
     pictures = pictures_of(model, made)
@@ -62,6 +68,9 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
     tower = inner.visual if hasattr(inner, "visual") else inner.vision_tower
     blocks = tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
     wrapped: nn.Module
+    counters.clear()
+    if kind == "compiled":
+        pt.compile_layers(model, backend="aot_eager")
     if wrapper == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
@@ -74,12 +83,18 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         wrapped = model
     logprobs = []
     options: dict[str, Any] = {"recompute": "all"} if kind in ("runs", "steps") else {}
+    if kind == "auto":
+        options["recompute"] = "auto"
+    if kind == "plans":
+        layers = len(model.get_decoder().layers)
+        kept = 35 if rank == 0 else None
+        options["recompute"] = pt.RecomputePlan(("all",) * layers, 0, patches=1, kept=kept)
     if kind == "steps":
         options |= {"max_tokens": 30, "borrow_cost": LIGHT}
     with (
         mock.patch.object(recompute, "RUN", 1),
         mock.patch.object(kept_runs, "RUN", 1),
-        mock.patch.object(plan, "RUN", 1),
+        mock.patch.object(picture_work, "RUN", 1),
         counted([tower]) as towers,
         counted(blocks[:1]) as first_blocks,
     ):
@@ -114,6 +129,7 @@ def run(wrapper: str, model_type: str, kind: str, rank: int) -> dict[str, Any]:
         },
         "calls": calls,
         "blocks": of_blocks,
+        "compiled": any("_attend" in reason for reason in counters["graph_break"]),
         "wrapper": type(wrapped).__name__,
         "sharded": sum(hasattr(p, "placements") for p in wrapped.parameters()),
     }

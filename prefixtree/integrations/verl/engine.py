@@ -98,11 +98,11 @@ class _FsdpEngine(MeteredEngine, FSDPEngineWithLMHead):
         self.sees = getattr(hf_config, "vision_config", None) is not None
         if self.packs:
             check_settings(model_config, engine_config, self.model_output)
-        is_served = self.packs and self.model_output == "log_probs"
         self.recompute: Recompute = vars(hf_config).pop(RECOMPUTE, None)
         ranks = engine_config.ulysses_sequence_parallel_size
-        check_recompute(self.recompute, is_served, ranks)
+        check_recompute(self.recompute, self.packs, ranks)
         compiles = vars(hf_config).pop(COMPILE, None)
+        is_served = self.packs and self.model_output == "log_probs"
         self.compiles = check_compile(compiles, is_served, engine_config.strategy)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
@@ -420,7 +420,9 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         loss_function: Callable[..., Any] | None,
     ) -> dict[str, Any]:
         """values, jagged [B, n]."""
-        values = sequence_values(self.module, packed, group=self.ulysses_parallel_group)
+        values = sequence_values(
+            self.module, packed, recompute=self.recompute, group=self.ulysses_parallel_group
+        )
         return _values_of(values, micro_batch)
 
     @contextmanager
@@ -431,7 +433,7 @@ class PackedCriticEngine(_FsdpEngine, FSDPEngineWithValueHead):
         loss_function: Callable[..., Any] | None,
         pictures: Pictures | None,
     ) -> Iterator[Iterator[_OutputsOf]]:
-        with kept_values(self.module, batches) as kept:
+        with kept_values(self.module, batches, recompute=self.recompute) as kept:
             yield (partial(_values_of, values) for _, values in kept)
 
 

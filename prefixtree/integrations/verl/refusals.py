@@ -160,19 +160,20 @@ def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1)
 
     Args:
         recompute: its value, None where it is not set.
-        is_served: whether the engine is a packed actor's or reference's.
+        is_served: whether the engine packs.
         sequence_parallel: ulysses_sequence_parallel_size.
 
     Raises:
-        UnsupportedError: for a critic, without attn_implementation="prefixtree", or "auto" with
-            ranks that compute a forest together.
+        UnsupportedError: without attn_implementation="prefixtree", or "auto" with ranks that
+            compute a forest together.
         ValueError: an unknown value.
     """
     if recompute is None:
         return
     setting = f"override_config.{RECOMPUTE}={recompute!r}"
     if not is_served:
-        raise _not_served(setting, "; enable_gradient_checkpointing says what is recomputed")
+        more = "; enable_gradient_checkpointing says what is recomputed"
+        raise _not_served(setting, "engines", more)
     if recompute not in (values := ("auto", *MODES)):
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
     if recompute == "auto" and sequence_parallel > 1:
@@ -201,16 +202,15 @@ def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:
         return False
     setting = f"override_config.{COMPILE}=True"
     if not is_served:
-        raise _not_served(setting)
+        raise _not_served(setting, "actors and references")
     if strategy != "fsdp2":
         raise UnsupportedError(f"{setting} is verified with strategy=fsdp2: set it, not {strategy}")
     return True
 
 
-def _not_served(setting: str, more: str = "") -> UnsupportedError:
+def _not_served(setting: str, engines: str, more: str = "") -> UnsupportedError:
     return UnsupportedError(
-        f"{setting} is for actors and references with attn_implementation=prefixtree: take it "
-        f"out here{more}"
+        f"{setting} is for {engines} with attn_implementation=prefixtree: take it out here{more}"
     )
 
 

@@ -36,6 +36,7 @@ from tests.integrations.verl.runs import (
     FULL,
     actor_loss,
     batch_of,
+    critic_loss,
     jagged,
     make_worker,
     parameters,
@@ -281,12 +282,16 @@ class Scaler:
 
 def update(worker: Any, rows: dict[str, list[Any]]) -> list[torch.Tensor]:
     """One update of all rows; the gradient's norm and the parameters after it."""
-    worker.set_loss_fn(actor_loss(replace(SETTINGS, algorithm="ppo")))
+    is_actor = worker.engine.model_output == "log_probs"
+    settings = replace(SETTINGS, algorithm="ppo")
+    worker.set_loss_fn(actor_loss(settings) if is_actor else critic_loss())
     response = [torch.full((len(r),), -4.0) for r in rows["responses"]]
     data = batch_of(
         rows,
         old_log_probs=jagged(response),
         advantages=jagged([r * 0 + 1 for r in response]),
+        values=jagged([r * 0 for r in response]),
+        returns=jagged([r * 0 + i % 3 for i, r in enumerate(response)]),
         temperature=1.0,
         global_token_num=None,
         global_batch_size=8,
@@ -306,9 +311,13 @@ def test_the_scaled_loss_is_what_goes_backward(models: Path) -> None:
     assert ends[0][0] > 0.1
 
 
-@pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "model_type"),
+    [({}, "language_model"), ({"lora_rank": 4}, "language_model"), ({}, "value_model")],
+    ids=["full", "lora", "critic"],
+)
 def test_layers_recompute_what_is_set(
-    lora: dict[str, int], models: Path, monkeypatch: pytest.MonkeyPatch
+    lora: dict[str, int], model_type: str, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits, and other operators that run; verl's checkpointing is set beside it."""
     traced = []
@@ -328,7 +337,7 @@ def test_layers_recompute_what_is_set(
             del override["prefixtree_recompute"]
         options = {"override_config": override, **lora}
         settings = replace(SETTINGS, tokens=10_000, checkpointing=True, model_options=options)
-        worker = make_worker("prefixtree", models / "qwen3", settings)
+        worker = make_worker("prefixtree", models / "qwen3", settings, model_type)
         assert worker.engine.recompute == recompute
         assert not hasattr(worker.engine.model_config.hf_config, "prefixtree_recompute")
         ran.clear()
@@ -376,10 +385,9 @@ def test_settings_that_nothing_would_follow(models: Path) -> None:
     with pytest.raises(ValueError, match=r"prefixtree_recompute='some': expected one of 'auto'"):
         make("language_model", **packs, prefixtree_recompute="some")
     match = "is for actors and references with attn_implementation=prefixtree"
-    with pytest.raises(pt.UnsupportedError, match=match):
-        make("value_model", **packs, prefixtree_recompute="auto")
-    with pytest.raises(pt.UnsupportedError, match=match):
-        make("language_model", attn_implementation="sdpa", prefixtree_recompute="auto")
+    for model_type in ("language_model", "value_model"):
+        with pytest.raises(pt.UnsupportedError, match="is for engines with attn_impl"):
+            make(model_type, attn_implementation="sdpa", prefixtree_recompute="auto")
     with pytest.raises(pt.UnsupportedError, match=match):
         make("value_model", **packs, prefixtree_compile=True)
     with pytest.raises(pt.UnsupportedError, match="is verified with strategy=fsdp2"):
