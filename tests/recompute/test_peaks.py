@@ -11,8 +11,8 @@ import torch
 import prefixtree as pt
 from benchmarks.cases.pictures import config_of
 from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import (
-    PictureWork,
     RecomputePlan,
     Work,
     peaks_of,

@@ -31,7 +31,7 @@ from prefixtree.planning.cost_model import CostModel
 from prefixtree.planning.micro_batches import batches_with_trunks
 from prefixtree.planning.trunks import Trunks, plan_trunks
 from prefixtree.recompute.forward import Recompute, tower_memory_of
-from prefixtree.recompute.plan import PictureWork
+from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.scoring.edges import SequenceScores
 from prefixtree.scoring.in_steps import borrow_cost
 from prefixtree.scoring.kept_runs import check_kept
