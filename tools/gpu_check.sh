@@ -32,6 +32,7 @@
 #   update_2gpu  2     the same under FSDP2, on two
 #   verl         4     a PPO update under verl, of Qwen3-0.6B's shape (verl_8b: of an 8B model's layers)
 #   verl_2gpu    3.5   the same on two (verl_8b_2gpu)
+#   verl_pictures ?    updates with pictures under verl beside each sequence alone: errors
 #   run          ?     whole GRPO steps in TRL, its trainer and ours, prompts of 2K; run_256 and run_8k; run_turns,
 #                      an environment that replies; run_curves, the rewards of 20 steps; run_2gpu, under FSDP2 on two
 #   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
@@ -530,6 +531,12 @@ verl_2gpu() { on_verl verl_2gpu 575 2; }
 
 verl_8b_2gpu() { on_verl verl_8b_2gpu 575 2 "${of_8b[@]}"; }
 
+verl_pictures() {
+  ours verl_pictures || return
+  ! unpack "$files/verl.tar.xz" "$verl" || PYTHONPATH=$PYTHONPATH:$verl
+  limited verl_pictures 300 env GLOO_SOCKET_IFNAME=lo python3 -m tests.integrations.verl.on_gpu "$out/verl_pictures.json"
+}
+
 # on_trl NAME SECONDS GPUS ARGUMENT...: whole steps under TRL, a process a GPU
 on_trl() {
   local name=$1 limit=$2 gpus=$3 launch=()
@@ -584,7 +591,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -158,7 +158,7 @@ def _unpinned(policy: Any, pin_memory: bool) -> Any:
     return policy(pin_memory=False)
 
 
-def register_engines() -> None:
+def register_engines(device: str = "cpu") -> None:
     """verl's own engines for vendors "stock" and "undivided", prefixtree's for "prefixtree", verl's
     without its patches of classes for "alone"; once a process."""
     from functools import partial
@@ -170,12 +170,13 @@ def register_engines() -> None:
     from prefixtree.integrations.verl.pictures import without_patches
     from tests.integrations.verl.stock_critic import StockCritic
 
-    if ("cpu", "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:
+    if (device, "stock") in EngineRegistry._engines["language_model"]["fsdp2"]:
         return
-    _register_varlen()
-    # verl pins what a reference offloads; without an accelerator there is nothing to pin for
-    transformer_impl.CPUOffloadPolicy = partial(_unpinned, transformer_impl.CPUOffloadPolicy)
-    transformer_impl.FSDP = CpuFSDP
+    if device == "cpu":
+        _register_varlen()
+        # verl pins what a reference offloads; without an accelerator there is nothing to pin for
+        transformer_impl.CPUOffloadPolicy = partial(_unpinned, transformer_impl.CPUOffloadPolicy)
+        transformer_impl.FSDP = CpuFSDP
 
     class Alone(transformer_impl.FSDPEngineWithLMHead):  # type: ignore[misc]
         """transformers' models as they are, in verl's engine."""
@@ -190,6 +191,6 @@ def register_engines() -> None:
         ("undivided", transformer_impl.FSDPEngineWithLMHead, StockCritic),
         ("prefixtree", PackedActorEngine, PackedCriticEngine),
     ):
-        options: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": "cpu", "vendor": vendor}
+        options: dict[str, Any] = {"backend": ["fsdp", "fsdp2"], "device": device, "vendor": vendor}
         EngineRegistry.register(model_type="language_model", **options)(actor)
         EngineRegistry.register(model_type="value_model", **options)(critic)

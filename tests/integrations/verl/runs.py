@@ -405,7 +405,7 @@ def _perturb(worker: TrainingWorker) -> None:
     with torch.no_grad():
         for name, p in sorted(worker.engine.module.named_parameters()):
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            noise = 0.05 * torch.randn(p.shape, generator=generator)
+            noise = (0.05 * torch.randn(p.shape, generator=generator)).to(p.device)
             if hasattr(p, "device_mesh"):
                 from torch.distributed.tensor import distribute_tensor
 

@@ -4,6 +4,9 @@ or its gradient is another's."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +36,7 @@ from tests.integrations.verl.runs import (
 from tests.integrations.verl.vision_cases import VISION_CASES
 from tests.support.full import asked_for, mostly
 from tests.support.lost_gradients import lose_keys
+from tests.support.spawn import ROOT
 
 # every time
 ONE = (
@@ -59,6 +63,16 @@ def test_one_rank(name: str, sees: Path, record_property: Callable[..., None]) -
     differences = check_same(run(settings.beside, sees, settings), packed, settings)
     print("DIFF", name, {k: f"{v:.1e}" for k, v in differences.items()})
     record_property("differences", differences)
+
+
+@pytest.mark.full
+def test_the_script_for_gpus(tmp_path: Path) -> None:
+    out, case = tmp_path / "out.json", "qwen3_vl, pictures"
+    command = [sys.executable, "-m", "tests.integrations.verl.on_gpu", str(out), case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["case"] == case and row["red"] == [] and row["differences"]["actor: loss"] < 1e-5
 
 
 @pytest.mark.parametrize("name", mostly(ALONE, TWO[:2]))
