@@ -66,7 +66,9 @@ def check_sampled(name: str, result: dict[str, Any]) -> None:
     if "bfloat16" in name:
         assert result["training"] < result["logprobs"] < 0.2
     else:
-        assert result["logprobs"] < 2e-5 and result["training"] < 2e-5
+        # a state that grows by one token at a time rounds otherwise than one of chunks
+        limit = 1e-4 if "hybrid" in name else 2e-5
+        assert result["logprobs"] < limit and result["training"] < 2e-5
         assert result["wrong tokens"] == 0
 
 
