@@ -5,7 +5,7 @@
     .ci/run --all             every target and file, also those that reach only what was there when
                               last green, and every test of the adapters
     .ci/run lint test         these targets
-    .ci/run --record          when green: notes the costs (tests/costs.json, tests/README.md)
+    .ci/run --record          notes what is green, and costs (tests/costs.json, tests/README.md)
 
 A target is a target of the Makefile. The cost of a target is its processor time, divided by that of
 a fixed loop on the same machine, so that neither a slow machine nor a busy one changes it much. A
@@ -41,7 +41,7 @@ COSTS = ROOT / "tests/costs.json"
 README = ROOT / "tests/README.md"
 LOGS = ROOT / ".ci/logs"
 # what tells that a file has tests marked full, as tests/support/full.py checks
-MARKS_FULL = r"mark\.full|mostly"
+MARKS_FULL = r"mark\.full\b|\bmostly(_full)?\("
 # a target fails when it takes this many times its entry in COSTS, and so many processor seconds
 # more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
@@ -146,6 +146,7 @@ def pins() -> dict[str, str]:
 def fingerprints(target: Target, sources: Sources) -> dict[str, str]:
     """Of each of a target's files of tests: a hash of all that decides its result."""
     made = made_by(target.name, sources.text("Makefile"))
+    made += f"{target.options}{target.full}{sys.version_info[:2]}"
     return {name: sources.fingerprint(name, made) for name in files_of(target, sources)[0]}
 
 
@@ -341,18 +342,40 @@ class Costs:
         return target if whole else replace(target, left=tuple(green))
 
     def record(self, runs: Sequence[Run]) -> None:
+        """Costs of targets that ran whole and green; which files of tests are green, in any."""
         for run in runs:
             if run.target.makes_environment or run.full:
                 continue
             entry = self.recorded.setdefault(run.target.label, {})
-            if not run.target.left:
+            if run.status == 0 and not run.target.left:
                 entry["loops"] = round(run.processor / self.loop_seconds, 1)
                 entry["minutes"] = round(run.seconds / 60, 1)
                 entry |= tests_of(run)
-            if files := self.now.get(run.target.label):
-                entry["files"] = files
+            now = self.now.get(run.target.label, {})
+            if run.status != 0:
+                green = green_files(run)
+                now = entry.get("files", {}) | {name: now[name] for name in now if name in green}
+            if now:
+                entry["files"] = now
         COSTS.write_text(json.dumps(self.recorded, indent=1, sort_keys=True) + "\n")
         write_table(self.recorded)
+
+
+def green_files(run: Run) -> set[str]:
+    """The files of a red run whose tests all were green, if one start of pytest ran them all."""
+    report = log_of(run.target).with_suffix(".xml")
+    if run.target.whole or not report.exists():
+        return set()
+    cases = [
+        (name_of(case), bool(len(case.findall("failure") + case.findall("error"))))
+        for case in ET.parse(report).iter("testcase")
+    ]
+    return {name for name, _ in cases} - {name for name, is_red in cases if is_red}
+
+
+def name_of(case: ET.Element) -> str:
+    """The file of a test."""
+    return case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
 
 
 def tests_of(run: Run) -> dict[str, object]:
@@ -363,8 +386,7 @@ def tests_of(run: Run) -> dict[str, object]:
     seconds: Counter[str] = Counter()
     cases = list(ET.parse(report).iter("testcase"))
     for case in cases:
-        name = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
-        seconds[name.removeprefix("tests/")] += float(case.get("time", 0))
+        seconds[name_of(case).removeprefix("tests/")] += float(case.get("time", 0))
     return {
         "tests": len(cases),
         "most": [[name, round(value)] for name, value in seconds.most_common(10)],
@@ -450,7 +472,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="runs the targets of CI side by side")
     parser.add_argument("names", nargs="*", help="targets (default: all that a change needs)")
     parser.add_argument("--all", action="store_true", help="also targets whose files are unchanged")
-    parser.add_argument("--record", action="store_true", help="note costs when all is green")
+    parser.add_argument("--record", action="store_true", help="note what is green, and its costs")
     options = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -478,7 +500,7 @@ def main() -> int:
     runs = first.runs + schedule.runs
     green = summary(runs, lost, costs.loop_seconds)
     say(f"{(time.monotonic() - begin) / 60:.1f} minutes")
-    if green and options.record:
+    if options.record:
         costs.record(schedule.runs)
     return 0 if green else 1
 

@@ -597,8 +597,12 @@ mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 unpack "$files/caches.tar.xz" "$caches" || mkdir -p "$caches"
 # moved into place, as the machine may take it at any time
-bring() { tar czf "$BRING.part" -C "$out" . 2>/dev/null; mv "$BRING.part" "$BRING"; }
-[[ -z ${BRING:-} ]] || { while sleep 12; do bring; done & trap "kill $!; bring" EXIT; }
+bring() {
+  local part=$BRING.part.$BASHPID
+  tar czf "$part" --exclude="./${BRING##*/}*" -C "$out" . 2>/dev/null
+  mv "$part" "$BRING"
+}
+[[ -z ${BRING:-} ]] || { while sleep 12; do bring; done & trap "kill $!; bring; rm -f '$BRING'.part.*" EXIT; }
 for step in "$@"; do "$step"; done
 [[ -z ${CACHES:-} ]] || tar cJf "$out/caches.tar.xz" -C "$caches" .
 ((${#failed[@]})) && { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }

@@ -83,7 +83,10 @@ git rev-parse --short HEAD >"$files/commit"
 for part in "$@"; do
   case $part in
     data) data ;;
-    fa4 | fla) "$shared/gpu/$part-archive" "$files/$part.part" && mv "$files/$part.part" "$files/$part.tar.xz" ;;
+    fa4 | fla)
+      "$shared/gpu/$part-archive" "$files/$part.part"
+      mv "$files/$part.part" "$files/$part.tar.xz"
+      ;;
     *)
       work=$(mktemp -d)
       "$part"

@@ -175,8 +175,12 @@ class Sources:
         if isinstance(node, ast.BinOp):
             base = re.match(r"_?[A-Z]+ /|.*__file__", ast.unparse(node))
             return self._path(joined(node), file, folders=bool(base) and file not in self.by_name)
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("glob", "rglob"):
-            assert isinstance(node.func, ast.Attribute)
+        attribute = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+        if attribute in ("with_name", "with_suffix") and "__file__" in ast.unparse(node):
+            beside = getattr(Path(file), attribute)(joined(*node.args))
+            return {str(beside)} & self.files
+        if attribute in ("glob", "rglob"):
+            assert isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             deep = "**/" if node.func.attr == "rglob" else ""
             below = joined(node.func.value)
             pattern = f"{below}/{deep}{joined(*node.args)}".lstrip("/")
@@ -221,7 +225,7 @@ class Sources:
 def made_by(target: str, makefile: str) -> str:
     """The rules and variables of a Makefile that a target is made with, those of its environments
     among them."""
-    sets = dict(re.findall(r"^(\w+) [:?]?= (.*)$", makefile, re.MULTILINE))
+    sets = dict(re.findall(r"^([\w.]+) [:?]?= (.*)$", makefile, re.MULTILINE))
     for name in ("VENV", "READY", "DOCS"):
         makefile = makefile.replace(f"$({name})", sets.get(name, "").replace("$(VENV)", ".venv"))
     makefile = re.sub(r"\$\((\w+):%=(.*?)\)", r"\1 \2", makefile)
@@ -233,7 +237,8 @@ def made_by(target: str, makefile: str) -> str:
             continue
         found.add(text)
         words = re.findall(r"\w+", text)
-        starts = tuple(word for word in words if word.endswith("_"))  # FULL_$(p) is each of them
+        # FULL_$(p) and WHEELS_$* are each of them
+        starts = tuple(word for word in words if word.endswith("_"))
         words += [name for name in sets if starts and name.startswith(starts)]
         todo += [f"{name} = {sets[name]}" for name in words if name in sets]
         for word in set(re.findall(r"[\w.%/$(){}:=-]+", text)):

@@ -157,7 +157,7 @@ def micro_batches(forest: PrefixForest, most: int) -> list[PrefixForest]:
 
 
 def run_replicated(side: str, forest: PrefixForest, options: argparse.Namespace) -> Row:
-    """What `run_side` or `run_indexer` gives, summed over micro-batches; red if one is."""
+    """What `run_side` or `run_indexer` gives, summed over micro-batches; or what is red."""
     total: Row = {"red": [], "micro_batches": 0, "tokens": 0}
     for part in micro_batches(forest, options.replicated):
         mask = pack(part).mask.to(options.device)
@@ -165,13 +165,13 @@ def run_replicated(side: str, forest: PrefixForest, options: argparse.Namespace)
             row = run_side(side, part, mask, options)
         else:
             row = run_indexer(side, Indexer(mask, options), options)
-        total["red"] += [name for name in row["red"] if name not in total["red"]]
-        if not total["red"]:
-            if "worst" in row:
-                total["worst"] = max(total.get("worst", 0.0), row["worst"])
-            for key in ("forward_ms", "backward_ms"):
-                if key in row:
-                    total[key] = total.get(key, 0.0) + row[key]
+        if row["red"]:
+            return {"red": row["red"]}
+        if "worst" in row:
+            total["worst"] = max(total.get("worst", 0.0), row["worst"])
+        for key in ("forward_ms", "backward_ms"):
+            if key in row:
+                total[key] = total.get(key, 0.0) + row[key]
         total["micro_batches"] += 1
         total["tokens"] += part.num_tokens
     return total

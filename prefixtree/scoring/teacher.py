@@ -41,12 +41,15 @@ class Teacher:
 
         of_teacher = pt.Teacher(teacher, packed, loss_mask)
 
-        def kl(logits, edges):
+        forward_kl = of_teacher.divergence()
+
+        def kl_by_hand(logits, edges):
             t = of_teacher.log_p(edges)
             return (t.exp() * (t - logits.log_softmax(-1))).sum(-1, keepdim=True)
 
     The teacher runs once over the forest, without gradients, when it is made. The hidden states of
-    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges; of a
+    the predictors are kept, [P, d]. Its lm_head runs when a measure asks for a block of edges, or
+    `divergence` for a chunk of them; of a
     teacher that FSDP2 or DeepSpeed shards, every rank keeps it whole.
 
     Args:
@@ -98,8 +101,9 @@ class Teacher:
     def divergence(self, beta: float = 0.0) -> Measure:
         """The divergence of the model from this teacher, a measure [r, 1], in nats.
 
-        The Triton kernels of the lm_head make it and its gradient beside log p. Elsewhere, and of
-        an lm_head that is not linear, it is computed as any measure.
+        The Triton kernels of the lm_head make it and its gradient beside log p, from the teacher's
+        logits of the whole chunk (`chunk_size`). Elsewhere, and where the scored model's lm_head is
+        not linear, it is computed as any measure.
 
         Args:
             beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them TRL's
@@ -107,9 +111,13 @@ class Teacher:
                 KL(model || m), m being beta teacher + (1 - beta) model. Default: 0.
 
         Raises:
-            ValueError: a beta that is no number from 0 to 1.
+            ValueError: a beta that is no number from 0 to 1, or nearer to either than 1e-6, where
+                float32 has no mixture.
         """
-        return Divergence(number("beta", beta, 0, most=1), self._output, self._rule)
+        beta = number("beta", beta, 0, most=1)
+        if beta not in (0, 1) and not 1e-6 <= beta <= 1 - 1e-6:
+            raise ValueError(f"beta must be 0, 1 or at least 1e-6 from both, got {beta}")
+        return Divergence(beta, self._output, self._rule)
 
     def log_p(self, edges: MeasuredEdges) -> torch.Tensor:
         """The log-probabilities of all tokens, [r, V], of logits divided by the edges' temperature;

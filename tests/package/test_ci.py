@@ -117,6 +117,13 @@ def test_files_are_left_out_while_what_they_reach_stays(
     assert costs.recorded["t"]["loops"] == 100.0
     assert costs.to_run(target, False).left == ("b", "c")
     assert costs.to_run(ci.Target("test"), False) == ci.Target("test")
+    # of a red run, the files of which every test was green
+    now["b"], now["c"] = "4", "4"
+    part = costs.to_run(target, False)
+    cases = '<testcase file="b"/><testcase file="c"><failure/></testcase><testcase file="c"/>'
+    (folder / "t.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    costs.record([ci.replace(ended("t", status=1), target=part)])
+    assert costs.to_run(target, False).left == ("b",)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def checkout(tmp_path: Path) -> Path:
         ("start(ROOT / 'examples' / f'{name}.py')", "examples/run.py types"),
         ("(ROOT / 'docs/page.md').read()", "page.md later deep transformers used named"),
         ("from .. import shared\n(HERE / 'data.json').read()", "folder/data.json"),
+        ("Path(__file__).with_name('data.json').read()", "folder/data.json"),
         ("import peft, prefixtree", "transformers used named deep"),
         ("import torch, prefixtree", ""),
     ],
@@ -102,6 +103,8 @@ def test_what_makes_a_target() -> None:
     assert "trl" not in verl and "DEEPSPEED" not in verl
     assert '"transformers==$*"' in made_by("test-transformers", makefile)
     assert "FULL_kernels = tests/kernels" in made_by("test-full PART=kernels", makefile)
+    megatron = made_by("test-megatron MEGATRON=0.19.2", makefile)
+    assert "BRIDGE = " in megatron and "PACKAGES_0.19.2 = omegaconf" in megatron
 
 
 RUN = """

@@ -91,3 +91,10 @@ def test_sharded_teachers_that_are_refused(monkeypatch):
     monkeypatch.setattr(module, "FSDPModule", torch.nn.Module)
     with pytest.raises(UnsupportedError, match=r"its lm_head \(AdaptedHead\) is not linear"):
         Teacher(teacher, ragged_packed())
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1e-9, 1 - 1e-9, 1.5, float("nan")])
+def test_betas_that_are_refused(beta):
+    """In float32 there is no mixture so near to either."""
+    with pytest.raises(ValueError, match="beta"):
+        Teacher.divergence(object.__new__(Teacher), beta)

@@ -155,6 +155,16 @@ def test_who_is_fused(beta, by_kernels, monkeypatch):
     assert rows == [2, 5, 5, 3]
 
 
+def test_the_backward_may_have_no_kernels(by_kernels, monkeypatch):
+    """As under compiled autograd: torch does it, by blocks that are none of the forward's."""
+    case = Case.of()
+    _, expected = case.expected(0.5)
+    got = case.scored(0.5, chunk=12)
+    monkeypatch.setattr(logprobs, "_kernels_for", lambda hidden: eager)
+    for found, want in zip(gradients(got, case.given), expected, strict=True):
+        assert (found - want).norm() < 2e-6 * want.norm()
+
+
 @pytest.mark.parametrize("kernels", [eager, fused], ids=["torch", "triton"])
 @pytest.mark.parametrize("beta", BETAS)
 def test_no_gradient_of_a_part_that_stands_for_it(kernels, beta, monkeypatch):
