@@ -195,7 +195,8 @@ def plan_for(
         raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
     # of equal ones the first, which keeps least
     _, text, choice = min(found, key=lambda each: each[0])
-    at_once, run = pictures.runs(tower, available - ends, choice)
+    room = available - ends - (float(np.max(spare)) if choice.kept else 0.0)
+    at_once, run = pictures.runs(tower, room, choice)
     peak = max(text.peak_bytes + choice.held, run + ends)
     return replace(text, peak_bytes=round(peak + held), patches=at_once, kept=choice.kept)
 

@@ -121,7 +121,9 @@ def trace_tower(
             "recompute as a mode"
         )
     try:
-        return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
+        # it says what training takes, also to those who ask before a forward without gradients
+        with torch.inference_mode(False), torch.enable_grad():
+            return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of the vision tower of {config.model_type} cannot be traced: it looks at "
