@@ -257,18 +257,23 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
 
 
 def tokens_that_fit(
-    memory: ModelMemory, available: float, scored_share: float, mode: Mode = "all"
+    memory: ModelMemory,
+    available: float,
+    scored_share: float,
+    mode: Mode = "all",
+    trains_lm_head: bool = True,
 ) -> int:
     """The most tokens of one micro-batch; 0 where scoring one takes too much.
 
     Args:
         memory: of the model. available: in bytes. scored_share: scored edges per token.
         mode: of every layer.
+        trains_lm_head: as of `Work`.
     """
 
     def fits(tokens: int) -> bool:
         chain = PrefixForest.from_parents([-1], [tokens])
-        work = Work(chain, int(scored_share * tokens))
+        work = Work(chain, int(scored_share * tokens), trains_lm_head)
         scoring, waiting = scoring_bytes(memory, work), waiting_bytes(memory, work)
         return memory.peak(tokens, mode, scoring, waiting) <= available
 
@@ -382,7 +387,8 @@ def too_large(
         beside: what of it is held beside the micro-batch, in words. Default: nothing.
     """
     tokens = work.num_tokens
-    fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
+    share = work.scored / max(1, tokens)
+    fit = tokens_that_fit(memory, available, share, trains_lm_head=work.trains_lm_head)
     remedy = (
         f"give at most {fit:,} tokens (max_tokens of plan_micro_batches; in verl "
         "ppo_max_token_len_per_gpu; in TRL a smaller per_device_train_batch_size)"
