@@ -296,6 +296,23 @@ def test_compiled_blocks_keep_what_was_traced(model_type, adapts):
     torch._dynamo.reset()
 
 
+def test_blocks_that_do_not_run_compiled_are_not_traced_as_compiled():
+    """Flash kernels attend outside the compiled parts, and hooks inside a part are not compiled."""
+    model = build("qwen2_5_vl")
+    plain = forward.tower_memory_of(model, model, _CPU)
+    pt.compile_layers(model, backend="eager")
+    blocks, vision = tower_of(model).blocks, model.config.vision_config
+    own = vision._attn_implementation
+    assert forward.tower_memory_of(model, model, _CPU) != plain
+    vision._attn_implementation = "flash_attention_2"
+    assert forward.tower_memory_of(model, model, _CPU).held == plain.held
+    vision._attn_implementation = own
+    hook = blocks[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    assert forward.tower_memory_of(model, model, _CPU) == plain
+    hook.remove()
+    assert forward.tower_memory_of(model, model, _CPU) != plain
+
+
 def test_a_picture_that_does_not_fit_is_named(monkeypatch):
     model = build("qwen3_vl")
     pictures = pictures_of(model, batch("qwen3_vl"))
