@@ -34,7 +34,7 @@ class TowerChoice(NamedTuple):
         held: bytes from its forward to its backward, beside features and pixels.
         needs: the most bytes beside these at once, the held ones among them; of what is computed
             again one picture at a time, if that is less.
-        again: multiply-adds that are computed again.
+        again: multiply-adds of the others, which are computed again.
     """
 
     first: int
@@ -66,11 +66,11 @@ class PictureWork:
         """The choices of a tower: it keeps nothing, and of the last pictures more and more.
 
         Args:
-            most: choices beside the first. Where nothing is computed again there are none.
+            most: choices beside the first. Of a tower that may not keep anything there are none.
         """
         sizes = list(self.patches.values())
         step = -(-len(sizes) // most)
-        counts = [*range(0, len(sizes), step), len(sizes)] if sum(map(tower.again, sizes)) else [0]
+        counts = [*range(0, len(sizes), step), len(sizes)] if tower.may_keep else [0]
         return [self._keeping(tower, sizes, len(sizes) - count) for count in counts]
 
     def _keeping(self, tower: TowerMemory, sizes: list[int], first: int) -> TowerChoice:

@@ -63,9 +63,10 @@ class TowerMemory:
         gradients: of its parameters, which those of the first run wait in until the last one.
         held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
             what it keeps from its forward until its backward.
-        products: multiply-adds of a run per patch, attention's left out; 0.0 of a tower without
-            gradients, in which nothing is computed again.
+        products: multiply-adds of a forward per patch, attention's left out.
         pairs: attention's, per pair of patches of a picture.
+        may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
+            keep and computes nothing again.
     """
 
     patch: float
@@ -76,6 +77,7 @@ class TowerMemory:
     held: tuple[float, float] = (0.0, 0.0)
     products: float = 0.0
     pairs: float = 0.0
+    may_keep: bool = True
 
     def run(self, patches: int) -> float:
         """The bytes of a run."""
@@ -86,7 +88,7 @@ class TowerMemory:
         return self.held[0] * patches + self.held[1]
 
     def again(self, patches: int) -> float:
-        """The multiply-adds of computing a picture again."""
+        """The multiply-adds of a forward of a picture, which are those of computing it again."""
         return self.products * patches + self.pairs * patches**2
 
     def patches_that_fit(self, available: float) -> int:
@@ -189,7 +191,7 @@ def _traced(
             return features_in(tower(shown, **keywords))
 
         given = tower, shown, fake, autocast
-        with counted if trains and count == 1 else nullcontext():
+        with counted if count == 1 else nullcontext():
             held.append(_run(partial(keeping_in_tower(tower), run), *given, goes_back=False))
         again.append(_run(partial(around, run), *given))
     patches, first = pixels[..., 0].numel(), again[0]
@@ -204,6 +206,7 @@ def _traced(
         _line([x.held for x in held], patches) if trains else (0.0, 0.0),
         counted.products / patches,
         counted.pairs / patches**2,
+        may_keep=trains,
     )
 
 

@@ -121,7 +121,7 @@ def modes_of(
             tower = tower_memory_of(model, causal_lm, steps.packed.device)
             if any(isinstance(module, FSDPModule) for module in model.modules()):
                 # a backward may meet that of any forward of another rank: all compute again
-                tower = replace(tower, products=0.0, pairs=0.0)
+                tower = replace(tower, may_keep=False)
             shown = [
                 PictureWork.of(
                     placed.placements.shown_by(part.own_tokens, placed.pictures),

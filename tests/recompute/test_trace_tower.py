@@ -256,6 +256,12 @@ def test_a_tower_that_does_not_train_has_nothing_to_keep():
     much = pt.plan_recomputation(model, packed, 1 << 40, pictures=pictures)
     less = pt.plan_recomputation(model, packed, much.peak_bytes - 100_000, pictures=pictures)
     assert much.kept == less.kept == 0
+    base = model.get_base_model()
+    frozen = forward.tower_memory_of(model, base, _CPU)
+    tower_of(base).requires_grad_(True)
+    trained = forward.tower_memory_of(model, base, _CPU)
+    # a trunk that runs again pays for it
+    assert frozen.again(64) == trained.again(64) > 0 and not frozen.may_keep
     assert set(much.modes) == {"nothing"} != set(less.modes)
 
 
