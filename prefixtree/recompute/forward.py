@@ -84,7 +84,7 @@ def plan_recomputation(
         pictures: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
-        RecomputePlan: for `sequence_logprobs(recompute=)`.
+        RecomputePlan: for `sequence_logprobs(recompute=)` and `sequence_values(recompute=)`.
 
     Raises:
         TypeError: anything but a packed forest.

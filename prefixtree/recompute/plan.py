@@ -39,8 +39,8 @@ class RecomputePlan:
             weights that are added to kept ones count, weights and kept gradients do not.
         patches: of pictures, that the vision tower takes at once; a larger picture is taken alone.
         kept: of the last pictures, as many as have at most so many patches, the tower keeps its
-            activations; those of the others it computes again in the backward. None: of all, in a
-            plan without pictures.
+            activations; those of the others it computes again in the backward. None, as in plans
+            without pictures: those of all.
     """
 
     modes: tuple[Mode, ...]
@@ -51,7 +51,7 @@ class RecomputePlan:
     def __str__(self) -> str:
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
         if self.kept is not None:
-            counts += f", and in the vision tower all but {self.kept:,} patches"
+            counts += f"; the vision tower keeps {self.kept:,} patches"
         return f"recomputed in {len(self.modes)} layers: {counts}; {self.peak_bytes / _GIB:.1f} GiB"
 
 
