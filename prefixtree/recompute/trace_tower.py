@@ -64,7 +64,7 @@ class TowerMemory:
         held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
             what it keeps from its forward until its backward.
         products: multiply-adds of a forward per patch, attention's left out.
-        pairs: attention's, per pair of patches of a picture.
+        pairs: attention's, per pair of patches of a frame.
         may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
             keep and computes nothing again.
     """
@@ -87,9 +87,13 @@ class TowerMemory:
         """The bytes that a run keeps which is not computed again."""
         return self.held[0] * patches + self.held[1]
 
-    def again(self, patches: int) -> float:
-        """The multiply-adds of a forward of a picture, which are those of computing it again."""
-        return self.products * patches + self.pairs * patches**2
+    def again(self, patches: int, frames: int = 1) -> float:
+        """The multiply-adds of a forward of a picture, which are those of computing it again.
+
+        Args:
+            frames: in which its patches are; towers attend within a frame. Default: an image's.
+        """
+        return self.products * patches + self.pairs * patches**2 / frames
 
     def patches_that_fit(self, available: float) -> int:
         """The most patches of a run of `available` bytes."""

@@ -41,6 +41,7 @@ from tests.support.picture_cases import (
     run_packed,
     screenshots,
     tolerance,
+    videos,
 )
 
 _CPU = torch.device("cpu")
@@ -317,6 +318,28 @@ def test_blocks_that_do_not_run_compiled_are_not_traced_as_compiled():
     assert forward.tower_memory_of(model, model, _CPU) == plain
     hook.remove()
     assert forward.tower_memory_of(model, model, _CPU) != plain
+
+
+def test_frames_of_a_video_attend_alone():
+    """Its products as they are counted in a forward, against those that plans expect."""
+    model = build("qwen3_vl")
+    made = videos("qwen3_vl")
+    pictures = pictures_of(model, made)
+    placed = PlacedPictures(model, model, _packed(pictures), pictures)
+    work = PictureWork.of(placed.placements, pictures, torch.float32, moved=False)
+    tower = forward.tower_memory_of(model, model, _CPU)
+    assert work is not None and any(count > 1 for count in work.frames.values())
+    encode = in_few_calls(tower_of(model))
+    for number, patches in work.patches.items():
+        shown, frames = pictures.distinct[number], work.frames.get(number, 1)
+        products = trace_tower._Products(patches // frames)
+        with torch.no_grad(), products:
+            encode(shown.pixels, shown.grid[None], tree_encodes=True)
+        expected = products.products + products.pairs
+        assert tower.again(patches, frames) == pytest.approx(expected, rel=1e-6)
+    none_kept = work.choices(tower, 4)[0]
+    of_each = [tower.again(n, work.frames.get(at, 1)) for at, n in work.patches.items()]
+    assert none_kept.again == sum(of_each)
 
 
 def test_a_picture_that_does_not_fit_is_named(monkeypatch):
