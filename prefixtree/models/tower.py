@@ -137,8 +137,22 @@ def compile_blocks(
 
 
 def has_compiled_blocks(tower: nn.Module) -> bool:
-    """Whether `compile_blocks` compiled blocks of a tower."""
-    return any(module in _compiled for module in tower.modules())
+    """Whether `compile_blocks` compiled blocks of a tower, and `in_few_calls` runs all so."""
+    blocks = [module for module in tower.modules() if module in _compiled]
+    own = all("forward" not in vars(block) for block in blocks)
+    parts = [part for block in blocks for part in block.children()]
+    return bool(parts) and own and _attends_at_once(tower) and all(map(_runs_compiled, parts))
+
+
+def _attends_at_once(tower: nn.Module) -> bool:
+    config = getattr(tower, "config", None)
+    return getattr(config, "_attn_implementation", None) in _AT_ONCE
+
+
+def _runs_compiled(part: nn.Module) -> bool:
+    """Whether a part of a compiled block runs what was compiled."""
+    # a graph is of a class: torch does not look whether this one has hooks inside
+    return "forward" not in vars(part) and not _has_hooks_inside(part)
 
 
 def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
@@ -170,16 +184,14 @@ def in_few_calls(tower: nn.Module) -> Callable[..., Any]:
             attending[module] = partial(at_once, module)
         if (compiled := _compiled.get(module)) is not None:
             for part in module.children():
-                # a graph is of a class: torch does not look whether this one has hooks inside
-                if "forward" not in vars(part) and not _has_hooks_inside(part):
+                if _runs_compiled(part):
                     in_blocks[part] = partial(compiled(type(part)), part)
     attending |= in_blocks
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         replaced = found
-        attention = getattr(getattr(tower, "config", None), "_attn_implementation", None)
         # layers that are recomputed by themselves would run their own forward then
-        if attention in _AT_ONCE and not any(map(_recomputes, tower.modules())):
+        if _attends_at_once(tower) and not any(map(_recomputes, tower.modules())):
             replaced = found | attending
         with changing(tower) as changes:
             for module, of_module in replaced.items():

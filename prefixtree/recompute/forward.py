@@ -84,7 +84,7 @@ def plan_recomputation(
         pictures: as `sequence_logprobs` gets them. Default: text alone.
 
     Returns:
-        RecomputePlan: for `sequence_logprobs(recompute=)`.
+        RecomputePlan: for `sequence_logprobs(recompute=)` and `sequence_values(recompute=)`.
 
     Raises:
         TypeError: anything but a packed forest.
@@ -115,11 +115,10 @@ def _planned(
     """As `plan_recomputation`; moved: whether pixels are on the device; held: as in
     `recomputed_forward`."""
     causal_lm = _transformer(model)
-    head: Any = causal_lm.get_output_embeddings()
+    scored = packed.num_tokens if scored is None else scored
+    trains = lm_head_trains(causal_lm)
     # of a classifier nothing is scored: its rows are those of the last norm
-    trains = head is not None and any(p.requires_grad for p in head.parameters())
-    scored = (packed.num_tokens if scored is None else scored) if head is not None else 0
-    work = Work(packed.forest, scored, trains)
+    work = Work(packed.forest, 0 if trains is None else scored, bool(trains))
     traced = memory_of(model, causal_lm, packed.device)
     with_spare = memory is None
     if memory is None:
@@ -142,9 +141,9 @@ def max_micro_batch_tokens(
     `recompute="auto"`.
 
     Args:
-        model: as `sequence_logprobs` takes it, on the device it trains on.
+        model: as `plan_recomputation` takes it, on the device it trains on.
         memory: bytes for activations. Default: as for `plan_recomputation`.
-        scored_share: scored edges divided by distinct tokens. Default: 1.0.
+        scored_share: scored edges divided by distinct tokens; none of a classifier. Default: 1.0.
 
     Returns:
         A number of tokens; 0 where not even one fits.
@@ -159,8 +158,10 @@ def max_micro_batch_tokens(
     device = next(causal_lm.parameters()).device
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
-    traced = memory_of(model, causal_lm, device)
-    return tokens_that_fit(traced, memory, scored_share)
+    traced, trains = memory_of(model, causal_lm, device), lm_head_trains(causal_lm)
+    return tokens_that_fit(
+        traced, memory, 0.0 if trains is None else scored_share, trains_lm_head=bool(trains)
+    )
 
 
 def _bytes(memory: Any) -> int:
@@ -169,10 +170,18 @@ def _bytes(memory: Any) -> int:
 
 
 def _transformer(model: nn.Module) -> Any:
-    from prefixtree.models.checks import transformer_of
+    from prefixtree.models.checks import find_causal_lm, transformer_of
 
     _check_unwrapped(model)
-    return transformer_of(model)
+    transformer = transformer_of(model)
+    # what AutoModel gives is no classifier either
+    return find_causal_lm(model) if transformer.base_model is transformer else transformer
+
+
+def lm_head_trains(transformer: Any) -> bool | None:
+    """Whether the lm_head's weight gets a gradient; None of a classifier, which has no lm_head."""
+    head = transformer.get_output_embeddings()
+    return None if head is None else any(p.requires_grad for p in head.parameters())
 
 
 def _check_unwrapped(model: nn.Module) -> None:

@@ -214,7 +214,8 @@ class _PartPlans:
             return plan
         choice = self.towers[way]
         outside = others + self.shown + self._ends
-        patches, run = self._pictures.runs(self._tower, available - outside, choice)
+        spare = float(np.max(self._spare)) if choice.kept else 0.0
+        patches, run = self._pictures.runs(self._tower, available - outside - spare, choice)
         peak = max(plan.peak_bytes, round(outside + run))
         return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
 

@@ -107,7 +107,8 @@ def _run_cut(
     inside: _Inside,
     tensors: Sequence[torch.Tensor],
 ) -> Any:
-    """Calls a function as it is cut for a mode; calls of one kind and shape share their graphs."""
+    """Calls a function as it is cut for a mode; calls of one kind share their graphs, if their
+    inputs have the same shapes and the same of them get gradients."""
     state = dict([*inside.named_parameters(), *inside.named_buffers()])
     given = *state.values(), *tensors
 
@@ -115,8 +116,9 @@ def _run_cut(
         weights = dict(zip(state, given, strict=False))
         return torch.func.functional_call(inside, weights, given[len(state) :])
 
-    shapes = kind, *(tuple(x.shape) for x in tensors)
-    if shapes not in cut:
+    # what gets no gradient is not kept: a frozen tower's first block has no such input
+    inputs = kind, *((tuple(x.shape), x.requires_grad) for x in given)
+    if inputs not in cut:
         function = aot_function(
             run,
             fw_compiler=lambda graph, inputs: make_boxed_func(graph),
@@ -127,8 +129,8 @@ def _run_cut(
         # tracing makes tensors that a run does not
         with _disable_current_modes():
             function(*given)
-        cut[shapes] = function
-    return cut[shapes](*given)
+        cut[inputs] = function
+    return cut[inputs](*given)
 
 
 # ---- parts of a tower's blocks -------------------------------------------------------------------

@@ -6,7 +6,7 @@ others it computes again, some at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class TowerChoice(NamedTuple):
         held: bytes from its forward to its backward, beside features and pixels.
         needs: the most bytes beside these at once, the held ones among them; of what is computed
             again one picture at a time, if that is less.
-        again: multiply-adds that are computed again.
+        again: multiply-adds of the others, which are computed again.
     """
 
     first: int
@@ -52,11 +52,13 @@ class PictureWork:
         patches: of each distinct picture, by its number, in the order of the tower.
         features: those of distinct pictures, and those in the place of placeholders.
         pixel_bytes: that are not there yet: pixels on their way, and in the tower's dtype.
+        frames: of each video by its number. Default: images alone.
     """
 
     patches: dict[int, int]
     features: int
     pixel_bytes: int
+    frames: dict[int, int] = field(default_factory=dict)
 
     def held(self, tower: TowerMemory) -> int:
         """Bytes of features and pixels from the tower's forward to its backward."""
@@ -66,11 +68,11 @@ class PictureWork:
         """The choices of a tower: it keeps nothing, and of the last pictures more and more.
 
         Args:
-            most: choices beside the first. Where nothing is computed again there are none.
+            most: choices beside the first. Of a tower that may not keep anything there are none.
         """
         sizes = list(self.patches.values())
         step = -(-len(sizes) // most)
-        counts = [*range(0, len(sizes), step), len(sizes)] if sum(map(tower.again, sizes)) else [0]
+        counts = [*range(0, len(sizes), step), len(sizes)] if tower.may_keep else [0]
         return [self._keeping(tower, sizes, len(sizes) - count) for count in counts]
 
     def _keeping(self, tower: TowerMemory, sizes: list[int], first: int) -> TowerChoice:
@@ -91,7 +93,9 @@ class PictureWork:
             if sum(again) <= RUN or len(again) == 1:
                 one_by_one = min(one_by_one, at_once)
             needs = max(needs, one_by_one)
-        return TowerChoice(first, sum(kept), held, needs, sum(map(tower.again, again)))
+        numbers = list(self.patches)[:first]
+        costs = (tower.again(self.patches[n], self.frames.get(n, 1)) for n in numbers)
+        return TowerChoice(first, sum(kept), held, needs, sum(costs))
 
     def runs(self, tower: TowerMemory, available: float, choice: TowerChoice) -> tuple[int, float]:
         """The patches that the tower takes at once, as many as fit, and the bytes that it needs."""
@@ -133,4 +137,11 @@ class PictureWork:
         )
         features = sum(p.runs * p.run_tokens for p in shown.values())
         features += sum(shown[n].run_tokens for n in placements.number.tolist())
-        return cls({n: len(p.pixels) for n, p in shown.items()}, features, taken)
+        patches = {n: len(p.pixels) for n, p in shown.items()}
+        # of videos with a grid of frames, height, width
+        frames = {
+            n: int(p.grid[0])
+            for n, p in shown.items()
+            if p.modality == "video" and p.grid.shape == (3,)
+        }
+        return cls(patches, features, taken, frames)

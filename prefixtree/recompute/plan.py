@@ -39,8 +39,8 @@ class RecomputePlan:
             weights that are added to kept ones count, weights and kept gradients do not.
         patches: of pictures, that the vision tower takes at once; a larger picture is taken alone.
         kept: of the last pictures, as many as have at most so many patches, the tower keeps its
-            activations; those of the others it computes again in the backward. None: of all, in a
-            plan without pictures.
+            activations; those of the others it computes again in the backward. None, as in plans
+            without pictures: those of all.
     """
 
     modes: tuple[Mode, ...]
@@ -51,7 +51,7 @@ class RecomputePlan:
     def __str__(self) -> str:
         counts = ", ".join(f"{self.modes.count(mode)} {mode}" for mode in MODES)
         if self.kept is not None:
-            counts += f", and in the vision tower all but {self.kept:,} patches"
+            counts += f"; the vision tower keeps {self.kept:,} patches"
         return f"recomputed in {len(self.modes)} layers: {counts}; {self.peak_bytes / _GIB:.1f} GiB"
 
 
@@ -195,7 +195,8 @@ def plan_for(
         raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
     # of equal ones the first, which keeps least
     _, text, choice = min(found, key=lambda each: each[0])
-    at_once, run = pictures.runs(tower, available - ends, choice)
+    room = available - ends - (float(np.max(spare)) if choice.kept else 0.0)
+    at_once, run = pictures.runs(tower, room, choice)
     peak = max(text.peak_bytes + choice.held, run + ends)
     return replace(text, peak_bytes=round(peak + held), patches=at_once, kept=choice.kept)
 
@@ -256,18 +257,23 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
 
 
 def tokens_that_fit(
-    memory: ModelMemory, available: float, scored_share: float, mode: Mode = "all"
+    memory: ModelMemory,
+    available: float,
+    scored_share: float,
+    mode: Mode = "all",
+    trains_lm_head: bool = True,
 ) -> int:
     """The most tokens of one micro-batch; 0 where scoring one takes too much.
 
     Args:
         memory: of the model. available: in bytes. scored_share: scored edges per token.
         mode: of every layer.
+        trains_lm_head: as of `Work`.
     """
 
     def fits(tokens: int) -> bool:
         chain = PrefixForest.from_parents([-1], [tokens])
-        work = Work(chain, int(scored_share * tokens))
+        work = Work(chain, int(scored_share * tokens), trains_lm_head)
         scoring, waiting = scoring_bytes(memory, work), waiting_bytes(memory, work)
         return memory.peak(tokens, mode, scoring, waiting) <= available
 
@@ -381,7 +387,8 @@ def too_large(
         beside: what of it is held beside the micro-batch, in words. Default: nothing.
     """
     tokens = work.num_tokens
-    fit = tokens_that_fit(memory, available, work.scored / max(1, tokens))
+    share = work.scored / max(1, tokens)
+    fit = tokens_that_fit(memory, available, share, trains_lm_head=work.trains_lm_head)
     remedy = (
         f"give at most {fit:,} tokens (max_tokens of plan_micro_batches; in verl "
         "ppo_max_token_len_per_gpu; in TRL a smaller per_device_train_batch_size)"

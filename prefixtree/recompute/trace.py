@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -48,10 +48,6 @@ except ImportError as problem:
         f"({problem}); give recompute as a mode or a RecomputePlan"
     ) from problem
 
-# `partitioned`, which is imported where it is used: it builds on what is not public in torch
-_Cut = Callable[
-    [Sequence[nn.Module], Sequence[Hashable], Mode, FakeTensorMode], AbstractContextManager[None]
-]
 # tokens of the two traces: multiples of what recurrent kernels take at once
 _TOKENS = (512, 2048)
 _Memory = TypeVar("_Memory")
@@ -227,7 +223,8 @@ def traced_as_cut(traced: Callable[[Any], _Memory], uncut: Callable[[], _Memory]
     """The memory of compiled code; where that cannot be cut, of code that is not compiled.
 
     Args:
-        traced: from the module `partitioned` to the one. uncut: gives the other.
+        traced: from the module `partitioned` to the one; it builds on what is not public in torch,
+            so it is imported here. uncut: gives the other.
     """
     try:
         return traced(import_module("prefixtree.recompute.partitioned"))

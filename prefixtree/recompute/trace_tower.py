@@ -63,9 +63,10 @@ class TowerMemory:
         gradients: of its parameters, which those of the first run wait in until the last one.
         held: of a run that is not computed again, [bytes per patch, bytes whatever its patches]:
             what it keeps from its forward until its backward.
-        products: multiply-adds of a run per patch, attention's left out; 0.0 of a tower without
-            gradients, in which nothing is computed again.
-        pairs: attention's, per pair of patches of a picture.
+        products: multiply-adds of a forward per patch, attention's left out.
+        pairs: attention's, per pair of patches of a frame.
+        may_keep: whether a plan may let it keep anything. A tower without gradients has nothing to
+            keep and computes nothing again.
     """
 
     patch: float
@@ -76,6 +77,7 @@ class TowerMemory:
     held: tuple[float, float] = (0.0, 0.0)
     products: float = 0.0
     pairs: float = 0.0
+    may_keep: bool = True
 
     def run(self, patches: int) -> float:
         """The bytes of a run."""
@@ -85,9 +87,13 @@ class TowerMemory:
         """The bytes that a run keeps which is not computed again."""
         return self.held[0] * patches + self.held[1]
 
-    def again(self, patches: int) -> float:
-        """The multiply-adds of computing a picture again."""
-        return self.products * patches + self.pairs * patches**2
+    def again(self, patches: int, frames: int = 1) -> float:
+        """The multiply-adds of a forward of a picture, which are those of computing it again.
+
+        Args:
+            frames: in which its patches are; towers attend within a frame. Default: an image's.
+        """
+        return self.products * patches + self.pairs * patches**2 / frames
 
     def patches_that_fit(self, available: float) -> int:
         """The most patches of a run of `available` bytes."""
@@ -121,7 +127,9 @@ def trace_tower(
             "recompute as a mode"
         )
     try:
-        return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
+        # it says what training takes, also to those who ask before a forward without gradients
+        with torch.inference_mode(False), torch.enable_grad():
+            return _trace(TraceKey(config, adapters), dtype, autocast, trains, compiled)
     except (DataDependentOutputException, DynamicOutputShapeException) as problem:
         raise UnsupportedError(
             f"the memory of the vision tower of {config.model_type} cannot be traced: it looks at "
@@ -187,7 +195,7 @@ def _traced(
             return features_in(tower(shown, **keywords))
 
         given = tower, shown, fake, autocast
-        with counted if trains and count == 1 else nullcontext():
+        with counted if count == 1 else nullcontext():
             held.append(_run(partial(keeping_in_tower(tower), run), *given, goes_back=False))
         again.append(_run(partial(around, run), *given))
     patches, first = pixels[..., 0].numel(), again[0]
@@ -202,6 +210,7 @@ def _traced(
         _line([x.held for x in held], patches) if trains else (0.0, 0.0),
         counted.products / patches,
         counted.pairs / patches**2,
+        may_keep=trains,
     )
 
 

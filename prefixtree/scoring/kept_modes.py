@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -20,6 +20,7 @@ from prefixtree.planning.trunks import Trunks
 from prefixtree.recompute.forward import (
     Recompute,
     left_for_activations,
+    lm_head_trains,
     memory_of,
     tower_memory_of,
 )
@@ -110,18 +111,17 @@ def modes_of(
         if options.measure is not None:
             vocabulary = causal_lm.config.get_text_config().vocab_size
             available -= measure_bytes(max(num_scored, default=0), vocabulary)
-        head: Any = causal_lm.get_output_embeddings()
+        trains_head = lm_head_trains(causal_lm)
         # values have no lm_head, and their rows are those of the last norm
-        counts = num_scored if head is not None else [0] * len(num_scored)
-        trains_head = head is not None and any(p.requires_grad for p in head.parameters())
+        counts = num_scored if trains_head is not None else [0] * len(num_scored)
         parts = zip(steps, counts, trunks.lent_states(), strict=True)
-        works = [_work(part, count, trains_head, states) for part, count, states in parts]
+        works = [_work(part, count, bool(trains_head), states) for part, count, states in parts]
         tower = None
         if placed is not None and len(placed.placements.number):
             tower = tower_memory_of(model, causal_lm, steps.packed.device)
             if any(isinstance(module, FSDPModule) for module in model.modules()):
                 # a backward may meet that of any forward of another rank: all compute again
-                tower = replace(tower, products=0.0, pairs=0.0)
+                tower = replace(tower, may_keep=False)
             shown = [
                 PictureWork.of(
                     placed.placements.shown_by(part.own_tokens, placed.pictures),

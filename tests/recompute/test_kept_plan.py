@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from prefixtree.planning.borrow_cost import borrow_cost_of
 from prefixtree.planning.trunks import Span
 from prefixtree.recompute.kept_plan import plan_kept
 from prefixtree.recompute.layers import MODES
+from prefixtree.recompute.picture_work import PictureWork
 from prefixtree.recompute.plan import PartWork, scoring_bytes
+from prefixtree.recompute.trace_tower import TowerMemory
 from tests.recompute.test_recompute import memory_of
 
 # a trunk above two others, of which one borrows from both, and their micro-batches
@@ -214,6 +217,27 @@ def test_a_trunk_whose_backward_runs_beside_another():
     assert [p.peak_bytes for p in plan.of_part] == pytest.approx(peaks, abs=1)
     alone = plan_kept(memory, works[:2], spans[:2], 1 << 50)
     assert plan.of_part[0].peak_bytes > alone.of_part[0].peak_bytes
+
+
+def test_trunks_that_run_again_pay_for_a_tower_that_keeps_nothing():
+    """A frozen tower, which their forward runs again; its backward runs nothing again."""
+    memory = memory_of([[(1, 8), (3, 6), (9, 2)]] * 3, 3, 1 << 26)
+    spans = [Span(0, 5, True), *(Span(at, at, False) for at in range(6))]
+    trunk, own = ((np.array([2]), np.array([tokens])) for tokens in (30, 28))
+    pictures = PictureWork({0: 4096, 1: 4096}, 2048, 0)
+    works = [
+        PartWork(trunk, 0, 15, False, 2, pictures=pictures),
+        *[PartWork(own, 2, 14, False)] * 6,
+    ]
+    frozen = TowerMemory(10.0, 0.0, 2, torch.bfloat16, 0, products=4e8, pairs=64.0, may_keep=False)
+    most = plan_kept(memory, works, spans, 1 << 60, tower=frozen)
+    assert most.of_part[0].kept == 0
+    again = []
+    for tower in (frozen, replace(frozen, products=0.0, pairs=0.0)):
+        rooms = [share * most.peak_bytes for share in (0.26, 0.28, 0.31, 0.33)]
+        plans = [plan_kept(memory, works, spans, room, tower=tower) for room in rooms]
+        again.append([plan.runs_again for plan in plans])
+    assert not any(again[0]) and all(again[1])
 
 
 def test_rows_on_the_host():

@@ -47,6 +47,7 @@ from prefixtree.scoring import logprobs as scoring
 from prefixtree.sharing.estimate import _GPUS
 from tests.support.family_configs import FAMILIES
 from tests.support.models import (
+    adapted,
     build,
     cases,
     enable_checkpointing,
@@ -255,18 +256,28 @@ def test_held_memory_is_what_was_traced(model_type, mode):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
-    "model_type",
-    mostly_full(["gemma2", "qwen3_5", "llama", "phi3", "olmo2"], {"llama"}),
+    "model_type, adapters",
+    [
+        *(
+            pytest.param(*case.values, (), marks=[*case.marks, pytest.mark.full])
+            for case in cases(["gemma2", "qwen3_5", "llama", "phi3", "olmo2"])
+        ),
+        ("llama", ("q_proj", "v_proj")),
+    ],
 )
-def test_compiled_layers_keep_what_was_traced(model_type):
+def test_compiled_layers_keep_what_was_traced(model_type, adapters):
     """Counted as autograd saves it, with all layers and with half; the cut of the graph is
-    inductor's."""
+    inductor's. With adapters the first layer's input gets no gradient."""
     model = build(model_type)
+    if adapters:
+        model = adapted(model, *adapters)
     pt.compile_layers(model, backend="aot_eager_decomp_partition")
     causal_lm = find_causal_lm(model)
     memory = forward.memory_of(model, causal_lm, torch.device("cpu"))
-    assert memory is trace_memory(causal_lm.config, torch.float32, compiled=True)
+    plain = trace_memory(causal_lm.config, torch.float32, compiled=True)
+    assert (memory is plain) == (not adapters)
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 90, 300)
     packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 60)]) for _ in range(5)])

@@ -92,6 +92,32 @@ def test_each_sequence_alone(model_type, kind, checkpointing):
     assert_same(got, run(expected, squares(expected), reference))
 
 
+@pytest.mark.parametrize("kind", [*_CLASSES, "a frozen lm_head"])
+def test_what_fits_has_no_gradient_of_an_lm_head(kind):
+    """What `max_micro_batch_tokens` says fits, and one token more does not; the refusal says so."""
+    if kind in _CLASSES:
+        model = classifier(_CLASSES[kind], "qwen3", vocab_size=50_000)
+    else:
+        model = build("qwen3", vocab_size=50_000)
+        model.lm_head.requires_grad_(False)
+    trained = build("qwen3", vocab_size=50_000)
+    # of a head that trains: its gradient in float32, and a chunk of logits
+    memory = (1 << 29) + (1 << 21)
+    fit = pt.max_micro_batch_tokens(model, memory, 0.1)
+    assert fit > 0 == pt.max_micro_batch_tokens(trained, memory, 0.1)
+    for tokens in (fit, fit + 1):
+        packed = pt.pack(pt.PrefixForest.from_sequences([np.zeros(tokens, np.int64)]))
+        planned = partial(pt.plan_recomputation, model, packed, memory, int(0.1 * tokens))
+        if tokens == fit:
+            planned()
+            continue
+        with pytest.raises(torch.OutOfMemoryError, match=rf"give at most {fit:,} tokens"):
+            planned()
+    for function in (pt.max_micro_batch_tokens, partial(pt.plan_recomputation, packed=packed)):
+        with pytest.raises(pt.UnsupportedError, match="AutoModelForCausalLM gives; Qwen3Model"):
+            function(model.base_model)
+
+
 def in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
     with Float64():
         return forward(*args, **kwargs)

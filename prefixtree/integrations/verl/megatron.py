@@ -76,7 +76,11 @@ class _MegatronEngine(MeteredEngine, MegatronEngineWithLMHead):
         hf_config = model_config.hf_config
         self._read_attention(hf_config)
         # Megatron has settings of its own for them
-        check_recompute(vars(hf_config).pop(RECOMPUTE, None), False)
+        check_recompute(
+            vars(hf_config).pop(RECOMPUTE, None),
+            False,
+            instead="override_transformer_config.recompute_granularity",
+        )
         check_compile(vars(hf_config).pop(COMPILE, None), False, "megatron")
         if self.packs:
             check_megatron_settings(model_config, engine_config)

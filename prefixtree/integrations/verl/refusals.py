@@ -155,13 +155,19 @@ def check_megatron_settings(model_config: Any, engine_config: Any) -> None:
             raise UnsupportedError(f"{_PREFIX}{why}")
 
 
-def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1) -> None:
+def check_recompute(
+    recompute: Any,
+    is_served: bool,
+    sequence_parallel: int = 1,
+    instead: str = "enable_gradient_checkpointing",
+) -> None:
     """Refuses a setting of override_config that nothing would follow.
 
     Args:
         recompute: its value, None where it is not set.
         is_served: whether the engine packs.
         sequence_parallel: ulysses_sequence_parallel_size.
+        instead: the setting that is followed where this one is not.
 
     Raises:
         UnsupportedError: without attn_implementation="prefixtree", or "auto" with ranks that
@@ -172,8 +178,7 @@ def check_recompute(recompute: Any, is_served: bool, sequence_parallel: int = 1)
         return
     setting = f"override_config.{RECOMPUTE}={recompute!r}"
     if not is_served:
-        more = "; enable_gradient_checkpointing says what is recomputed"
-        raise _not_served(setting, "engines", more)
+        raise _not_served(setting, "FSDP engines", f"; {instead} says what is recomputed")
     if recompute not in (values := ("auto", *MODES)):
         raise ValueError(f"{setting}: expected one of {', '.join(map(repr, values))}")
     if recompute == "auto" and sequence_parallel > 1:
@@ -202,7 +207,7 @@ def check_compile(compiles: Any, is_served: bool, strategy: str) -> bool:
         return False
     setting = f"override_config.{COMPILE}=True"
     if not is_served:
-        raise _not_served(setting, "actors and references")
+        raise _not_served(setting, "FSDP2 actors and references")
     if strategy != "fsdp2":
         raise UnsupportedError(f"{setting} is verified with strategy=fsdp2: set it, not {strategy}")
     return True

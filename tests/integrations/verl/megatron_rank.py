@@ -157,6 +157,11 @@ REFUSED: dict[str, tuple[int, str, Any]] = {
         "override_transformer_config",
         {"calculate_per_token_loss": True},
     ),
+    "override_transformer_config.recompute_granularity says what is recomputed": (
+        0,
+        "hf_config.prefixtree_recompute",
+        "auto",
+    ),
     "takes images": (0, "hf_config.vision_config", object()),
 }
 

@@ -384,9 +384,9 @@ def test_settings_that_nothing_would_follow(models: Path) -> None:
     packs = {"attn_implementation": "prefixtree"}
     with pytest.raises(ValueError, match=r"prefixtree_recompute='some': expected one of 'auto'"):
         make("language_model", **packs, prefixtree_recompute="some")
-    match = "is for actors and references with attn_implementation=prefixtree"
+    match = "is for FSDP2 actors and references with attn_implementation=prefixtree"
     for model_type in ("language_model", "value_model"):
-        with pytest.raises(pt.UnsupportedError, match="is for engines with attn_impl"):
+        with pytest.raises(pt.UnsupportedError, match="is for FSDP engines with attn_impl"):
             make(model_type, attn_implementation="sdpa", prefixtree_recompute="auto")
     with pytest.raises(pt.UnsupportedError, match=match):
         make("value_model", **packs, prefixtree_compile=True)
