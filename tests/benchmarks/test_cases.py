@@ -413,7 +413,8 @@ def test_sparse(
     assert dense["red"] == [] and dense["forward_ms"] > 0 and dense["backward_ms"] > 0
     for row in chosen:
         assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
-    assert chosen[-1]["micro_batches"] > 1 and chosen[-1]["tokens"] > result(out)["tokens"]
+    if is_right:
+        assert chosen[-1]["micro_batches"] > 1 and chosen[-1]["tokens"] > result(out)["tokens"]
     capsys.readouterr()
     assert sparse.main(["--read", str(out)]) == (not is_right)
     assert ("replicated batch" in capsys.readouterr().out) == is_right
