@@ -34,14 +34,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.marks import MARKS_FULL
 from tools.reach import Sources, made_by, matching
 
 ROOT = Path(__file__).parents[1]
 COSTS = ROOT / "tests/costs.json"
 README = ROOT / "tests/README.md"
 LOGS = ROOT / ".ci/logs"
-# what tells that a file has tests marked full, as tests/support/full.py checks
-MARKS_FULL = r"mark\.full\b|\bmostly(_full)?\("
 # a target fails when it takes this many times its entry in COSTS, and so many processor seconds
 # more: what caches hold (mypy's, numba's) is no growth
 MOST_GROWTH, SLACK = 2.0, 120.0
@@ -240,6 +239,8 @@ def start(target: Target, full: bool = False) -> Run:
         without = files_of(target, Sources(ROOT))[1] if target.full else []
         left = "".join(f" --ignore={name}" for name in (*target.left, *without))
         command += [f"ARGS={arguments} --durations=20 -q{left}", *workers]
+    # that of an earlier start would stand for one that ends before it writes its own
+    log_of(target).with_suffix(".xml").unlink(missing_ok=True)
     with log_of(target).open("wb") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -364,7 +365,9 @@ class Costs:
 def green_files(run: Run) -> set[str]:
     """The files of a red run whose tests all were green, if one start of pytest ran them all."""
     report = log_of(run.target).with_suffix(".xml")
-    if run.target.whole or not report.exists():
+    # pytest marks so that it ended before the last test
+    ended = report.exists() and re.search(r"^(!{3}|INTERNALERROR)", run.log.read_text(), re.M)
+    if run.target.whole or ended or not report.exists():
         return set()
     cases = [
         (name_of(case), bool(len(case.findall("failure") + case.findall("error"))))

@@ -505,15 +505,20 @@ megatron() { megatron_on 2; }
 
 megatron_4gpu() { megatron_on 4; }
 
+# with_verl NAME: ours, and verl
+with_verl() {
+  ours "$1" || return
+  # behind flash-attn-4's, whose namespace it adds to
+  ! unpack "$files/verl.tar.xz" "$verl" || PYTHONPATH=$PYTHONPATH:$verl
+  python3 -c 'from importlib.metadata import version; print("verl", version("verl"))' ||
+    { failed+=("$1 (no verl: no $files/verl.tar.xz)"); return 1; }
+}
+
 # on_verl NAME SECONDS GPUS ARGUMENT...: the benchmark under verl, a process a GPU
 on_verl() {
   local name=$1 limit=$2 gpus=$3 launch=()
   shift 3
-  ours "$name" || return
-  # behind flash-attn-4's, whose namespace it adds to
-  ! unpack "$files/verl.tar.xz" "$verl" || PYTHONPATH=$PYTHONPATH:$verl
-  python3 -c 'from importlib.metadata import version; print("verl", version("verl"))' ||
-    { failed+=("$name (no verl: no $files/verl.tar.xz)"); return 1; }
+  with_verl "$name" || return
   ((gpus == 1)) || launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$gpus")
   # gloo, beside NCCL, meets on this machine too
   limited "$name" "$limit" env GLOO_SOCKET_IFNAME=lo "${keep[@]:1}" python3 "${launch[@]}" -m benchmarks verl_update \
@@ -532,8 +537,7 @@ verl_2gpu() { on_verl verl_2gpu 575 2; }
 verl_8b_2gpu() { on_verl verl_8b_2gpu 575 2 "${of_8b[@]}"; }
 
 verl_pictures() {
-  ours verl_pictures || return
-  ! unpack "$files/verl.tar.xz" "$verl" || PYTHONPATH=$PYTHONPATH:$verl
+  with_verl verl_pictures || return
   limited verl_pictures 300 env GLOO_SOCKET_IFNAME=lo python3 -m tests.integrations.verl.on_gpu "$out/verl_pictures.json"
 }
 

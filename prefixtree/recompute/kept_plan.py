@@ -30,6 +30,7 @@ from prefixtree.recompute.plan import (
     place_of,
     plan_at,
     recomputed_by,
+    spare_beside,
     spare_bytes,
     too_large,
     waiting_bytes,
@@ -171,12 +172,11 @@ class _PartPlans:
     def with_tower(self, way: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of all plans [a, b]: peaks, what must be free for them, and multiply-adds."""
         choice = self.towers[way]
-        # layers fragment memory, not the tower behind them, but for what it keeps
-        free = np.max(self._spare) if choice.kept else self._spare
+        free = spare_beside(choice, self._spare)
         of_layers = self._peaks + choice.held
         last = self._ends + choice.needs
         peaks = np.maximum(of_layers, last) + self.shown
-        needs = np.maximum(of_layers + free, last + (free if choice.kept else 0.0)) + self.shown
+        needs = np.maximum(of_layers + np.maximum(self._spare, free), last + free) + self.shown
         return peaks, needs, self.costs + choice.again
 
     def least(self, room: np.ndarray) -> np.ndarray:
@@ -214,8 +214,8 @@ class _PartPlans:
             return plan
         choice = self.towers[way]
         outside = others + self.shown + self._ends
-        spare = float(np.max(self._spare)) if choice.kept else 0.0
-        patches, run = self._pictures.runs(self._tower, available - outside - spare, choice)
+        left = available - outside - spare_beside(choice, self._spare)
+        patches, run = self._pictures.runs(self._tower, left, choice)
         peak = max(plan.peak_bytes, round(outside + run))
         return replace(plan, peak_bytes=peak, patches=patches, kept=choice.kept)
 

@@ -183,19 +183,18 @@ def plan_for(
         )
     found: list[tuple[float, RecomputePlan, TowerChoice]] = []
     for choice in choices:
-        # what is kept leaves blocks to be cut in every plan
-        free = np.max(spare) if choice.kept else spare
-        if choice.needs + (free if choice.kept else 0.0) > available - ends:
+        free = spare_beside(choice, spare)
+        if choice.needs + free > available - ends:
             continue
-        room = available - choice.held - free
-        if (text := cheapest(peaks, cost, room)) is not None:
+        text = cheapest(peaks, cost, available - choice.held - np.maximum(spare, free))
+        if text is not None:
             again = float(cost[place_of(text)]) + choice.again
             found.append((again, text, choice))
     if not found:
         raise torch.OutOfMemoryError(too_large(memory, work, available, peaks[-1, -1]))
     # of equal ones the first, which keeps least
     _, text, choice = min(found, key=lambda each: each[0])
-    room = available - ends - (float(np.max(spare)) if choice.kept else 0.0)
+    room = available - ends - spare_beside(choice, spare)
     at_once, run = pictures.runs(tower, room, choice)
     peak = max(text.peak_bytes + choice.held, run + ends)
     return replace(text, peak_bytes=round(peak + held), patches=at_once, kept=choice.kept)
@@ -254,6 +253,12 @@ def spare_bytes(memory: ModelMemory, work: Work | PartWork, with_spare: bool) ->
     spare = np.full((len(memory.layers["all"]) + 1,) * 2, largest / 2)
     spare[-1, -1] = 0.0
     return spare
+
+
+def spare_beside(choice: TowerChoice, spare: float | np.ndarray) -> float:
+    """The part of `spare_bytes` that every plan leaves free, and the tower behind the layers too:
+    all of it where the tower keeps anything, as that leaves blocks to be cut."""
+    return float(np.max(spare)) if choice.kept else 0.0
 
 
 def tokens_that_fit(

@@ -122,6 +122,11 @@ def test_files_are_left_out_while_what_they_reach_stays(
     part = costs.to_run(target, False)
     cases = '<testcase file="b"/><testcase file="c"><failure/></testcase><testcase file="c"/>'
     (folder / "t.xml").write_text(f"<testsuite>{cases}</testsuite>")
+    # of one that pytest ended early, none
+    (folder / "t.log").write_text("b .\n!!!!!! KeyboardInterrupt !!!!!!\n")
+    costs.record([ci.replace(ended("t", status=1), target=part)])
+    assert costs.to_run(target, False).left == ()
+    (folder / "t.log").write_text("b . c F.\n1 failed, 2 passed in 0.1s\n")
     costs.record([ci.replace(ended("t", status=1), target=part)])
     assert costs.to_run(target, False).left == ("b",)
 

@@ -15,9 +15,12 @@ from tests.support.triton_tiles import DEVICE
 
 # of values and of gradients by their norm
 LIMITS = {"float64": (1e-12, 1e-11)}
-# these models are on the CPU
 BY_KERNELS = pytest.param(
-    "fused", marks=pytest.mark.skipif(DEVICE != "cpu", reason="by the interpreter")
+    "fused",
+    marks=pytest.mark.skipif(
+        DEVICE != "cpu",
+        reason="these models are on the CPU, where Triton's kernels run in its interpreter alone",
+    ),
 )
 
 

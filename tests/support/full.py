@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.marks import MARKS_FULL
+
 # how ranks, which are processes of their own, hear of the option
 _ASKED = "PREFIXTREE_TESTS_FULL"
 
@@ -27,8 +29,7 @@ def skip_without_it(item: pytest.Item) -> None:
     if not item.get_closest_marker("full"):
         return
     # where tools/ci.py looks for them; it collects no other file
-    marks = r"mark\.full\b|\bmostly(_full)?\("
-    assert re.search(marks, item.path.read_text()), f"{item.path} marks none itself"
+    assert re.search(MARKS_FULL, item.path.read_text()), f"{item.path} marks none itself"
     if not item.config.getoption("--full"):
         pytest.skip("runs with --full")
 

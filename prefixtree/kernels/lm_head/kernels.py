@@ -22,6 +22,7 @@ from prefixtree.kernels.triton_primitives import squash
 
 # columns per step: 16 per thread
 BLOCK, WARPS = 4096, 8
+_KEPT = tl.constexpr(NUM_KEPT)
 # slices of arrays, that begin anywhere: another chunk must not compile anything
 _OF_ROWS = ("TARGET", "TEMPERATURE", "OUT", "GRAD", "VALUE", "VALUE_GRAD")
 
@@ -79,7 +80,7 @@ def normaliser(
 
 @triton.jit
 def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
-    """-> (what columns add to the divergence, own, p) of the logs of p, the model's, and q, the
+    """-> (what columns add to the divergence, own) of the logs of p, the model's, and q, the
     teacher's; the gradient of p's logits is own - p sum(own). A probability of 0 adds nothing.
     """
     p = tl.exp(log_p)
@@ -98,7 +99,7 @@ def diverging(log_p, log_q, beta, DIVERGENCE: tl.constexpr):
         mixture = tl.log(tl.where(is_q, beta + (1.0 - beta) * nearer, 1.0 - beta + beta * nearer))
         own = (1.0 - beta) * tl.where(p == 0.0, 0.0, p * (tl.where(is_q, -apart, 0.0) - mixture))
         each = own + beta * tl.where(q == 0.0, 0.0, q * (tl.where(is_q, 0.0, apart) - mixture))
-    return each, own, p
+    return each, own
 
 
 @triton.jit(do_not_specialize=_OF_ROWS)
@@ -156,7 +157,7 @@ def score_kernel(
         tl.store(OUT + row * columns + 1, log_sum - tl.sum(weighted, 0) / sums)
     if DIVERGENCE != "":
         Y += row * vocabulary
-        KEPT += row * 5
+        KEPT += row * _KEPT
         top_q, log_sum_q = normaliser(
             Y, vocabulary, temperature, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, BLOCK
         )
@@ -169,7 +170,7 @@ def score_kernel(
             y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
             z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
             log_q = (z_q - top_q) - log_sum_q
-            each, own, _ = diverging((z - top) - log_sum, log_q, beta, DIVERGENCE)
+            each, own = diverging((z - top) - log_sum, log_q, beta, DIVERGENCE)
             value += each
             owns += own
         tl.store(VALUE + row, tl.sum(value, 0))
@@ -222,7 +223,7 @@ def gradient_kernel(
     grad = tl.load(GRAD + row * columns)
     if DIVERGENCE != "":
         Y += row * vocabulary
-        KEPT += row * 5
+        KEPT += row * _KEPT
         owns = tl.load(KEPT)
         top = tl.load(KEPT + 1)
         log_sum = tl.load(KEPT + 2)
@@ -245,7 +246,7 @@ def gradient_kernel(
         if DIVERGENCE != "":
             y, _ = load_scaled(Y, column, vocabulary, teacher_scale)
             z_q, _ = logits_of(y, alive, temperature, teacher_softcap, TEACHER_SOFTCAP)
-            each, own, _ = diverging(logp, (z_q - top_q) - log_sum_q, beta, DIVERGENCE)
+            each, own = diverging(logp, (z_q - top_q) - log_sum_q, beta, DIVERGENCE)
             value += each
             dz += value_grad * (own - p * owns)
         if SOFTCAP:

@@ -1,0 +1,5 @@
+"""How files of tests are known to have some that are marked `full`, without importing them."""
+
+from __future__ import annotations
+
+MARKS_FULL = r"mark\.full\b|\bmostly(_full)?\("
