@@ -37,7 +37,8 @@
 #                      an environment that replies; run_curves, the rewards of 20 steps; run_2gpu, under FSDP2 on two
 #   first_step   ?     from a process's start to its first optimizer step, caches of compilers empty and full;
 #                      FIRST_STEP_ARGS="--models qwen3-0.6b"
-#   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights
+#   parallel     2.5   one forest on all GPUs of the machine; PARALLEL_ARGS="--fsdp" shards the weights;
+#                      parallel_hybrids 5, of Qwen3.5-9B's layers
 #   steps        3     a tree larger than one forward, on one GPU
 #   megatron     3     the adapter for Megatron-Core on two GPUs: errors and times; MEGATRON_ARGS="context
 #                      context_times"; megatron_4gpu, context parallelism on four
@@ -473,6 +474,14 @@ steps() { PARALLEL_ARGS="--sides whole cut steps steps-kept trunks ${STEPS_ARGS:
 
 parallel() { parallel_on "$(nvidia-smi --list-gpus | wc -l)"; }
 
+# layers with recurrences, on two; flash-qla compiles for minutes
+parallel_hybrids() {
+  ours parallel_hybrids || return
+  limited parallel_hybrids 400 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
+    -m benchmarks parallel --shape qwen3.5-9b --workloads "airline per turn" --sides ${HYBRID_SIDES:-whole parts} \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/parallel_hybrids.json" "${read_rollouts[@]}" ${PARALLEL_ARGS:-}
+}
+
 # parallel_on GPUS: a process a GPU
 parallel_on() {
   local name=steps launch=()
@@ -595,7 +604,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
