@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, of results.md here and of docs/trl.md, docs/verl.md and
+"""Writes the tables of README.md, of results.md here and of docs/verl.md and
 docs/megatron.md from the JSON under results/.
 
 python -m benchmarks.write_tables
@@ -20,7 +20,6 @@ from benchmarks.lib.update_tables import cases_by_side
 HERE = Path(__file__).parent
 PAGE = HERE / "results.md"
 README = HERE.parent / "README.md"
-TRL = HERE.parent / "docs" / "trl.md"
 VERL = HERE.parent / "docs" / "verl.md"
 MEGATRON = HERE.parent / "docs" / "megatron.md"
 # what stands between the markers of a name: the function of a case, and its files under results/
@@ -41,10 +40,11 @@ TABLES = {
     "hybrids": ("model.hybrids", "h200/model_qwen*.json"),
     "hybrids_best": ("model.recomputed", "h200/hybrid_best_*.json"),
     "head": ("head.tables", "h200/head.json"),
-    "sparse": ("sparse.tables", "h100/sparse.json"),
-    "distill": ("distill.tables", "h*/distill.json"),
+    "sparse": ("sparse.tables", "h200/sparse.json"),
+    "distill": ("distill.tables", "h200/distill.json"),
+    "distill_models": ("distill_models.tables", "h200/distill_models.json"),
     "low": ("model.low_precision", "h200/low_*.json"),
-    "pictures": ("pictures.tables", "h*/pictures.json"),
+    "pictures": ("pictures.tables", "h*/pictures*.json"),
     "update": ("update.tables", "h200/update.json", "h200/update_2gpu.json"),
     "update_settings": ("update.settings", "h200/settings_*.json"),
     "verl_update": ("verl_update.tables", "h200/verl*.json"),
@@ -140,9 +140,9 @@ def speed() -> Parts:
 
 def megatron() -> Parts:
     """The tables of the page on Megatron-Core: errors on two GPUs, and times."""
-    (data,) = read("h200/megatron_2gpu.json")
+    data, context = read("h200/megatron_2gpu.json", "h200/megatron_2gpu_context.json")
     runs: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"]:
+    for row in data["rows"] + context["rows"]:
         runs.setdefault(row["run"], []).append(row)
 
     def worst(some: list[dict[str, Any]], key: str) -> str:
@@ -163,11 +163,16 @@ def megatron() -> Parts:
     def has_experts(name: str) -> bool:
         return "expert" in name or "EP" in name
 
+    def is_divided(name: str) -> bool:
+        # the others are mistakes, which must be seen
+        return name.startswith("CP ")
+
     errors = [
         ("tensor parallel 2, float64", cases("tensor", is_wide)),
         ("the same, float32", cases("tensor", lambda name: "float32" in name)),
         ("experts, also expert parallel 2, float64", cases("tensor", has_experts)),
         ("pipeline parallel 2, float64", cases("pipeline", lambda name: True)),
+        ("context parallel 2, also expert parallel 2, float64", cases("context", is_divided)),
     ]
     half = {
         "megatron": "tensor parallel 2, bfloat16, each sequence alone through Megatron's attention",
@@ -184,7 +189,9 @@ def megatron() -> Parts:
                 "log p, loss", lambda line: worst(line[1], "logprobs") or worst(line[1], "loss")
             ),
             Column("entropy", lambda line: worst(line[1], "entropy")),
-            Column("gradients", lambda line: worst(line[1], "gradients")),
+            Column(
+                "gradients", lambda line: worst(line[1], "gradients") or worst(line[1], "worst")
+            ),
         ],
         errors,
     )
@@ -208,6 +215,25 @@ def megatron() -> Parts:
             Column("GiB per GPU", lambda name: f"{slowest[name]['GiB']:.1f}"),
         ],
         list(sides),
+    )
+    (divided,) = [rank for rank in runs["context_times"] if rank["rank"] == 0]
+    sizes = [int(name.split()[0]) for name in divided if name.endswith("CP 1")]
+
+    def of(size: int, ranks: int) -> Any:
+        return divided[f"{size} tokens, CP {ranks}"]
+
+    yield f"One tree under context parallelism; {machine(context['environment'], 'megatron-core')}:"
+    yield Table(
+        [
+            Column("packed tokens", lambda size: f"{size:,}"),
+            Column("one GPU, ms", lambda size: f"{of(size, 1)['ms']:,.0f}"),
+            Column("two, ms", lambda size: f"{of(size, 2)['ms']:,.0f}"),
+            Column("speed-up", lambda size: f"{_ms(of(size, 1)) / _ms(of(size, 2)):.2f}x"),
+            Column(
+                "GiB per GPU", lambda size: f"{of(size, 1)['GiB']:.1f}, {of(size, 2)['GiB']:.1f}"
+            ),
+        ],
+        sizes,
     )
 
 
@@ -241,7 +267,6 @@ def main() -> None:
     work = ("h200/run.json", "h200/run_256.json", "h200/run_8k.json", "h*/run_2gpu.json")
     steps = markdown(run.headline(*read(*work, "h100/run_turns.json")))
     README.write_text(replaced(readme, "run", steps))
-    TRL.write_text(replaced(TRL.read_text(), "run", steps))
 
 
 if __name__ == "__main__":

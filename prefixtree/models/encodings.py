@@ -17,7 +17,7 @@ from prefixtree.errors import UnsupportedError
 from prefixtree.models.tower import TowerShape, features_in
 from prefixtree.packing.gather import GatherIndex, gather
 from prefixtree.packing.placements import Placements
-from prefixtree.packing.transfers import move
+from prefixtree.packing.transfers import move, move_joined
 from prefixtree.parallel.features import FeatureExchange, holders_of
 from prefixtree.pictures import Pictures
 from prefixtree.planning.parts import Parts
@@ -35,14 +35,20 @@ UNEXPECTED = (
 )
 
 
-def tensors_of(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
-    """Pixels and grids of some pictures of one modality, as keywords of the model."""
-    pixels, grids = _NAMES[model_type in TOWERS, modality]
-    join = torch.stack if model_type in TOWERS else torch.cat
-    inputs: dict[str, Any] = {
-        pixels: join([picture.pixels for picture in shown]),
-        grids: torch.stack([picture.grid for picture in shown]),
-    }
+def pixels_of(
+    modality: Modality, model_type: str, shown: list[Picture], device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Pixels of some pictures of one modality, as a keyword of the model."""
+    is_padded = model_type in TOWERS
+    name, _ = _NAMES[is_padded, modality]
+    each = [picture.pixels[None] if is_padded else picture.pixels for picture in shown]
+    return {name: move_joined(each, device)}
+
+
+def grids_of(modality: Modality, model_type: str, shown: list[Picture]) -> dict[str, Any]:
+    """Grids of some pictures of one modality, and seconds of videos, as keywords of the model."""
+    _, name = _NAMES[model_type in TOWERS, modality]
+    inputs: dict[str, Any] = {name: torch.stack([picture.grid for picture in shown])}
     if shown[0].seconds is not None:
         inputs["second_per_grid_ts"] = [picture.seconds for picture in shown]
     return inputs
@@ -145,7 +151,7 @@ class TowerCalls:
         distinct = sorted({n for n, _ in placed})
         shown = [self.pictures.distinct[n] for n in distinct]
         rows = np.concatenate(_features(placed, distinct, self.pictures)).astype(np.int32)
-        tensors, shape = _call(modality, self.pictures.model_type, shown)
+        tensors, shape = _call(modality, self.pictures.model_type, shown, self.device)
         return _made(tensors, self._grids(placed, shown), rows, shape, self.device)
 
     def of_rank(
@@ -169,7 +175,7 @@ class TowerCalls:
         made = empty = blank(self.config, self.device, modality)
         shown = [p for p, rank in zip(all_shown, holder, strict=True) if rank == index]
         if shown:
-            tensors, shape = _call(modality, pictures.model_type, shown)
+            tensors, shape = _call(modality, pictures.model_type, shown, self.device)
             made = _made(tensors, empty.placed, _NONE, shape, self.device)
         grids = empty.placed
         if placed[index]:
@@ -203,10 +209,11 @@ def _features(
 
 
 def _call(
-    modality: Modality, model_type: str, shown: list[Picture]
+    modality: Modality, model_type: str, shown: list[Picture], device: torch.device
 ) -> tuple[dict[str, Any], TowerShape]:
     """Pixels and grids of one call of the tower, and its sizes."""
-    tensors = tensors_of(modality, model_type, shown)
+    tensors = pixels_of(modality, model_type, shown, device)
+    tensors |= grids_of(modality, model_type, shown)
     # positions are given, which alone would ask for them
     tensors.pop("second_per_grid_ts", None)
     features = sum(p.runs * p.run_tokens for p in shown)

@@ -12,7 +12,7 @@ Legend: T packed tokens, K placements, N distinct pictures that are placed, F fe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from prefixtree._picture_inputs import check_served
+from prefixtree._picture_inputs import Modality, Picture, check_served
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed
@@ -32,7 +32,8 @@ from prefixtree.models.encodings import (
     Encoding,
     TowerCalls,
     blank,
-    tensors_of,
+    grids_of,
+    pixels_of,
 )
 from prefixtree.models.families import COUNTS_COPIES, ENCODES, ROUTES, check_noise, family_of
 from prefixtree.models.layers import groups_of, layers_of
@@ -332,9 +333,7 @@ def positions_alone(
     """
     if not numbers:
         return torch.arange(len(tokens))[:, None].expand(-1, 3)
-    inputs = alone_inputs(pictures, tokens, numbers)
-    for name in ("pixel_values", "pixel_values_videos"):
-        inputs.pop(name, None)
+    inputs = _alone_inputs(pictures, tokens, numbers, grids_of)
     positions, _ = base.get_rope_index(**inputs)
     return torch.as_tensor(positions)[:, 0].t().contiguous()
 
@@ -351,6 +350,19 @@ def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> 
         input_ids and mm_token_type_ids [1, n], and the pixels and grids of its pictures, on the
         CPU.
     """
+
+    def both(*shown: Any) -> dict[str, Any]:
+        return pixels_of(*shown) | grids_of(*shown)
+
+    return _alone_inputs(pictures, tokens, numbers, both)
+
+
+def _alone_inputs(
+    pictures: Pictures,
+    tokens: np.ndarray,
+    numbers: list[int],
+    inputs_of: Callable[[Modality, str, list[Picture]], dict[str, Any]],
+) -> dict[str, Any]:
     ids = torch.from_numpy(pictures.with_placeholders(np.asarray(tokens, np.int64)))[None]
     types = torch.zeros_like(ids, dtype=torch.int32)
     inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types}
@@ -358,5 +370,5 @@ def alone_inputs(pictures: Pictures, tokens: np.ndarray, numbers: list[int]) -> 
     for value, (modality, token) in enumerate(pictures.placeholders.items(), 1):
         types[ids == token] = value
         if shown := [picture for picture in held if picture.modality == modality]:
-            inputs |= tensors_of(modality, pictures.model_type, shown)
+            inputs |= inputs_of(modality, pictures.model_type, shown)
     return inputs

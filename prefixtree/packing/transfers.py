@@ -18,6 +18,21 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device)
 
 
+@lasting
+def move_joined(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """`move` of `torch.cat(tensors)`; to CUDA they are joined in pinned memory, in one copy."""
+    device, first = torch.device(device), tensors[0]
+    is_plain = all(
+        tensor.device.type == "cpu" and tensor.dtype == first.dtype and not tensor.requires_grad
+        for tensor in tensors
+    )
+    if device.type != "cuda" or not is_plain:
+        return move(torch.cat(tensors), device)
+    shape = sum(map(len, tensors)), *first.shape[1:]
+    pinned = torch.empty(shape, dtype=first.dtype, pin_memory=True)
+    return torch.cat(tensors, out=pinned).to(device, non_blocking=True)
+
+
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in pinned memory, without waiting; what is on the CPU stays where it is."""
     if not tensor.is_cuda:

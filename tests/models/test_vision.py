@@ -417,6 +417,21 @@ def test_other_positions_are_wrong(model_type, mistake, monkeypatch):
     assert min(wrong.logprob, wrong.text, wrong.tower) > 0.1
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_read_no_pixels(model_type, monkeypatch):
+    """Those of every path, of which a batch has as many as samples, would be joined for nothing."""
+    model, pictures = build(model_type), _pictures(model_type)
+
+    def positions() -> list[torch.Tensor]:
+        each = zip(pictures.sequences, pictures.of_sequences, strict=True)
+        return [adapter.positions_alone(model.model, pictures, *of) for of in each]
+
+    expected = positions()
+    monkeypatch.setattr(adapter, "pixels_of", None)
+    for found, wanted in zip(positions(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 

@@ -405,12 +405,15 @@ def _perturb(worker: TrainingWorker) -> None:
     with torch.no_grad():
         for name, p in sorted(worker.engine.module.named_parameters()):
             generator = torch.Generator().manual_seed(sum(name.encode()))
-            noise = (0.05 * torch.randn(p.shape, generator=generator)).to(p.device)
+            noise = 0.05 * torch.randn(p.shape, generator=generator)
+            local = p
             if hasattr(p, "device_mesh"):
                 from torch.distributed.tensor import distribute_tensor
 
-                noise = distribute_tensor(noise, p.device_mesh, p.placements)
-            p.add_(noise)
+                noise = distribute_tensor(noise, p.device_mesh, p.placements).to_local()
+                # offloaded, it is on the CPU, whatever its mesh is of
+                local = p.to_local()
+            local.add_(noise.to(local.device))
 
 
 def _advantages(batch: Any, rows: dict[str, list[Any]], settings: Settings, seed: int) -> None:
