@@ -476,19 +476,18 @@ parallel() { parallel_on "$(nvidia-smi --list-gpus | wc -l)"; }
 
 # layers with recurrences, on two; flash-qla compiles for minutes
 parallel_hybrids() {
-  ours parallel_hybrids || return
-  limited parallel_hybrids 400 python3 -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
-    -m benchmarks parallel --shape qwen3.5-9b --workloads "airline per turn" --sides ${HYBRID_SIDES:-whole parts} \
-    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/parallel_hybrids.json" "${read_rollouts[@]}" ${PARALLEL_ARGS:-}
+  parallel_on 2 _hybrids --shape qwen3.5-9b --workloads "airline per turn" --sides ${HYBRID_SIDES:-whole parts}
 }
 
-# parallel_on GPUS: a process a GPU
+# parallel_on GPUS [SUFFIX ARGUMENT...]: a process a GPU; the suffix is of the name
 parallel_on() {
   local name=steps launch=()
   (($1 == 1)) || { name=parallel; launch=(-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$1"); }
+  name+=${2:-}
+  shift $(($# > 1 ? 2 : 1))
   ours $name || return
   limited $name 560 python3 "${launch[@]}" -m benchmarks parallel --backend "${BACKEND:-auto}" \
-    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "${read_rollouts[@]}" ${PARALLEL_ARGS:-}
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/$name.json" "${read_rollouts[@]}" "$@" ${PARALLEL_ARGS:-}
 }
 
 # a process a GPU, which meet on this machine whatever its name resolves to
