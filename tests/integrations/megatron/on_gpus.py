@@ -217,7 +217,7 @@ def state_times() -> dict[str, Any]:
         "agents' turns": [agent[:end] for agent in agents for end in range(2560, 6145, 512)],
     }
     results: dict[str, Any] = {}
-    for kind in ("gated delta rule", "mamba"):
+    for kind in ("mamba", "gated delta rule"):
         # the constructor asks for mamba-ssm
         with stand_in_for_kernels() if kind == "mamba" else nullcontext():
             model = _states(kind, tree_spec)
@@ -226,6 +226,8 @@ def state_times() -> dict[str, Any]:
                 theirs = _states(kind, lambda spec: spec)
                 theirs.load_state_dict(model.state_dict())
             rows = {name: _sides(model, theirs, batch) for name, batch in batches.items()}
+            # kernels of the next kind compile for minutes
+            print(kind, rows, flush=True)
             pack_batches(model)
             for name, batch in batches.items():
                 run = partial(_replicated, model, thd(batch), batch)
