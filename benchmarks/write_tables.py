@@ -59,7 +59,11 @@ TABLES = {
         "h200/parallel_2gpu_*.json",
         "h*/parallel_[48]gpu*.json",
     ),
-    "parallel_hybrids": ("parallel.tables", "h*/parallel_2gpu_hybrids*.json"),
+    "parallel_hybrids": (
+        "parallel.tables",
+        "h100/parallel_2gpu_hybrids.json",
+        "h200/hybrids_2gpu.json",
+    ),
     "steps": ("parallel.tables", "h200/steps*.json"),
     "trunks": ("parallel.tables", "h*/trunks*.json"),
     "steps_hybrids": ("parallel.tables", "h*/hybrid_steps*.json"),
