@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from prefixtree.kernels import device_info
+from prefixtree.kernels.recurrence import l2norm
 from prefixtree.kernels.recurrence.protocol import Call, Computed, ConvCall, DeltaCall, SsdCall
 from prefixtree.kernels.recurrence.states import CHUNK, INTERPRETED
 from prefixtree.packing.state_schedule import StateSchedule
@@ -146,12 +147,9 @@ def normed(call: DeltaCall) -> tuple[torch.Tensor, ...]:
 
     The backward norms them again: two passes over them are cheaper than keeping both.
     """
-    query, key = call.query.contiguous(), call.key.contiguous()
     if not call.qk_l2norm:
-        return query, key
-    from fla.modules.norm.l2norm import l2norm_fwd
-
-    (query, of_query), (key, of_key) = l2norm_fwd(query), l2norm_fwd(key)
+        return call.query.contiguous(), call.key.contiguous()
+    (query, of_query), (key, of_key) = l2norm.normed(call.query), l2norm.normed(call.key)
     return query, key, of_query, of_key
 
 
@@ -160,10 +158,8 @@ def through_norms(
 ) -> None:
     """Makes the first two gradients those of what `normed` was given; it returned the rest."""
     if norms:
-        from fla.modules.norm.l2norm import l2norm_bwd
-
-        grads[0] = l2norm_bwd(query, norms[0], grads[0])
-        grads[1] = l2norm_bwd(key, norms[1], grads[1])
+        grads[0] = l2norm.through(query, norms[0], grads[0])
+        grads[1] = l2norm.through(key, norms[1], grads[1])
 
 
 def in_dtypes(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:
