@@ -114,6 +114,15 @@ def test_compiled_layers_keep_what_was_traced(model_type, adapters):
     assert saved[0] - saved[1] == pytest.approx(predicted, rel=0.05)
 
 
+def test_what_trainers_set_is_not_traced_anew():
+    config = build("llama", intermediate_size=32).config
+    traced = trace_memory(config, torch.float32)
+    again = build("llama", intermediate_size=32, use_cache=False, eos_token_id=7).config
+    assert again.to_dict() != config.to_dict() and trace_memory(again, torch.float32) is traced
+    other = build("llama", intermediate_size=24, use_cache=False).config
+    assert trace_memory(other, torch.float32) != traced
+
+
 def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
     """Once: a forward that plans does not try again."""
     tried = []
