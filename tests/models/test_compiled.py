@@ -177,7 +177,7 @@ def test_a_compiled_tower_without_gradient_is_seen(monkeypatch):
         tower_attention, "picture_attention", lambda *given: (_cut(attend(*given)[0]), None)
     )
     model = picture_cases.build("qwen3_vl")
-    compile_layers(model, backend="aot_eager")
+    compile_layers(model, backend="eager")
     wrong = picture_cases.errors(
         picture_cases.run_packed(model, picture_cases.batch("qwen3_vl")),
         picture_cases.reference("qwen3_vl"),
@@ -199,7 +199,7 @@ def test_a_hook_inside_a_compiled_tower_is_run():
     for compiled in (False, True):
         model = picture_cases.build("qwen3_vl")
         if compiled:
-            compile_layers(model, backend="aot_eager")
+            compile_layers(model, backend="eager")
             picture_cases.run_packed(model, made)
         tower_of(model).blocks[1].attn.qkv.register_forward_hook(doubles)
         outcomes.append(picture_cases.run_packed(model, made))
@@ -217,7 +217,7 @@ def test_towers_that_run_uncompiled(runs):
         model.set_attn_implementation(names)
     else:
         enable_checkpointing(model, use_reentrant=False)
-    compile_layers(model, backend="aot_eager")
+    compile_layers(model, backend="eager")
     # by recompute=None transformers' checkpoints are one per run
     recompute = "nothing" if runs == "checkpointed by block" else None
     run = picture_cases.run_packed(model, made, recompute=recompute)
