@@ -11,7 +11,8 @@ READY := $(VENV)/.ready
 # processes of a run of tests: as many as there are cores, of one thread each. A file stays in one, as
 # what its tests share is made once per process (ranks that run all cases)
 WORKERS ?= auto
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# code is compiled once and not in every process, whatever the machine's own setting is
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test test-full test-benchmarks test-transformers test-trl test-full-trl test-verl test-full-verl test-verl-hybrids test-trainers test-megatron test-verl-megatron test-flash test-fla families fields lint types images docs clean
 

@@ -164,13 +164,14 @@ class Code:
     overwritten: int = 0
 
 
-def read(kernel: Any, warps: int, capability: int) -> Code:
-    """Reads the machine code of a compiled kernel."""
+def read(kernel: Any, warps: int, capability: int, with_loops: bool = True) -> Code:
+    """Reads the machine code of a compiled kernel; without its loops, which takes as long as to
+    compile it, what it uses alone."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
-        lines = _tool("nvdisasm", "-c", file.name).split("\n")
+        lines = _tool("nvdisasm", "-c", file.name).split("\n") if with_loops else []
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     shared = kernel.metadata.shared
     by_registers = 65536 // (-(-registers // 8) * 8 * warps * 32)
@@ -290,7 +291,7 @@ def _recurrent(
         }
         aligned = [x for x, kind in signature.items() if kind != "constexpr" and x != "scale"]
         built = _built(kernel, signature, fixed, aligned, capability, {"num_warps": warps})
-        code = read(built, warps, capability)
+        code = read(built, warps, capability, False)
         if code.stack > 16 or code.programs < 4:
             raise SystemExit(f"{kernel.__name__} {dims} {flags}: {code}")
 
@@ -307,7 +308,8 @@ def _index_scores(heads: int, capability: int, dtype: str) -> None:
     aligned = [name for name, kind in signature.items() if kind[0] == "*"]
     stages = index_scores.stages((capability // 10, capability % 10))
     launched = {"num_warps": warps, "num_stages": stages}
-    code = read(_built(kernel, signature, values, aligned, capability, launched), warps, capability)
+    built = _built(kernel, signature, values, aligned, capability, launched)
+    code = read(built, warps, capability, False)
     if code.stack > 16 or code.programs < 1:
         raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
 
@@ -336,9 +338,8 @@ def _choice(is_on: bool, capability: int) -> None:
         }
         aligned = [name for name, kind in signature.items() if kind[0] == "*"]
         options = {"num_warps": warps} | options
-        code = read(
-            _built(kernel, signature, values, aligned, capability, options), warps, capability
-        )
+        built = _built(kernel, signature, values, aligned, capability, options)
+        code = read(built, warps, capability, False)
         if code.stack > (96 if is_on else 16) or code.programs < 1:
             raise SystemExit(f"{kernel.__name__} {values}: {code}")
 
@@ -359,7 +360,7 @@ def _head(kernel: Any, is_on: bool, divergence: str, capability: int, dtype: str
     aligned = [x for x in names if signature.get(x, "constexpr") != "constexpr"]
     warps = lm_head.WARPS
     built = _built(kernel, signature, values, aligned, capability, {"num_warps": warps})
-    code = read(built, warps, capability)
+    code = read(built, warps, capability, False)
     if code.stack > 16 or code.programs < 1:
         raise SystemExit(f"{kernel.__name__} {values}: {code}")
 

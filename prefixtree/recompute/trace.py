@@ -9,6 +9,7 @@ what is kept where torch cuts a compiled layer's graph (`partitioned`).
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -195,12 +196,17 @@ class Adapters:
         return f"{said} {self.in_float32}"
 
 
+# fields that trainers set and no memory depends on
+_NO_MEMORY = re.compile(r'"(use_cache|_name_or_path|\w+_token_id)": [^\n]*')
+
+
 class TraceKey:
-    """A config and adapters that are compared by what they say."""
+    """A config and adapters that are compared by what they say of memory."""
 
     def __init__(self, config: Any, adapters: Adapters | None) -> None:
         self.config, self.adapters = config, adapters
-        self._said = f"{config.to_json_string(use_diff=False)} {adapters}"
+        said = _NO_MEMORY.sub("", config.to_json_string(use_diff=False))
+        self._said = f"{said} {adapters}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TraceKey) and self._said == other._said

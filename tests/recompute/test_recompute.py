@@ -1,58 +1,34 @@
-"""Recomputation of layers: the same bits whatever the plan, the predicted memory, and the
-plan that recomputes least of those that fit."""
+"""Recomputation of layers: the same bits whatever the plan, and the plan that recomputes least of
+those that fit."""
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import prefixtree as pt
 from prefixtree.kernels.attention import operator
 from prefixtree.kernels.recurrence import operator as recurrence
-from prefixtree.models.checks import find_causal_lm
-from prefixtree.models.families import forward_inputs
 from prefixtree.models.layers import layers_of
 from prefixtree.planning.model_cost import LayerCost, ModelCost
-from prefixtree.recompute import forward, partitioned
+from prefixtree.recompute import forward
 from prefixtree.recompute.forward import plan_recomputation
 from prefixtree.recompute.layers import MODES, recomputing
-from prefixtree.recompute.plan import (
-    RecomputePlan,
-    Work,
-    plan_for,
-    reserve,
-    scoring_bytes,
-    tokens_that_fit,
-)
-from prefixtree.recompute.trace import (
-    LayerMemory,
-    LiveBytes,
-    ModelMemory,
-    trace_memory,
-)
+from prefixtree.recompute.plan import RecomputePlan, Work, plan_for, scoring_bytes, tokens_that_fit
+from prefixtree.recompute.trace import LayerMemory, ModelMemory, trace_memory
 from prefixtree.scoring import logprobs as scoring
-from prefixtree.sharing.estimate import _GPUS
+from tests.support.alike import skip_if_repeated
 from tests.support.family_configs import FAMILIES
 from tests.support.models import (
-    adapted,
     build,
     cases,
     enable_checkpointing,
     mostly_full,
-    pack_sequences,
     ragged_objective,
     ragged_packed,
     run_packed,
@@ -60,9 +36,9 @@ from tests.support.models import (
 )
 from tests.support.variant_configs import CANNOT_CHECKPOINT
 
-ROOT = Path(__file__).parents[2]
 # its experts look at numbers, so that shapes alone do not run
 _UNTRACED = {"longcat_flash"}
+_PLANNED_EVERY_TIME = {"gpt_oss", "qwen3_5", *_UNTRACED}
 _CHECKPOINTED = [name for name in FAMILIES if name not in CANNOT_CHECKPOINT]
 
 
@@ -101,11 +77,10 @@ def test_the_same_bits_in_every_family(model_type):
         assert same_bits(run_packed(model, packed, objective, recompute=plan), want)
 
 
-@pytest.mark.parametrize(
-    "model_type", mostly_full(_CHECKPOINTED, {"gpt_oss", "qwen3_5", *_UNTRACED})
-)
+@pytest.mark.parametrize("model_type", mostly_full(_CHECKPOINTED, _PLANNED_EVERY_TIME))
 def test_every_family_is_planned(model_type):
     """From a trace on shapes, which takes seconds."""
+    skip_if_repeated(model_type, _PLANNED_EVERY_TIME)
     model, packed = build(model_type), ragged_packed()
     if model_type in _UNTRACED:
         with pytest.raises(pt.UnsupportedError, match=r"cannot be traced.*as a mode"):
@@ -204,301 +179,6 @@ def test_bad_input():
 def test_a_family_that_is_not_checkpointed(name):
     with pytest.raises(pt.UnsupportedError, match="does not checkpoint the layers"):
         pt.sequence_logprobs(build(name), ragged_packed(), recompute="auto")
-
-
-# ---- the memory that was predicted ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "model_type, mode",
-    [
-        pytest.param(*case.values, mode, marks=[*case.marks, *more])
-        # each mode, each family; all pairs take four times as long
-        for case, quick in zip(
-            cases(["qwen3", "gemma2", "qwen3_moe", "qwen3_5"]),
-            [MODES, MODES[:1], MODES[1:2], MODES[2:]],
-            strict=True,
-        )
-        for mode in MODES
-        for more in [[] if mode in quick else [pytest.mark.full]]
-    ],
-)
-def test_held_memory_is_what_was_traced(model_type, mode):
-    """A real forward over a forest with branches keeps what the trace of a chain predicts."""
-    model = build(model_type, num_hidden_layers=6) if model_type != "qwen3_5" else build(model_type)
-    dtype = torch.bfloat16 if model_type == "qwen3_moe" else torch.float32
-    model.to(dtype)
-    memory = trace_memory(model.config, dtype)
-    traced = memory.layers[mode]
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, 90, 700)
-    packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 150)]) for _ in range(8)])
-    pt.prepare(model)
-    live = LiveBytes(model.parameters())
-    ends: list[int] = []
-    layers = layers_of(model)
-    for layer in layers:
-        layer.register_forward_hook(lambda *_: ends.append(live.bytes))
-    inputs = forward_inputs(packed, model.config)
-    with live, recomputing(model, [mode] * len(layers)):
-        output = model.get_decoder()(**inputs)
-    predicted = sum(x.held[0] * packed.num_tokens + x.held[1] for x in traced[1:])
-    assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
-    after = memory.after * packed.num_tokens
-    # behind the last norm, which keeps a number per token too
-    behind = live.bytes - ends[-1]
-    if (model_type, mode) == ("qwen3_moe", "nothing"):
-        # 68 bytes per token for 192 counted; why was not found out
-        assert behind < after
-    else:
-        assert behind == pytest.approx(after, rel=0.05)
-    del output
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    "model_type, adapters",
-    [
-        *(
-            pytest.param(*case.values, (), marks=[*case.marks, pytest.mark.full])
-            for case in cases(["gemma2", "qwen3_5", "llama", "phi3", "olmo2"])
-        ),
-        ("llama", ("q_proj", "v_proj")),
-    ],
-)
-def test_compiled_layers_keep_what_was_traced(model_type, adapters):
-    """Counted as autograd saves it, with all layers and with half; the cut of the graph is
-    inductor's. With adapters the first layer's input gets no gradient."""
-    model = build(model_type)
-    if adapters:
-        model = adapted(model, *adapters)
-    pt.compile_layers(model, backend="aot_eager_decomp_partition")
-    causal_lm = find_causal_lm(model)
-    memory = forward.memory_of(model, causal_lm, torch.device("cpu"))
-    plain = trace_memory(causal_lm.config, torch.float32, compiled=True)
-    assert (memory is plain) == (not adapters)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(3, 90, 300)
-    packed = pack_sequences([np.concatenate([shared, rng.integers(3, 90, 60)]) for _ in range(5)])
-    decoder, inputs = causal_lm.get_decoder(), forward_inputs(packed, causal_lm.config)
-    decoder(**inputs)
-    saved = []
-    half = len(layers_of(causal_lm)) // 2
-    for layers in (len(layers_of(causal_lm)), half):
-        decoder.config.num_hidden_layers = layers
-        saved.append(saved_bytes(model, lambda: decoder(**inputs)))
-    held = [x.held for x in memory.layers["nothing"][half:]]
-    predicted = sum(line * packed.num_tokens + fixed for line, fixed in held)
-    assert saved[0] - saved[1] == pytest.approx(predicted, rel=0.05)
-
-
-def test_layers_that_cannot_be_cut_are_traced_as_they_are(monkeypatch):
-    """Once: a forward that plans does not try again."""
-    tried = []
-
-    def fail(*_: Any) -> None:
-        tried.append(1)
-        raise RuntimeError("modified by an inplace operation")
-
-    monkeypatch.setattr(partitioned, "partitioned", fail)
-    config = build("llama", intermediate_size=40).config
-    for _ in range(2):
-        cut = trace_memory(config, torch.float32, compiled=True)
-    assert cut is trace_memory(config, torch.float32) and len(tried) == 1
-
-
-def test_a_torch_that_cuts_otherwise_is_named(monkeypatch):
-    """And what is lost by it; a name that is not public is no reason to plan nothing."""
-    # traced by no other test: a trace is kept
-    config = build("llama", intermediate_size=56).config
-    monkeypatch.delattr("torch._functorch.partitioners.min_cut_rematerialization_partition")
-    monkeypatch.delitem(sys.modules, partitioned.__name__)
-    lost = r"recomputes more than it has to: torch .*min_cut_rematerialization_partition"
-    with pytest.warns(UserWarning, match=lost):
-        cut = trace_memory(config, torch.float32, compiled=True)
-    assert cut is trace_memory(config, torch.float32)
-
-
-@pytest.mark.parametrize("users, peak", [("fused", 0), ("product", 396), ("fused, product", 396)])
-def test_values_that_one_reader_wants_whole_have_a_buffer(users, peak):
-    """Of a compiled graph: y = exp(x), 400 bytes in the place of 4, lives if any reader of it is a
-    kernel of its own; one that all readers compute as they read has none."""
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        y = x.expand(10, 10).exp()
-        results = {"fused": lambda: (y * 2).sum(), "product": lambda: y @ w}
-        return [results[user]() for user in users.split(", ")]
-
-    graph = make_fx(run, tracing_mode="fake")(torch.ones(1), torch.ones(10, 1))
-    nodes = list(graph.graph.nodes)
-    results = sum(4 if user == "fused" else 40 for user in users.split(", "))
-    assert partitioned._most_bytes(nodes, {}) == peak + results
-
-
-def saved_bytes(model: Any, run: Callable[[], object]) -> int:
-    """The bytes that autograd saves while a forward runs, each storage once, weights left out."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in known and storage.nbytes():
-            found[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = run()
-    del output
-    return sum(found.values())
-
-
-@pytest.mark.parametrize(
-    "dtype, mode",
-    # what a mode recomputes does not hang on the dtype
-    [
-        pytest.param(torch.float32, "nothing", marks=pytest.mark.full),
-        (torch.bfloat16, "nothing"),
-        (torch.bfloat16, "all"),
-        pytest.param(torch.bfloat16, "all_but_attention", marks=pytest.mark.full),
-    ],
-)
-# PEFT asks transformers under the old name of the property
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_are_traced_too(dtype, mode):
-    """LoRA keeps inputs of its own, in bfloat16 models in float32."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=16, target_modules="all-linear")
-    model = peft.get_peft_model(build("qwen3", num_hidden_layers=6).to(dtype), config).train()
-    causal_lm = model.get_base_model()
-    rng = np.random.default_rng(0)
-    packed = pack_sequences([rng.integers(3, 90, 1900)])
-    live = LiveBytes(model.parameters())
-    ends: list[int] = []
-    layers = layers_of(causal_lm)
-    for layer in layers:
-        layer.register_forward_hook(lambda *_: ends.append(live.bytes))
-    with live, recomputing(causal_lm, [mode] * len(layers)):
-        output = causal_lm.get_decoder()(**forward_inputs(packed, causal_lm.config))
-    memory = forward.memory_of(model, causal_lm, packed.device)
-    predicted = sum(x.held[0] * 1900 + x.held[1] for x in memory.layers[mode][1:])
-    assert ends[-1] - ends[0] == pytest.approx(predicted, rel=0.05)
-    plain = trace_memory(causal_lm.config, dtype)
-    if mode == "nothing" and dtype == torch.bfloat16:
-        assert memory.layers[mode][2].held[0] > 1.2 * plain.layers[mode][2].held[0]
-    del output
-
-
-def test_predicted_peaks_against_those_measured():
-    """The rows of benchmarks/results/h200/memory.json: one H200, Qwen3-8B's shape, 12 layers, all
-    recomputed; 5 % apart at most."""
-    from transformers import Qwen3Config
-
-    data = json.loads((ROOT / "benchmarks/results/h200/memory.json").read_text())
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=data["layers"],
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=False,
-    )
-    memory = trace_memory(config, torch.bfloat16)
-    rows = [row for row in data["rows"] if row["side"] == "packed" and "peak_bytes" in row]
-    assert len(rows) == 16
-    for row in rows:
-        count, response = row["count"], row["response"]
-        forest = pt.PrefixForest.from_parents(
-            [-1] + [0] * count, [row["prompt"]] + [response] * count
-        )
-        work = Work(forest, count * response)
-        predicted = memory.peak(forest.num_tokens, "all", scoring_bytes(memory, work))
-        assert predicted == pytest.approx(row["peak_bytes"], rel=0.05), row
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_the_tokens_that_the_page_says_fit():
-    """AdamW in float32; on one GPU under autocast, on several under FSDP2; LoRA in bfloat16."""
-    transformers = pytest.importorskip("transformers", "5.23")
-    dense = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
-    qwen3 = partial(transformers.Qwen3Config, **dense)
-    eight = qwen3(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-    )
-    shapes = {
-        "Qwen3-0.6B": qwen3(
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            tie_word_embeddings=True,
-        ),
-        "Qwen3-8B": eight,
-        "Qwen3-8B, LoRA": eight,
-        "Qwen3-32B": qwen3(
-            hidden_size=5120,
-            intermediate_size=25600,
-            num_hidden_layers=64,
-            num_attention_heads=64,
-        ),
-        # the defaults of its class
-        "Qwen3.5-9B, text": transformers.Qwen3_5TextConfig(),
-    }
-    page = (ROOT / "docs" / "what-fits-where.md").read_text()
-    section = page.split("## Distinct tokens")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (Qwen[^|]+) \| (\d+) \| (.*) \|$", section, re.M)
-    assert len(rows) == 16 and {name for name, _, _ in rows} == shapes.keys()
-    for name, gpus, cells in rows:
-        config = shapes[name]
-        alone = gpus == "1"
-        if name.endswith("LoRA"):
-            memory, fixed = _with_adapters(config)
-        else:
-            dtype, autocast = (torch.float32, torch.bfloat16) if alone else (torch.bfloat16, None)
-            memory = trace_memory(config, dtype, autocast)
-            fixed = 16 * memory.cost.parameters
-        parameters, embedding = memory.cost.parameters, config.vocab_size * config.hidden_size
-        if not config.tie_word_embeddings:
-            embedding *= 2
-        layer = (parameters - embedding) / config.num_hidden_layers
-        # four layers as `plan_recomputation` counts them, embedding and lm_head with gradients
-        gathered = 0 if alone else 4 * 4 * layer + 2 * 2 * embedding
-        expected = []
-        for size in _GPUS.values():
-            left = size - reserve(size) - fixed / int(gpus) - gathered
-            expected += [tokens_that_fit(memory, left, 1.0, mode) for mode in ("all", "nothing")]
-        assert cells.split(" | ") == [_thousands(tokens) for tokens in expected], (name, gpus)
-
-
-def _with_adapters(config: Any) -> tuple[ModelMemory, int]:
-    """Of a model in bfloat16 with adapters of rank 16; and the bytes of weights, gradients and
-    moments."""
-    import transformers
-
-    peft = pytest.importorskip("peft")
-    options = {"r": 16, "target_modules": "all-linear", "lora_dropout": 0.0}
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="prefixtree"
-        )
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    memory = forward.memory_of(model.train(), find_causal_lm(model), torch.device("cpu"))
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return memory, weights + 12 * trained
-
-
-def _thousands(tokens: int) -> str:
-    """Rounded down."""
-    if not tokens:
-        return "-"
-    return f"{tokens // 1000}K" if tokens >= 10_000 else f"{tokens // 100 / 10}K"
 
 
 # ---- the plan ------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from prefixtree.recompute.plan import (
 )
 from prefixtree.recompute.trace import LiveBytes
 from prefixtree.recompute.trace_tower import TowerMemory
-from tests.recompute.test_recompute import memory_of, saved_bytes
+from tests.recompute.test_recompute import memory_of
+from tests.recompute.test_trace import saved_bytes
 from tests.support.models import adapted, counted
 from tests.support.picture_cases import (
     batch,

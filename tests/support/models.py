@@ -52,7 +52,7 @@ CACHE = "cache" if version.parse("5.24") <= TRANSFORMERS else "past_key_values"
 def cases(names: Iterable[str]) -> list[Any]:
     """Names of families (or variants) as parameters of a test; what the installed transformers
     does not have or cannot run is skipped with the reason."""
-    return [pytest.param(name, marks=_skips(name)) for name in names]
+    return [pytest.param(name, marks=skips_of(name)) for name in names]
 
 
 # one per kind of operator and of layer code: attention with and without windows, sinks, latent
@@ -68,7 +68,8 @@ def mostly_full(names: Iterable[str], but: set[str] = EVERY_TIME) -> list[Any]:
     return mostly(cases(names), but)
 
 
-def _skips(name: str) -> list[Any]:
+def skips_of(name: str) -> list[Any]:
+    """The marks of a family that the installed transformers lacks or cannot run."""
     model_type = name.partition("/")[0]
     needs = BROKEN_BELOW.get(name) or REFUSED_BELOW.get(model_type)
     if model_type in HYBRIDS:

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.full
 
 
 def compile_for(tmp_path: Path, *arguments: str) -> list[dict]:
-    """Rows of benchmarks/compiled.py, in a process that does not interpret."""
+    """Rows of benchmarks/compiled.py, in a process that does not interpret; all tests together
+    compile a kernel once."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path.parent / "cache")}
     out = tmp_path / "compiled.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "compiled", *arguments, "--out", str(out)],

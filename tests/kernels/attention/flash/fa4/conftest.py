@@ -25,6 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "tests/kernels/attention/flash/fa4 needs flash-attn-4: run `make test-flash`"
         )
+    # of each operation the line of source, for messages, which takes a third of the time
+    from cutlass.base_dsl import dsl
+
+    dsl._set_enable_frame_filtering = lambda enable: None
     # the CuTe DSL and flash-attn-4 warn about their own internals, fake tensors of their pointers
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
     config.addinivalue_line("filterwarnings", "ignore::UserWarning")

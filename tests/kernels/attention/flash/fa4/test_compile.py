@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import io
 import itertools
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
-from flash_attn.cute import flash_bwd_sm90, interface, tile_scheduler
+from flash_attn.cute import cache_utils, flash_bwd_sm90, interface, tile_scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.lib.flash import order_of
@@ -58,6 +62,48 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(launch, "chains_of", lambda host, device: faked(chains_of(host, CPU)))
     monkeypatch.setattr(mask_mods, "address", lambda array: cutlass.Int64(0))
+
+
+# of each kernel that was compiled, by the object, what ptxas said
+SAID: list[tuple[Any, str]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_said() -> Iterator[None]:
+    """Notes it. A collection of garbage while one of 30,000 operations is made takes a fifth of the
+    time."""
+    with pytest.MonkeyPatch.context() as patch:
+        compile_it = cute.compile
+
+        def noted(*given: Any, **options: Any) -> Any:
+            gc.disable()
+            try:
+                with contextlib.redirect_stderr(io.StringIO()) as said:
+                    made = compile_it(*given, **options)
+            finally:
+                gc.enable()
+            SAID.append((made, said.getvalue()))
+            return made
+
+        patch.setattr(cute, "compile", noted)
+        yield
+
+
+def words_of(**case: Any) -> str:
+    """What ptxas said of every kernel of a call, whichever test compiled it."""
+    asked = []
+    look_up = cache_utils.JITCache.__contains__
+
+    def noted(self: Any, key: Any) -> bool:
+        asked.append((self, key))
+        return look_up(self, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_utils.JITCache, "__contains__", noted)
+        compile_both(**case)
+    kernels = [cache[key] for cache, key in asked]
+    assert kernels
+    return "".join(next(said for made, said in SAID if made is kernel) for kernel in kernels)
 
 
 def compile_both(
@@ -163,24 +209,18 @@ def test_a_new_forest_of_sequences_compiles_nothing(
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 4, 6, 7])
-def test_the_forward_of_sequences_does_not_spill(
-    capfd: pytest.CaptureFixture[str], d: int, group: int
-) -> None:
+def test_the_forward_of_sequences_does_not_spill(d: int, group: int) -> None:
     """Its tiles are others than those of block lists at 64 and 96."""
-    interface._flash_attn_fwd.compile_cache.clear()
-    compile_both((2 * group, 2), (d, d), forest=CHAINS, with_backward=False)
-    said = "".join(capfd.readouterr())
+    said = words_of(heads=(2 * group, 2), dims=(d, d), forest=CHAINS, with_backward=False)
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
 
 
 @pytest.mark.parametrize("d", [128, 192, 256])
 @pytest.mark.parametrize("group", [1, 4, 6, 7])
-def test_the_forward_does_not_spill(capfd: pytest.CaptureFixture[str], d: int, group: int) -> None:
+def test_the_forward_does_not_spill(d: int, group: int) -> None:
     """Packed, groups of 6 and 7 do: by 480 bytes a thread at 192, by 4,068 at 256, where the
     forward ran at a sixth of its rate."""
-    interface._flash_attn_fwd.compile_cache.clear()
-    compile_both((2 * group, 2), (d, d), with_backward=False)
-    said = "".join(capfd.readouterr())
+    said = words_of(heads=(2 * group, 2), dims=(d, d), with_backward=False)
     assert re.findall(r"(\d+) bytes spill stores", said) == ["0"], said
 
 
@@ -191,25 +231,17 @@ def test_the_forward_does_not_spill(capfd: pytest.CaptureFixture[str], d: int, g
 )
 def test_the_plain_kernels_do_not_spill(
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     heads_first: bool,
     queries: list[tuple[int, int]] | None,
 ) -> None:
     """By ptxas' own words; with flash-attn-4's wrapped indices the backward does."""
-    for call in (
-        interface._flash_attn_fwd,
-        interface._flash_attn_bwd,
-        heads_first_backward.flash_attn_bwd,
-    ):
-        call.compile_cache.clear()
     in_order(monkeypatch, heads_first)
-    compile_both(**PLAIN, queries=queries)
-    said = "".join(capfd.readouterr())
+    said = words_of(**PLAIN, queries=queries)
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
     print(f"registers {registers}, spilled bytes {spilled}")
-    # the forward and the backward, and what prepares and converts where it was not compiled yet
-    assert len(spilled) >= 2 and registers.count(168) == 2, said
+    # the forward and the backward; what prepares dout, and converts dq, dk and dv
+    assert len(spilled) == 6 and registers.count(168) == 2, said
     assert not any(spilled)
 
 
@@ -324,7 +356,6 @@ def test_the_benchmark_takes_either_order(
 @pytest.mark.parametrize("heads_first", [False, True], ids=["tiles first", "heads first"])
 def test_dense_tiles_compile_without_spilling(
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     kept: tuple[dict[Any, Any], dict[Any, Any]],
     heads_first: bool,
 ) -> None:
@@ -332,9 +363,8 @@ def test_dense_tiles_compile_without_spilling(
     in_order(monkeypatch, heads_first)
     monkeypatch.setattr(launch, "DENSE_TILES_FROM", 0)
     for forest in (DOCUMENTS, FOREST):
-        compile_both((8, 2), (256, 256), forest=forest)
+        said = words_of(heads=(8, 2), dims=(256, 256), forest=forest)
         assert len(kept[heads_first]) == 1 and not kept[not heads_first]
-    said = "".join(capfd.readouterr())
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
     (key,) = kept[heads_first]
     # tiles, number of threads; no packing, stages of q and dout; dk and dv turned
