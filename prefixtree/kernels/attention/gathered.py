@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from prefixtree.kernels import device_info
 from prefixtree.kernels.chosen import from_bits
 from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import as_given, uncompiled
@@ -58,6 +57,10 @@ class Chunk(NamedTuple):
 
 class Kernels(Protocol):
     """The functions of an implementation: this module's, or `attention.triton.gathered`."""
+
+    def serves(self, q: torch.Tensor, rank: int, rope: int) -> bool:
+        """Whether they run in the dtype of q, for so many columns R and P."""
+        ...
 
     def indices(
         self, chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
@@ -228,6 +231,11 @@ def _sums(x: torch.Tensor) -> torch.dtype:
 
 
 # ---- the definition, on any device ---------------------------------------------------------------
+
+
+def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
+    """As `Kernels` says."""
+    return True
 
 
 def indices(

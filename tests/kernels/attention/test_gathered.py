@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from prefixtree import PrefixForest, TreeMask, tree_attention
+from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.attention import gathered
 from tests.support.choices import random_choice
 from tests.support.latents import LatentCase

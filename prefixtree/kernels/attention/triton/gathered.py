@@ -290,7 +290,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
-    """Whether the kernels run in the dtype of q, with so many columns."""
+    """As `attention.gathered.Kernels` says."""
     dtypes = (torch.float16, torch.bfloat16) + ((torch.float32,) if INTERPRETED else ())
     return q.dtype in dtypes and 1 <= rank <= 512 and 1 <= rope <= 64
 

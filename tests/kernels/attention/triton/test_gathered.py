@@ -9,7 +9,6 @@ import torch
 from prefixtree import PrefixForest, TreeMask
 from prefixtree.kernels.attention import gathered
 from prefixtree.kernels.attention.triton import gathered as kernels
-from tests.conftest import Poison
 from tests.support.choices import random_choice
 from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
