@@ -27,8 +27,9 @@ from prefixtree.kernels.packages import installed
 from prefixtree.kernels.torch_library import as_given, uncompiled
 from prefixtree.packing.host_mask import HostMask
 
-# numbers of a chunk's absorbed queries: 128 MiB in half precision
-_CHUNK = 1 << 26
+# numbers of a chunk's absorbed queries: 128 MiB in half precision; of lists of keys, made for
+# several chunks, as it takes many queries to fill a GPU: 64 MiB
+_CHUNK, _LISTED = 1 << 26, 1 << 24
 # numbers that torch's operations gather at once
 _GATHERED = 1 << 24
 # TFLOP/s forward and backward of tiles of all keys, and of gathered ones (predicted, H200)
@@ -42,16 +43,16 @@ class Chunk(NamedTuple):
         absorbed: [H, n, R].
         rope: [n, H, P], any strides but the last.
         latents: [T, R + P].
-        index: int32 [n, k], packed tokens of the chosen keys in front, anything behind.
-        count: int32 [n], how many a query chose; more than k are an error, which gives NaN.
+        lists: int32 [n, k], packed tokens of the chosen keys in front, anything behind.
+        lengths: int32 [n], how many a query chose; more than k are an error, which gives NaN.
         scale: factor on scores.
     """
 
     absorbed: torch.Tensor
     rope: torch.Tensor
     latents: torch.Tensor
-    index: torch.Tensor
-    count: torch.Tensor
+    lists: torch.Tensor
+    lengths: torch.Tensor
     scale: float
 
 
@@ -65,7 +66,7 @@ class Kernels(Protocol):
     def indices(
         self, chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """index and count of `Chunk`, from bits int32 [T, W]."""
+        """lists and lengths of `Chunk`, from bits int32 [T, W]."""
         ...
 
     def forward(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,13 +157,16 @@ def _chunks(
     mask, most, scale, kernels = call
     rope = latents.shape[1] - w.shape[0]
     nope = q.shape[2] - rope
-    most_rows = max(1, _CHUNK // (w.shape[0] * w.shape[1]))
-    for first in range(0, len(q), most_rows):
-        rows = slice(first, min(first + most_rows, len(q)))
-        part = q[rows]
-        absorbed = torch.bmm(part[..., :nope].transpose(0, 1), w[..., :nope].permute(1, 2, 0))
-        index, count = kernels.indices(chosen, mask, rows, most)
-        yield rows, Chunk(absorbed, part[..., nope:], latents, index, count, scale)
+    size = max(1, _CHUNK // (w.shape[0] * w.shape[1]))
+    listed = size * max(1, _LISTED // (most * size))
+    for start in range(0, len(q), listed):
+        block = slice(start, min(start + listed, len(q)))
+        lists, lengths = kernels.indices(chosen, mask, block, most)
+        for first in range(start, block.stop, size):
+            rows = slice(first, min(first + size, block.stop))
+            part, own = q[rows], slice(first - start, rows.stop - start)
+            absorbed = torch.bmm(part[..., :nope].transpose(0, 1), w[..., :nope].permute(1, 2, 0))
+            yield rows, Chunk(absorbed, part[..., nope:], latents, lists[own], lengths[own], scale)
 
 
 class _Gathered(torch.autograd.Function):
@@ -262,25 +266,25 @@ class _Gather(NamedTuple):
 
     Attributes:
         rows: of the chunk.
-        q: [H, m, R + P]. keys: [m, k, R + P]. index: int64 [m, k]. scores: [H, m, k].
+        q: [H, m, R + P]. keys: [m, k, R + P]. tokens: int64 [m, k]. scores: [H, m, k].
     """
 
     rows: slice
     q: torch.Tensor
     keys: torch.Tensor
-    index: torch.Tensor
+    tokens: torch.Tensor
     scores: torch.Tensor
 
 
 def _gathers(chunk: Chunk) -> Iterator[_Gather]:
-    most, width = chunk.index.shape[1], chunk.latents.shape[1]
+    most, width = chunk.lists.shape[1], chunk.latents.shape[1]
     dtype, number = _sums(chunk.latents), max(1, _GATHERED // max(1, most * width))
     q = torch.cat([chunk.absorbed, chunk.rope.transpose(0, 1)], -1)
     place = torch.arange(most, device=q.device)
     for first in range(0, q.shape[1], number):
         rows = slice(first, first + number)
-        count = chunk.count[rows, None]
-        index = chunk.index[rows].long().masked_fill(place >= count, 0)
+        count = chunk.lengths[rows, None]
+        index = chunk.lists[rows].long().masked_fill(place >= count, 0)
         keys, own = chunk.latents[index].to(dtype), q[:, rows].to(dtype)
         scores = torch.einsum("hmw,mkw->hmk", own, keys) * chunk.scale
         scores = scores.masked_fill(place >= count, -torch.inf)
@@ -312,7 +316,7 @@ def backward(
     """As `Kernels` says."""
     rank = chunk.absorbed.shape[2]
     dabsorbed = torch.empty_like(chunk.absorbed)
-    for rows, q, keys, index, scores in _gathers(chunk):
+    for rows, q, keys, tokens, scores in _gathers(chunk):
         p = torch.exp(scores - lse[rows].T[..., None])
         own = dout[:, rows].to(keys.dtype)
         dp = torch.einsum("hmr,mkr->hmk", own, keys[..., :rank])
@@ -322,5 +326,5 @@ def backward(
         drope[rows] = dq[..., rank:].transpose(0, 1).to(drope.dtype)
         dkeys = torch.einsum("hmk,hmw->mkw", ds, q)
         dkeys[..., :rank] += torch.einsum("hmk,hmr->mkr", p, own)
-        dlatents.index_add_(0, index.flatten(), dkeys.flatten(0, 1))
+        dlatents.index_add_(0, tokens.flatten(), dkeys.flatten(0, 1))
     return dabsorbed

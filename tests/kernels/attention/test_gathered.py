@@ -28,6 +28,7 @@ def test_float64_is_exact(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any chunks: as tiles of expanded keys, which each sequence alone is compared with."""
     monkeypatch.setattr(gathered, "_CHUNK", chunk)
     monkeypatch.setattr(gathered, "_GATHERED", chunk)
+    monkeypatch.setattr(gathered, "_LISTED", 20 * chunk)
     mask = mask_of(FOREST)
     _assert_exact(mask, LatentCase.random(mask.num_tokens))
 
