@@ -143,9 +143,10 @@ def attend(
     """
     kernels = kernels_for(mask.backend, q.device)
     rank, rope = latents.kv.shape[-1], latents.rope.shape[-1]
-    if chosen is None or scale is None or not kernels.serves(q, rank, rope):
+    if chosen is None or scale is None or not (window is softcap is sinks is None):
         return None
-    if not (window is softcap is sinks is None):
+    # tensors without numbers, as memory is traced with, know torch's operations alone
+    if type(q) is not torch.Tensor or not kernels.serves(q, rank, rope):
         return None
     # through the module, so that adapters and the hooks of sharded weights count
     eye = torch.eye(rank, dtype=latents.kv.dtype, device=q.device)

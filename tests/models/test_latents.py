@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import prefixtree as pt
 from prefixtree.kernels.attention import gathered
@@ -30,6 +31,7 @@ from tests.support.models import (
 )
 from tests.support.ties import LowestFirst
 
+_NOTHING = {"window": None, "softcap": None, "sinks": None}
 GATHER = ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"]
 
 
@@ -154,6 +156,10 @@ def test_sinks_repeatable_gradients_and_parts_expand_as_before(asked: list[int])
     assert latents._gathers(layer, mask)
     assert not latents._gathers(layer, mask.for_queries([(3, 9)]))
     assert not latents._gathers(layer, None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        held = latents.Latents(torch.zeros(1, 1, 9, 20), torch.zeros(1, 1, 9, 8))
+        given = {"chosen": torch.zeros(9, 1, dtype=torch.int32), "scale": 1.0, **_NOTHING}
+        assert latents.attend(layer, torch.zeros(9, 4, 20), held, mask, **given) is None
     layer.config._attn_implementation = "sdpa"
     assert not latents._gathers(layer, mask)
 

@@ -194,40 +194,41 @@ class _Gathered(torch.autograd.Function):
     @uncompiled
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
-        q, latents, w, chosen, out, lse = ctx.saved_tensors
-        kernels = ctx.call[3]
-        nope = q.shape[2] - (latents.shape[1] - w.shape[0])
-        of_keys, of_values = w[..., :nope].transpose(0, 1), w[..., nope:].permute(1, 2, 0)
-        dq = torch.empty_like(q)
-        dlatents = torch.zeros_like(latents, dtype=_sums(q))
-        dw = (
-            torch.zeros_like(w.transpose(0, 1), dtype=_sums(q)) if ctx.needs_input_grad[2] else None
+        with as_given(dout):
+            return (*_gradients(ctx, dout), None, None)
+
+
+def _gradients(
+    ctx: Any, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of q, latents and w."""
+    q, latents, w, chosen, out, lse = ctx.saved_tensors
+    kernels = ctx.call[3]
+    nope = q.shape[2] - (latents.shape[1] - w.shape[0])
+    of_keys, of_values = w[..., :nope].transpose(0, 1), w[..., nope:].permute(1, 2, 0)
+    dq = torch.empty_like(q)
+    dlatents = torch.zeros_like(latents, dtype=_sums(q))
+    dw = torch.zeros_like(w.transpose(0, 1), dtype=_sums(q)) if ctx.needs_input_grad[2] else None
+    for rows, chunk in _chunks(q, latents, w, chosen, ctx.call):
+        by_head = dout[rows].transpose(0, 1)
+        delta = (dout[rows].to(lse.dtype) * out[rows]).sum(-1)
+        dabsorbed = kernels.backward(
+            chunk,
+            torch.bmm(by_head, of_values),
+            lse[rows],
+            delta,
+            dq[rows, :, nope:],
+            dlatents,
         )
-        for rows, chunk in _chunks(q, latents, w, chosen, ctx.call):
-            by_head = dout[rows].transpose(0, 1)
-            delta = (dout[rows].to(lse.dtype) * out[rows]).sum(-1)
-            dabsorbed = kernels.backward(
-                chunk,
-                torch.bmm(by_head, of_values),
-                lse[rows],
-                delta,
-                dq[rows, :, nope:],
-                dlatents,
-            )
-            dq[rows, :, :nope] = torch.bmm(dabsorbed, of_keys).transpose(0, 1)
-            if dw is not None:
-                # where no projection is trained, the outputs of latents need not be there again
-                found, _ = kernels.forward(chunk)
-                without_rope = q[rows, :, :nope].transpose(0, 1)
-                dw[..., :nope] += torch.bmm(dabsorbed.transpose(1, 2), without_rope)
-                dw[..., nope:] += torch.bmm(found.transpose(1, 2), by_head)
-        return (
-            dq,
-            dlatents.to(latents.dtype),
-            None if dw is None else dw.transpose(0, 1).to(w.dtype),
-            None,
-            None,
-        )
+        dq[rows, :, :nope] = torch.bmm(dabsorbed, of_keys).transpose(0, 1)
+        if dw is not None:
+            # where no projection is trained, the outputs of latents need not be there again
+            found, _ = kernels.forward(chunk)
+            without_rope = q[rows, :, :nope].transpose(0, 1)
+            dw[..., :nope] += torch.bmm(dabsorbed.transpose(1, 2), without_rope)
+            dw[..., nope:] += torch.bmm(found.transpose(1, 2), by_head)
+    found = None if dw is None else dw.transpose(0, 1).to(w.dtype)
+    return dq, dlatents.to(latents.dtype), found
 
 
 def _sums(x: torch.Tensor) -> torch.dtype:

@@ -23,7 +23,7 @@ def _check(mask: TreeMask, case: LatentCase, seed: int = 0, share: float = 0.4) 
     bits, visible = random_choice(mask, seed, share)
     most = int(visible.sum(-1).max())
     want = case.to(torch.float64).gathered(mask, bits, most, gathered)
-    limit = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case.q.dtype]
+    limit = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}[case.q.dtype]
     for name, value in case.gathered(mask, bits, most, kernels).items():
         top = max(1.0, float(want[name].abs().max()))
         assert float((value - want[name]).abs().max()) <= limit * top, name
