@@ -30,7 +30,6 @@ from benchmarks.lib.runs import described, write
 from benchmarks.lib.tables import Column, Parts, Table, show
 from prefixtree.kernels import best_keys, index_scores
 from prefixtree.kernels.attention.triton import chosen as tile_bits
-from prefixtree.kernels.attention.triton import gathered
 from prefixtree.kernels.attention.triton.backward import (
     keys_kernel,
     queries_kernel,
@@ -40,6 +39,8 @@ from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, c
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.latents import kernels as latents
+from prefixtree.kernels.latents import launch as gathered
 from prefixtree.kernels.lm_head import kernels as lm_head
 from prefixtree.kernels.recurrence import decode_kernels
 
@@ -276,15 +277,15 @@ def _helpers(capability: int, dtype: str) -> None:
 
 
 def _gathered(heads: int, dtype: str) -> None:
-    """The kernels of attention/triton/gathered.py for latents of 512 and 64 columns: what is in
+    """The kernels of kernels/latents/kernels.py for latents of 512 and 64 columns: what is in
     their loops must not spill, but for a little in the backward."""
     values = {"HEADS": heads, "R": 512, "P": 64, "R_PADDED": 512, "P_PADDED": 64}
     values |= {"ROWS": gathered.ROWS, "WIDTH": gathered.WIDTH}
     types = dict.fromkeys(("INDEX", "COUNT"), "*i32") | {"scale": "fp32"}
     types |= dict.fromkeys(("LSE", "DELTA", "DLATENTS"), "*fp32")
     launched = (
-        (gathered.forward_kernel, gathered.FORWARD),
-        (gathered.backward_kernel, gathered.BACKWARD),
+        (latents.forward_kernel, gathered.FORWARD),
+        (latents.backward_kernel, gathered.BACKWARD),
     )
     for kernel, (keys, stages) in launched:
         fixed = {k: v for k, v in (values | {"KEYS": keys}).items() if k in kernel.arg_names}

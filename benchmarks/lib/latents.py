@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.lib.timing import Row, median_ms, peak_bytes, times_of
 from prefixtree import PrefixForest, TreeMask, pack, tree_attention
-from prefixtree.kernels.attention import gathered
 from prefixtree.kernels.chosen import best_bits, from_bits, words
+from prefixtree.kernels.latents import definition, gathered
 
 TILES, GATHERED = "tiles of all keys", "gathered latents"
 # heads; N, P, Dv; R
@@ -58,7 +58,7 @@ class Chain:
         count = min(PICKED, tokens)
         self.picked = sorted(rng.choice(tokens, count, replace=False).tolist())
         kernels = gathered.kernels_for(options.backend, self.mask.device)
-        self.kernels: Any = gathered if kernels is None else kernels
+        self.kernels: Any = definition if kernels is None else kernels
 
     def gather(self, q: torch.Tensor, latents: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         """[T, H, Dv]."""

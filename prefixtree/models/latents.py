@@ -2,7 +2,7 @@
 
 Multi-head latent attention expands one latent row per token to the keys and values of all heads. In
 a layer that chooses keys, on paths so long that gathered keys take less time
-(`kernels.attention.gathered`), a prepared attention holds its latents back. The attention function
+(`kernels.latents`), a prepared attention holds its latents back. The attention function
 takes them, with the expanding projection as the module itself computes it; where anything is not
 verified, it has them expanded after all, as the family does.
 
@@ -19,20 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from prefixtree.kernels.attention.gathered import (
+from prefixtree.kernels.call_counter import note_call
+from prefixtree.kernels.latents.gathered import (
     gathered_attention,
     kernels_for,
     pays,
 )
-from prefixtree.kernels.call_counter import note_call
 from prefixtree.packing.mask import TreeMask
 
 # where an attention keeps its latents during a forward: an empty list before they are there
 _HELD = "_prefixtree_latents"
 _TAKES = ["self", "kv_nope", "k_rot"]
 _SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-# modules whose results are products with what they are given, and those around an adapter's
-_LINEAR = ("torch.nn.modules.linear.Linear", "peft.tuners.lora.layer.Linear")
+# what stands around the matrices of an adapter
 _AROUND = (nn.ModuleDict, nn.ParameterDict, nn.Identity)
 
 
@@ -99,7 +98,7 @@ def _is_linear(projection: nn.Module) -> bool:
     """
     for module in projection.modules():
         kind = type(module)
-        if f"{kind.__module__}.{kind.__qualname__}" in _LINEAR:
+        if kind is nn.Linear or (kind.__name__ == "Linear" and "lora" in kind.__module__):
             weight, bias = module.weight, module.bias
             is_plain = type(weight) is nn.Parameter and weight.is_floating_point() and bias is None
             if not is_plain or getattr(module, "lora_variant", None) or "forward" in vars(module):

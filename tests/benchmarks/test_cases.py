@@ -37,7 +37,7 @@ from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches, tree_attention
 from prefixtree.kernels import index_scores
-from prefixtree.kernels.attention import gathered
+from prefixtree.kernels.latents import gathered
 from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, agent_rollouts, case_named

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import prefixtree as pt
-from prefixtree.kernels.attention import gathered
+from prefixtree.kernels.latents import definition, gathered
 from prefixtree.models import attention, latents
 from tests.models.test_indexers import _alone, _packed, _with_triton, _worst
 from tests.support.hybrid_cases import Float64, in_float64
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return gathered.gathered_attention(q, *rest)
 
     monkeypatch.setattr(latents, "pays", lambda *_: True)
-    monkeypatch.setattr(latents, "kernels_for", lambda *_: gathered)
+    monkeypatch.setattr(latents, "kernels_for", lambda *_: definition)
     monkeypatch.setattr(latents, "gathered_attention", noted)
     return calls
 

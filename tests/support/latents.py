@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from prefixtree import TreeMask, tree_attention
-from prefixtree.kernels.attention.gathered import gathered_attention
+from prefixtree.kernels.latents.gathered import gathered_attention
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Device code of attention to gathered latents (`attention.gathered`), for Hopper.
+"""Device code of attention to gathered latents (`latents.gathered`), for Hopper.
 
 A program has a query and 64 of its heads, which are the rows of its products, and goes through the
 query's chosen keys. Two warpgroups share a tile: each has half of the columns of what is summed

@@ -12,13 +12,12 @@ import torch
 import triton
 
 from prefixtree.kernels import device_info
-from prefixtree.kernels.attention.gathered import Chunk
-from prefixtree.kernels.attention.triton.configs import padded
-from prefixtree.kernels.attention.triton.gathered_kernels import (
+from prefixtree.kernels.latents.kernels import (
     backward_kernel,
     forward_kernel,
     index_kernel,
 )
+from prefixtree.kernels.latents.protocol import Chunk
 from prefixtree.packing.block_tables import TileShape
 from prefixtree.packing.host_mask import HostMask
 
@@ -34,6 +33,11 @@ FORWARD, BACKWARD, WIDTH = (64, 2), (32, 1), 128
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 
+def padded(columns: int) -> int:
+    """The power of two that holds so many; 16 is the least a matrix product takes."""
+    return max(16, triton.next_power_of_2(columns))
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels are verified on a device: Hopper alone has their shared memory."""
     if device.type != "cuda":
@@ -42,7 +46,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
-    """As `attention.gathered.Kernels` says."""
+    """As `protocol.Kernels` says."""
     dtypes = (torch.float16, torch.bfloat16) + ((torch.float32,) if INTERPRETED else ())
     return q.dtype in dtypes and 1 <= rank <= 512 and 1 <= rope <= 64
 
@@ -50,7 +54,7 @@ def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
 def indices(
     chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention.gathered.Kernels` says."""
+    """As `protocol.Kernels` says."""
     device, n = chosen.device, rows.stop - rows.start
     # a view that numpy would copy to search
     starts = mask.tables(LISTED, 0, torch.device("cpu")).q_tiles[:, 1].numpy()
@@ -110,7 +114,7 @@ def _launch(kernel: Any, chunk: Chunk, tensors: Any, strides: Any, size: Any, **
 
 
 def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention.gathered.Kernels` says."""
+    """As `protocol.Kernels` says."""
     chunk = chunk._replace(absorbed=chunk.absorbed.contiguous())
     heads, n, _ = chunk.absorbed.shape
     out = torch.empty_like(chunk.absorbed)
@@ -127,7 +131,7 @@ def backward(
     drope: torch.Tensor,
     dlatents: torch.Tensor,
 ) -> torch.Tensor:
-    """As `attention.gathered.Kernels` says."""
+    """As `protocol.Kernels` says."""
     chunk = chunk._replace(absorbed=chunk.absorbed.contiguous())
     dabsorbed = torch.empty_like(chunk.absorbed)
     tensors = (dout.contiguous(), lse, delta.contiguous(), dabsorbed, drope, dlatents)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.attention import gathered
-from prefixtree.kernels.attention.triton import gathered as kernels
+from prefixtree.kernels.latents import definition, gathered
+from prefixtree.kernels.latents import launch as kernels
+from prefixtree.kernels.latents.protocol import Chunk
 from tests.conftest import Poison
 from tests.support.choices import random_choice
 from tests.support.latents import LatentCase
@@ -22,7 +23,7 @@ FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1
 def _check(mask: TreeMask, case: LatentCase, seed: int = 0, share: float = 0.4) -> None:
     bits, visible = random_choice(mask, seed, share)
     most = int(visible.sum(-1).max())
-    want = case.to(torch.float64).gathered(mask, bits, most, gathered)
+    want = case.to(torch.float64).gathered(mask, bits, most, definition)
     limit = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 3e-2}[case.q.dtype]
     for name, value in case.gathered(mask, bits, most, kernels).items():
         top = max(1.0, float(want[name].abs().max()))
@@ -76,7 +77,7 @@ def test_no_key_and_too_many_are_no_numbers(poison: Poison) -> None:
     before = case.gathered(mask, bits, most, kernels)
     assert all(torch.isfinite(x).all() for x in before.values()) and poison.tensors
     bits[70], few = 0, int(visible.sum(-1).float().quantile(0.8))
-    for module in (kernels, gathered):
+    for module in (kernels, definition):
         after = case.gathered(mask, bits, few, module)
         lost = visible.sum(-1) > few
         lost[70] = True
@@ -88,7 +89,7 @@ def test_no_key_and_too_many_are_no_numbers(poison: Poison) -> None:
 def test_a_gradient_that_is_lost_turns_red(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = kernels.backward
 
-    def losing(chunk: gathered.Chunk, *rest: torch.Tensor) -> torch.Tensor:
+    def losing(chunk: Chunk, *rest: torch.Tensor) -> torch.Tensor:
         if lost == "dq":
             return inner(chunk, *rest).zero_()
         # the first token's, an ancestor's

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixtree import PrefixForest, TreeMask
-from prefixtree.kernels.attention import gathered
+from prefixtree.kernels.latents import definition, gathered
 from tests.support.choices import random_choice
 from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
@@ -18,7 +18,7 @@ def _assert_exact(mask: TreeMask, case: LatentCase, seed: int = 0) -> None:
     bits, visible = random_choice(mask, seed)
     most = int(visible.sum(-1).max())
     want = case.expanded(mask, bits, backend="reference")
-    for name, value in case.gathered(mask, bits, most, gathered).items():
+    for name, value in case.gathered(mask, bits, most, definition).items():
         error = float((value - want[name]).abs().max()) if value.numel() else 0.0
         assert error < 1e-12 * max(1.0, float(want[name].abs().max())), (name, error)
 
@@ -27,7 +27,7 @@ def _assert_exact(mask: TreeMask, case: LatentCase, seed: int = 0) -> None:
 def test_float64_is_exact(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any chunks: as tiles of expanded keys, which each sequence alone is compared with."""
     monkeypatch.setattr(gathered, "_CHUNK", chunk)
-    monkeypatch.setattr(gathered, "_GATHERED", chunk)
+    monkeypatch.setattr(definition, "_GATHERED", chunk)
     monkeypatch.setattr(gathered, "_LISTED", 20 * chunk)
     mask = mask_of(FOREST)
     _assert_exact(mask, LatentCase.random(mask.num_tokens))
