@@ -178,7 +178,7 @@ chosen() {
 # gathered latents beside tiles of all keys, on chains; GATHERED_ARGS="--model glm-5"
 gathered() {
   ours gathered && cuda gathered || return
-  tested gathered_tests 200 tests/kernels/latents
+  tested gathered_tests 200 tests/kernels/latents/test_kernels.py
   # shellcheck disable=SC2086
   limited gathered 150 python3 -m benchmarks sparse --chains 32768 131072 --repeats 3 ${GATHERED_ARGS:-} \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/gathered.json"
