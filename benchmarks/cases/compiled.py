@@ -288,7 +288,11 @@ def _gathered(heads: int, dtype: str) -> None:
         (latents.backward_kernel, gathered.BACKWARD),
     )
     for kernel, (keys, stages) in launched:
-        fixed = {k: v for k, v in (values | {"KEYS": keys}).items() if k in kernel.arg_names}
+        fixed = {
+            k: v
+            for k, v in (values | {"KEYS": keys, "STAGES": stages}).items()
+            if k in kernel.arg_names
+        }
         given = types | dict.fromkeys(fixed, "constexpr")
         signature = {
             name: given.get(name, f"*{dtype}" if name.isupper() else "i32")
@@ -298,6 +302,9 @@ def _gathered(heads: int, dtype: str) -> None:
         options = {"num_warps": gathered.WARPS, "num_stages": stages}
         built = _built(kernel, signature, fixed, aligned, 90, options)
         code = read(built, gathered.WARPS, 90)
+        body = built.asm["ttgir"].split("scf.for")[1]
+        if stages > 1 and body.index("async_copy_global") > body.index("warp_group_dot"):
+            raise SystemExit(f"{kernel.__name__} copies its next keys behind its products")
         spilt = max(loop.spills / loop.issued for loop in code.loops)
         # a product of 64 rows that each warpgroup computes whole has twice the instructions
         products = code.loops[0].products

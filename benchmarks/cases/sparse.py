@@ -207,6 +207,11 @@ def _times_replicated(rows: Sequence[Row]) -> Iterator[str]:
 
 def run_chains(report: Report, options: argparse.Namespace) -> None:
     """Rows of both sides for each length."""
+    for name in ("forward", "backward"):
+        if (steps := getattr(options, f"{name}_steps")) is not None:
+            from prefixtree.kernels.latents import launch
+
+            setattr(launch, name.upper(), tuple(steps))
     for tokens in options.chains:
         chain = Chain(max(1, round(tokens * options.scale)), options)
         for side in (TILES, GATHERED):
@@ -286,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--chains", type=int, nargs="+", metavar="TOKENS", help="gathered latents, nothing else")
     add("--model", default="deepseek-v3.2", choices=list(MODELS), help="the shape of chains")
+    for name in ("forward", "backward"):
+        add(f"--{name}-steps", type=int, nargs=2, help="keys and stages of gathered latents")
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)

@@ -103,6 +103,7 @@ def forward_kernel(
     P_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """OUT [H, n, R], LSE [n, H]."""
     query, head, alive, at, at_lse = _rows_of_program(n, HEADS, ROWS, R)
@@ -116,18 +117,25 @@ def forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, R_PADDED], tl.float32)
     length = tl.minimum(count, most)
-    for first in range(0, length, KEYS):
-        lane = first + tl.arange(0, KEYS)
-        live = lane < length
+    lane = tl.arange(0, KEYS)
+    following = tl.load(INDEX + lane, mask=lane < length, other=0)
+    for first in tl.range(0, length, KEYS, num_stages=STAGES):
+        live = lane < length - first
         # behind the last key stands some token, whose scores are masked
-        key = tl.load(INDEX + lane, mask=live, other=0).to(tl.int64) * (R + P)
+        key = following.to(tl.int64) * (R + P)
+        # a step ahead, or latents would be copied a stage later
+        ahead = first + KEYS + lane
+        following = tl.load(INDEX + ahead, mask=ahead < length, other=0)
         k = load_rows(LATENTS, key, key >= 0, R, R_PADDED)
         k_rope = load_rows(LATENTS + R, key, key >= 0, P, P_PADDED)
+        k_rope = tl.trans(k_rope)
         # Where Triton sees that a product leads to another, each warpgroup computes all of it, 64
-        # rows being those of one. Behind a branch it does not see it; these are always taken.
+        # rows being those of one; and it copies the next keys behind the last product, not beside.
+        # Behind branches it sees none. These are always taken; their conditions differ, so that
+        # they stay apart.
         scores = tl.zeros([ROWS, KEYS], tl.float32)
         if count > -1:
-            scores = product(q_rope, tl.trans(k_rope))
+            scores = product(q_rope, k_rope)
         if count > 0:
             scores = add_product(q, tl.trans(k), scores) * outer
             scores = tl.where(live[None, :], scores, float("-inf"))
@@ -141,7 +149,8 @@ def forward_kernel(
             # anything that takes no shared memory while the loop runs
             decay = top
             p = tl.load(Q + at[:, None] + tl.arange(0, KEYS)[None, :])
-        acc = add_product(p, k, acc * decay[:, None])
+        if count > -2:
+            acc = add_product(p, k, acc * decay[:, None])
     # no softmax of no keys, nor of more than the list holds
     total = tl.where((count > 0) & (count <= most), total, float("nan"))
     tl.store(LSE + at_lse, (top + tl.log2(total)) * LN2, mask=alive)

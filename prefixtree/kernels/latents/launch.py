@@ -119,7 +119,7 @@ def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
     heads, n, _ = chunk.absorbed.shape
     out = torch.empty_like(chunk.absorbed)
     lse = out.new_empty(n, heads, dtype=torch.float32)
-    _launch(forward_kernel, chunk, (out, lse), chunk.rope.stride()[:2], FORWARD)
+    _launch(forward_kernel, chunk, (out, lse), chunk.rope.stride()[:2], FORWARD, STAGES=FORWARD[1])
     return out, lse
 
 
