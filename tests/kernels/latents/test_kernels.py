@@ -16,8 +16,8 @@ from tests.support.latents import LatentCase
 from tests.support.strategies import mask_of, random_forest
 from tests.support.triton_tiles import DEVICE, DTYPES
 
-# a path of 97 tokens; nodes that begin inside a word and inside a tile; two trees
-FOREST = PrefixForest.from_parents([-1, 0, 0, 2, 2, 4, -1, 6], [45, 14, 5, 31, 1, 16, 6, 9])
+# a path of 75 tokens; nodes that begin inside a word and inside a tile; two trees
+FOREST = PrefixForest.from_parents([-1, 0, 0, 2, -1], [40, 4, 5, 30, 3])
 
 
 def _check(mask: TreeMask, case: LatentCase, seed: int = 0, share: float = 0.4) -> None:
@@ -51,7 +51,7 @@ def test_shapes_of_models(heads: int, dims: tuple[int, int, int]) -> None:
     _check(mask, LatentCase.random(1200, heads, dims, 512, torch.bfloat16, DEVICE))
 
 
-@pytest.mark.parametrize("seed", range(3 if DEVICE == "cpu" else 30))
+@pytest.mark.parametrize("seed", range(2 if DEVICE == "cpu" else 30))
 def test_any_forest_in_any_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "_CHUNK", 20 * 3 * 7)
     monkeypatch.setattr(gathered, "_LISTED", 500)
