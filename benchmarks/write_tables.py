@@ -59,7 +59,11 @@ TABLES = {
         "h200/parallel_2gpu_*.json",
         "h*/parallel_[48]gpu*.json",
     ),
-    "parallel_hybrids": ("parallel.tables", "h*/parallel_2gpu_hybrids*.json"),
+    "parallel_hybrids": (
+        "parallel.tables",
+        "h100/parallel_2gpu_hybrids.json",
+        "h200/hybrids_2gpu.json",
+    ),
     "steps": ("parallel.tables", "h200/steps*.json"),
     "trunks": ("parallel.tables", "h*/trunks*.json"),
     "steps_hybrids": ("parallel.tables", "h*/hybrid_steps*.json"),
@@ -140,9 +144,13 @@ def speed() -> Parts:
 
 def megatron() -> Parts:
     """The tables of the page on Megatron-Core: errors on two GPUs, and times."""
-    data, context = read("h200/megatron_2gpu.json", "h200/megatron_2gpu_context.json")
+    data, context, states = read(
+        "h200/megatron_2gpu.json",
+        "h200/megatron_2gpu_context.json",
+        "h200/megatron_2gpu_states.json",
+    )
     runs: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"] + context["rows"]:
+    for row in data["rows"] + context["rows"] + states["rows"]:
         runs.setdefault(row["run"], []).append(row)
 
     def worst(some: list[dict[str, Any]], key: str) -> str:
@@ -215,6 +223,29 @@ def megatron() -> Parts:
             Column("GiB per GPU", lambda name: f"{slowest[name]['GiB']:.1f}"),
         ],
         list(sides),
+    )
+    layers = runs["state_times"]
+
+    def slower(name: str, side: str, key: str = "ms") -> str:
+        found = [rank[name][side][key] for rank in layers if side in rank[name]]
+        return f"{max(found):.{0 if key == 'ms' else 1}f}" if found else ""
+
+    yield (
+        "Four layers with a state, the same way, of Qwen3-Next's shape (dense MLPs) and of "
+        f"Nemotron-H 8B's (two are MLPs); {machine(states['environment'], 'megatron-core')}:"
+    )
+    yield Table(
+        [
+            Column("", str),
+            Column("tokens", lambda name: f"{layers[0][name]['tokens']:,}"),
+            Column("distinct", lambda name: f"{layers[0][name]['distinct']:,}"),
+            Column("Megatron's own, ms", lambda name: slower(name, "megatron")),
+            Column("a forest of chains", lambda name: slower(name, "chains")),
+            Column("`pack_batches`", lambda name: slower(name, "pack_batches")),
+            Column("`tree_logprobs`", lambda name: slower(name, "tree_logprobs")),
+            Column("GiB per GPU", lambda name: slower(name, "tree_logprobs", "GiB")),
+        ],
+        [name for name, row in layers[0].items() if isinstance(row, dict)],
     )
     divided = runs["context_times"]
     sizes = [int(name.split()[0]) for name in divided[0] if name.endswith("CP 1")]

@@ -52,6 +52,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ from torch._dynamo.utils import counters
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import CompileConfig
 from transformers.integrations import sdpa_attention
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from benchmarks.lib.layers import HYBRIDS
 from benchmarks.lib.layers import config as layers_config
@@ -202,6 +204,22 @@ def differs_from_sdpa(prompts: torch.Tensor, options: argparse.Namespace) -> boo
     return not torch.equal(*found)
 
 
+@contextmanager
+def taking_fla(model: Any) -> Iterator[None]:
+    """A hybrid's functions as transformers finds them where fla is installed: they were imported
+    without it, for the check."""
+    module = sys.modules[type(model).__module__]
+    rules = {"chunk": "chunk_gated_delta_rule", "recurrent": "fused_recurrent_gated_delta_rule"}
+    found = {}
+    for kind, name in rules.items():
+        ours = f"torch_{kind}_gated_delta_rule"
+        if hasattr(module, ours):
+            take = use_kernel_func_from_hub_with_fallback(name, "fla")
+            found[ours] = take(inspect.unwrap(getattr(module, ours)))
+    with patch.dict(vars(module), found):
+        yield
+
+
 def slow_recurrences(model: Any) -> list[str]:
     """The recurrences that transformers computes by its reference, many times as slow as fla's."""
     found = vars(sys.modules[type(model).__module__]).items()
@@ -222,16 +240,17 @@ def compare(side: str, options: argparse.Namespace) -> Row:
         given = torch.from_numpy(np.stack(prompts_of(options, model.config.vocab_size)))
         prompts = given.to(options.device).repeat_interleave(options.samples, 0)
         warm = 0.0
-        for _ in range(WARM_CALLS):
-            steps = min(WARM_STEPS, options.new)
-            warm += generate(model, prompts, options, side, steps)[0]
-        is_compiled = counters["stats"]["unique_graphs"] > 0
-        gc.collect()
-        if options.device != "cpu":
-            torch.cuda.reset_peak_memory_stats()
-        found = [generate(model, prompts, options, side, None) for _ in range(options.repeats)]
-        seconds, ms, out = sorted(found, key=lambda run: run[0])[len(found) // 2]
-        red = slow_recurrences(model) if options.device != "cpu" else []
+        with taking_fla(model):
+            for _ in range(WARM_CALLS):
+                steps = min(WARM_STEPS, options.new)
+                warm += generate(model, prompts, options, side, steps)[0]
+            is_compiled = counters["stats"]["unique_graphs"] > 0
+            gc.collect()
+            if options.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            found = [generate(model, prompts, options, side, None) for _ in range(options.repeats)]
+            seconds, ms, out = sorted(found, key=lambda run: run[0])[len(found) // 2]
+            red = slow_recurrences(model) if options.device != "cpu" else []
         if out.shape != (len(prompts), options.prompt + options.new):
             red.append(f"shape {tuple(out.shape)}")
         if not torch.equal(out[:, : options.prompt], prompts):

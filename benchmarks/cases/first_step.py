@@ -147,9 +147,9 @@ def tables(*runs: Row) -> Parts:
         """The sum per backend, the slowest first."""
         sums: dict[str, float] = {}
         for what, seconds in row.get("operators", {}).items():
-            named = re.search(r"backend '(\w+)'", what)
-            backend = named[1] if named else what
-            sums[backend] = sums.get(backend, 0.0) + seconds
+            # one without a backend was waited for within another
+            if named := re.search(r"backend '(\w+)'", what):
+                sums[named[1]] = sums.get(named[1], 0.0) + seconds
         order = sorted(sums, key=lambda backend: -sums[backend])
         return ", ".join(f"{backend} {sums[backend]:.1f}" for backend in order)
 

@@ -28,6 +28,7 @@ from prefixtree.models.families import (
     family_of,
 )
 from prefixtree.models.family_table import ATTENDING_TYPES, layer_types_of
+from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import PackedForest
 from prefixtree.packing.mask import TreeMask
 from prefixtree.pictures import Pictures
@@ -93,8 +94,8 @@ def check_model(
             tokens = pictures.with_placeholders(tokens)
         check_vocabulary(causal_lm, tokens)
     _check_treatment_of_logits(causal_lm)
-    device = next(causal_lm.parameters()).device
-    # parameters on the CPU may be offloaded ones: then the forward will tell
+    device = device_of(causal_lm)
+    # parameters on the CPU may be those of hooks that move them: then the forward will tell
     if device.type not in ("cpu", "meta") and device != packed.device:
         raise ValueError(
             f"the packed forest is on {packed.device}, the model on {device}: "

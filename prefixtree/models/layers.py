@@ -62,6 +62,21 @@ def groups_of(model: nn.Module) -> list[Any]:
     return list(dict.fromkeys(groups))
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes. Parameters that FSDP offloads are on the CPU between its calls."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel) and (at := module.compute_device):
+            return at
+    parameter = next(model.parameters())
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type == parameter.device.type:
+        return parameter.device
+    kind = torch.device(mesh.device_type)
+    # "cpu" of CPUs
+    index = torch.get_device_module(kind).current_device()
+    return torch.device(kind.type, index) if isinstance(index, int) else kind
+
+
 def most_of_all_ranks(model: nn.Module, numbers: list[int], device: torch.device) -> list[int]:
     """The largest of each number of any rank: those that shard or copy the model run it equally
     often."""

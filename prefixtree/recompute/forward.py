@@ -18,7 +18,7 @@ from prefixtree._hints import with_hints
 from prefixtree._numbers import integer, number
 from prefixtree.errors import UnsupportedError
 from prefixtree.models.families import checkpoint_wrappers
-from prefixtree.models.layers import layers_of, most_of_all_ranks
+from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.low_precision import is_quantised
 from prefixtree.models.tower import TowerRuns, has_compiled_blocks
 from prefixtree.models.vision import tower_of
@@ -155,7 +155,7 @@ def max_micro_batch_tokens(
     memory = None if memory is None else _bytes(memory)
     scored_share = number("scored_share", scored_share, 0)
     causal_lm = _transformer(model)
-    device = next(causal_lm.parameters()).device
+    device = device_of(causal_lm)
     if memory is None:
         memory = _left_for_activations(model, causal_lm, device)
     traced, trains = memory_of(model, causal_lm, device), lm_head_trains(causal_lm)

@@ -23,7 +23,7 @@ from prefixtree.forest import PrefixForest
 from prefixtree.models.changes import changing
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import checkpoint_wrappers, forward_inputs
-from prefixtree.models.layers import layers_of, most_of_all_ranks
+from prefixtree.models.layers import device_of, layers_of, most_of_all_ranks
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.packing.arguments import at_least_one
 from prefixtree.packing.layout import PackedForest, pack
@@ -122,7 +122,7 @@ def borrow_cost(
         ValueError: a model without a layer of softmax attention.
     """
     transformer = transformer_of(model)
-    device = next(transformer.parameters()).device
+    device = device_of(transformer)
     return step_cost_of(model, transformer, device, recompute, recompute_trunks)
 
 

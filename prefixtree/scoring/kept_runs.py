@@ -28,7 +28,7 @@ from prefixtree.kernels.lm_head.options import ScoreOptions
 from prefixtree.models.checks import runs_deepspeed, transformer_of
 from prefixtree.models.families import forward_inputs
 from prefixtree.models.indexers import compresses_keys
-from prefixtree.models.layers import groups_of, most_of_all_ranks
+from prefixtree.models.layers import device_of, groups_of, most_of_all_ranks
 from prefixtree.models.paths import not_handed_on
 from prefixtree.models.stamp import ModelStamp
 from prefixtree.models.vision import PlacedPictures
@@ -161,7 +161,7 @@ class KeptRuns(Iterator[tuple[MicroBatch, _Result]], Generic[_Result]):
     ) -> None:
         self._model, self._batches = model, batches
         self._transformer = transformer_of(model)
-        self._device = next(self._transformer.parameters()).device
+        self._device = device_of(self._transformer)
         self._has_gradients = torch.is_grad_enabled()
         self._trains = self._has_gradients and any(p.requires_grad for p in model.parameters())
         self._at = -1

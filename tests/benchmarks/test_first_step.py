@@ -40,6 +40,7 @@ def test_operators_are_summed_by_backend() -> None:
         "tree_attention's forward, backend 'flash', torch.bfloat16 32 heads": 20.0,
         "tree_attention's backward, backend 'flash', torch.bfloat16 32 heads": 30.5,
         "tree_delta_rule's forward, backend 'flash_qla', torch.bfloat16 sizes 4x8": 15.0,
+        "9 kernels of flash-qla side by side, torch.bfloat16 sizes 4x8 and 4x8": 14.0,
     }
     row = {"model_name": "m", "caches": "cold", "operators": kinds}
     run = {"environment": {"torch": "2", "gpu": "a GPU", "commit": "c"}, "rows": [row]}

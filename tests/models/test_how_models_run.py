@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import operations
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import prefixtree as pt
+from prefixtree.models.layers import device_of
 from prefixtree.scoring.logprobs import sequence_logprobs
 from tests.support.models import (
     HIDDEN,
@@ -256,6 +259,14 @@ def process_group(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_model_computes_where_its_mesh_is_and_not_where_its_shards_wait(process_group):
+    model = nn.Linear(4, 4, device="meta")
+    assert device_of(model) == torch.device("meta")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert model.weight.device.type == "meta"
+    assert device_of(model) == torch.device("cpu")
 
 
 _DDP = {

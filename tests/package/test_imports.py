@@ -161,7 +161,7 @@ RECURRENCE_PARTS = {
     # flash_qla serves a part of what fla serves, with its norms and its refusals
     "fla": (
         *("fla_rules", "states", "state_kernels"),
-        *("flash_qla", "flash_qla_rules", "handover", "handover_kernels"),
+        *("flash_qla", "flash_qla_ahead", "flash_qla_rules", "handover", "handover_kernels"),
     ),
 }
 RECURRENCE_WAY = (

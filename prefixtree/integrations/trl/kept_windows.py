@@ -23,6 +23,7 @@ from prefixtree.errors import ForestError, UnsupportedError
 from prefixtree.forest import PrefixForest
 from prefixtree.integrations.trl.images import forest_with_images
 from prefixtree.models.checks import transformer_of
+from prefixtree.models.layers import device_of
 from prefixtree.packing.layout import pack
 from prefixtree.packing.placements import place
 from prefixtree.pictures import Pictures
@@ -221,7 +222,7 @@ def _with_towers(
     transformer = transformer_of(model)
     packed = pack(forest)
     with suppress(UnsupportedError):
-        tower = tower_memory_of(model, transformer, next(transformer.parameters()).device)
+        tower = tower_memory_of(model, transformer, device_of(transformer))
         shown = PictureWork.of(place(packed, pictures)[0], pictures, tower.dtype, moved=False)
         held = 0.0 if shown is None else shown.held(tower) / forest.num_tokens
         # a trunk that holds no graph encodes its pictures again

@@ -19,6 +19,7 @@ import torch
 
 from prefixtree.kernels import device_info
 from prefixtree.kernels.recurrence import fla
+from prefixtree.kernels.recurrence.flash_qla_ahead import compile_ahead
 from prefixtree.kernels.recurrence.handover import gradients_of_ends, starts_of
 from prefixtree.kernels.recurrence.protocol import Call, Computed, DeltaCall
 from prefixtree.kernels.recurrence.states import CHUNK
@@ -80,6 +81,7 @@ def forward(call: Call) -> Computed:
     tables, schedule = _tables(call)
     if _is_short(tables):
         return fla.forward(call)
+    compile_ahead(call, schedule.num_states > 0, backward=False)
     with device_info.current(call.value.device):
         query, key = fla.normed(call)[:2]
         value, beta = call.value.contiguous(), call.beta.contiguous()
@@ -106,6 +108,7 @@ def backward(
     tables, schedule = _tables(call)
     if _is_short(tables):
         return fla.backward(call, dout, saved, dfinal)
+    compile_ahead(call, schedule.num_states > 0, backward=True)
     g, solved = saved
     with device_info.current(call.value.device):
         query, key, *norms = fla.normed(call)

@@ -4,7 +4,7 @@ times with where TransformerEngine is not installed, so a forest without sharing
 kernels, stands for it.
 
     torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus
-    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus context_times
+    torchrun --nproc-per-node 2 -m tests.integrations.megatron.on_gpus context_times state_times
     torchrun --nproc-per-node 4 -m tests.integrations.megatron.on_gpus context
 
 Rank 0 writes all results to the file that OUT names, where it does.
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -26,7 +27,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from benchmarks.lib.environment import environment
 from prefixtree import PrefixForest, SequenceScores, pack
@@ -45,8 +48,10 @@ from tests.integrations.megatron.runs import (
     run_replicated,
     thd,
 )
+from tests.integrations.megatron.state_runs import mamba_stack, with_delta
 from tests.integrations.megatron.test_one_process import FULL
-from tests.support.megatron_cpu import DEVICE
+from tests.support.megatron_cpu import DEVICE, Norm
+from tests.support.megatron_states import stand_in_for_kernels
 
 # head dims of real models, for the GPU's kernels
 _HALF = {"sequence_parallel": True, "kv_channels": 128, "hidden_size": 256, "ffn_hidden_size": 512}
@@ -62,6 +67,30 @@ _SLICE = {
     "bf16": True,
 }
 _VOCABULARY = 151_936
+# four layers with a state of Qwen3-Next, its experts replaced by a dense MLP, and of Nemotron-H 8B,
+# where two are Mamba's and two MLPs
+_DELTA = {
+    "experimental_attention_variant": "gated_delta_net",
+    "hidden_size": 2048,
+    "ffn_hidden_size": 5120,
+    "num_attention_heads": 16,
+    "num_query_groups": 2,
+    "kv_channels": 256,
+    "linear_attention_freq": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MAMBA = {
+    "ffn_hidden_size": 21504,
+    "gated_linear_unit": False,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": 128,
+}
 
 
 def half() -> dict[str, Any]:
@@ -170,6 +199,118 @@ def context_times() -> dict[str, Any]:
     return results
 
 
+def state_times() -> dict[str, Any]:
+    """Layers with a state under tensor parallelism: milliseconds of forward and backward, of
+    sequences that share nothing and of agents' turns; and how far log p and gradients of the turns
+    are off. The gated delta rule is beside Megatron's own on the replicated batch; mamba-ssm,
+    which Megatron's Mamba needs, is not there, so a forest without sharing stands for it."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    generator = torch.Generator().manual_seed(2)
+
+    def new(length: int) -> list[int]:
+        return torch.randint(0, _VOCABULARY, (length,), generator=generator).tolist()
+
+    system = new(2048)
+    agents = [system + new(4096) for _ in range(2)]
+    batches = {
+        "nothing shared": [new(4608) for _ in range(8)],
+        "agents' turns": [agent[:end] for agent in agents for end in range(2560, 6145, 512)],
+    }
+    results: dict[str, Any] = {}
+    for kind in ("mamba", "gated delta rule"):
+        # the constructor asks for mamba-ssm
+        with stand_in_for_kernels() if kind == "mamba" else nullcontext():
+            model = _states(kind, tree_spec)
+            theirs = None
+            if kind != "mamba":
+                theirs = _states(kind, lambda spec: spec)
+                theirs.load_state_dict(model.state_dict())
+            rows = {name: _sides(model, theirs, batch) for name, batch in batches.items()}
+            # kernels of the next kind compile for minutes
+            print(kind, rows, flush=True)
+            pack_batches(model)
+            for name, batch in batches.items():
+                run = partial(_replicated, model, thd(batch), batch)
+                rows[name]["pack_batches"] = _milliseconds(model, run, 3)
+        results |= {f"{kind}, {name}": row for name, row in rows.items()}
+        del model, theirs
+        torch.cuda.empty_cache()
+    parallel_state.destroy_model_parallel()
+    return results
+
+
+def _states(kind: str, wrap: Callable[[Any], Any]) -> Any:
+    """Four layers of a kind."""
+    shape = _DELTA | {"experimental_attention_variant": "gated_delta_net"}
+    config = make_config(
+        Case(_SLICE | (_MAMBA if kind == "mamba" else shape), dtype=torch.bfloat16)
+    )
+    position: Any = {"position_embedding_type": "rope"}
+    torch.manual_seed(5)
+    if kind == "mamba":
+        spec = wrap(mamba_stack(config))
+        model = HybridModel(
+            config, spec, _VOCABULARY, 8192, hybrid_layer_pattern="M-M-", **position
+        )
+    else:
+        layers = [with_delta(layer_spec(config))] * config.num_layers
+        spec = wrap(TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm))
+        model = GPTModel(config, spec, _VOCABULARY, 8192, **position)
+    return model.to(torch.bfloat16).to(DEVICE)
+
+
+def _sides(model: Any, theirs: Any, batch: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Times of a batch by scored edges, by a forest of chains and, where there is one, by
+    Megatron's own model; how far the first is off the last."""
+    forest, chains = (
+        pack(PrefixForest.from_sequences(batch, namespaces=n), pad_to_multiple_of=2).to(DEVICE)
+        for n in (None, list(range(len(batch))))
+    )
+    runs = {
+        "tree_logprobs": (model, partial(_scored, model, forest)),
+        "chains": (model, partial(_scored, model, chains)),
+    }
+    if theirs is not None:
+        runs["megatron"] = (theirs, partial(_replicated, theirs, thd(batch), batch))
+    results: dict[str, Any] = {"tokens": sum(map(len, batch)), "distinct": forest.num_tokens}
+    found = []
+    for name, (side, run) in runs.items():
+        results[name] = _milliseconds(side, run, 3)
+        side.zero_grad(set_to_none=True)
+        found.append((run().detach().float(), _gradients(side)))
+    (logprobs, gradients), (expected, others) = found[0], found[-1]
+    off = (logprobs - expected).abs()
+    results["log p off"] = [float(off.mean()), float(off.max())]
+    results["gradients off"] = float((gradients - others).norm() / others.norm())
+    return results
+
+
+def _replicated(model: Any, inputs: dict[str, Any], batch: Sequence[Sequence[int]]) -> torch.Tensor:
+    """As `_scored`, of every sequence in a row."""
+    losses = model(**inputs, labels=inputs["input_ids"].roll(-1, 1))
+    kept = torch.zeros(inputs["input_ids"].shape[1], dtype=torch.bool)
+    start = 0
+    for sequence in batch:
+        kept[start : start + len(sequence) - 1] = True
+        start += len(sequence)
+    logprobs = -losses[0][kept.to(DEVICE)]
+    logprobs.mean().backward()
+    return logprobs
+
+
+def _gradients(model: Any) -> torch.Tensor:
+    """Those of this rank in a row; what sequence parallelism leaves to be added is."""
+    parts = []
+    for weight in model.parameters():
+        if weight.grad is None:
+            continue
+        part = weight.grad.float()
+        if getattr(weight, "sequence_parallel", False):
+            dist.all_reduce(part)
+        parts.append(part.flatten())
+    return torch.cat(parts)
+
+
 def _milliseconds(model: Any, run: Callable[[], Any], repeats: int = 5) -> dict[str, float]:
     """The median of some runs after two, and the peak of memory in GiB."""
     found = []
@@ -215,7 +356,7 @@ if __name__ == "__main__":
     runs = {"context": context}
     if dist.get_world_size() == 2:
         runs |= {"tensor": tensor, "pipeline": pipeline, "half": half, "times": times}
-        runs |= {"context_times": context_times}
+        runs |= {"context_times": context_times, "state_times": state_times}
     rows: list[dict[str, Any]] = []
     for chosen in sys.argv[1:] or runs:
         # Megatron keeps the first scale's shape, and its schedules give another than a backward

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from prefixtree import pack
-from prefixtree.kernels.recurrence import explain_recurrence, flash_qla, tree_delta_rule
+from prefixtree.kernels.recurrence import (
+    explain_recurrence,
+    flash_qla,
+    flash_qla_ahead,
+    tree_delta_rule,
+)
 from tests.support.recurrence_cases import FORESTS, Operator, forest_of, of_parts, relative, runs
 from tests.support.strategies import mask_of
 
@@ -84,6 +89,28 @@ def test_the_same_bits_again() -> None:
     leaves = leaves_of(forest_of("long and short").num_tokens)
     first, again = (gradients("long and short", leaves, None, "flash_qla") for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["caterpillar", "chain"])
+def test_what_is_compiled_ahead_is_what_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilelang.jit import JITImpl
+
+    ahead: list[Any] = []
+    called: list[Any] = []
+    call = JITImpl.__call__
+
+    def noted(factory: Any, *arguments: Any, **options: Any) -> Any:
+        called.append((factory, arguments, options))
+        return call(factory, *arguments, **options)
+
+    monkeypatch.setattr(JITImpl, "__call__", noted)
+    monkeypatch.setattr(flash_qla_ahead, "_known", set())
+    monkeypatch.setattr(flash_qla_ahead, "_compile", ahead.extend)
+    gradients(name, leaves_of(forest_of(name).num_tokens), None, "flash_qla")
+    assert len(ahead) > 5 and all(one in ahead for one in called)
+    assert all(one in called for one in ahead)
 
 
 def test_it_is_what_auto_takes() -> None:
