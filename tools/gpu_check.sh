@@ -13,7 +13,8 @@
 #
 #   tests        3.5   the GPU tests of both backends, of the head, and the interpreter's cases on the GPU
 #   compile      ?     compiled layers of the most used families against eager ones
-#   chosen       ?     attention to chosen keys, an indexer's scores and selection: tests and times
+#   chosen       ?     attention to chosen keys, an indexer's scores and selection: tests and times; then gathered
+#   gathered     3     gathered latents beside tiles of all keys on chains; GATHERED_ARGS="--model glm-5"
 #   backends     4.5   triton and flash on every workload, flash-attn-4 by hand, host time
 #   peers        4     every workload against replication and FlexAttention; the dense ceilings
 #   depth        3     attention by depth of the forest
@@ -171,6 +172,16 @@ chosen() {
     tests/kernels/test_best_keys.py tests/kernels/attention/triton/test_chosen_on_gpu.py
   limited sparse 190 python3 -m benchmarks sparse --replicated 65536 "${read_rollouts[@]}" \
     --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/sparse.json"
+  gathered
+}
+
+# gathered latents beside tiles of all keys, on chains; GATHERED_ARGS="--model glm-5"
+gathered() {
+  ours gathered && cuda gathered || return
+  tested gathered_tests 200 tests/kernels/latents/test_kernels.py
+  # shellcheck disable=SC2086
+  limited gathered 150 python3 -m benchmarks sparse --chains 32768 131072 --repeats 3 ${GATHERED_ARGS:-} \
+    --commit "$(cat "$files/commit" 2>/dev/null)" --out "$out/gathered.json"
 }
 
 liger() {
@@ -603,7 +614,7 @@ sanitize() {
 
 (($#)) || { sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2; }
 for step in "$@"; do
-  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
+  [[ $step =~ ^(tests|compile|attention|backends|peers_a|peers_b|tune|wide|sanitize|chosen|gathered|depth|peers|layer|model|memory|decode|decode_steps|decode_peers|histories|sampling|head|distill|distill_models|pictures|liger|update|update_best|update_36|update_long|experts|experts_peers|experts_best|low|low_compiled|settings|settings_2gpu|update_2gpu|parallel|parallel_hybrids|steps|megatron|megatron_4gpu|verl|verl_8b|verl_2gpu|verl_8b_2gpu|verl_pictures|first_step|run|run_2gpu|run_256|run_8k|run_turns|run_curves|recurrence|recurrence_qla|pack_gqa|shapes|shapes_a|shapes_b|shapes_c)$ ]] || { echo "no step $step"; exit 2; }
 done
 mkdir -p "$out"
 nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader

@@ -39,6 +39,8 @@ from prefixtree.kernels.attention.triton.configs import Config, KernelConfigs, c
 from prefixtree.kernels.attention.triton.forward import forward_kernel
 from prefixtree.kernels.attention.triton.row_sums import prepare_kernel
 from prefixtree.kernels.decoding.kernels import merge_kernel, partial_kernel, write_kernel
+from prefixtree.kernels.latents import kernels as latents
+from prefixtree.kernels.latents import launch as gathered
 from prefixtree.kernels.lm_head import kernels as lm_head
 from prefixtree.kernels.recurrence import decode_kernels
 
@@ -270,6 +272,45 @@ def _helpers(capability: int, dtype: str) -> None:
         for delta, dims in ((True, (128, 128)), (False, (256, 64))):
             _recurrent(on, delta, dims, capability, dtype)
         _choice(on, capability)
+    if capability == 90:
+        for heads in (128, 64):
+            _gathered(heads, dtype)
+
+
+def _gathered(heads: int, dtype: str) -> None:
+    """The kernels of kernels/latents/kernels.py for latents of 512 and 64 columns: what is in
+    their loops must not spill, but for a little in the backward."""
+    values = {"HEADS": heads, "R": 512, "P": 64, "R_PADDED": 512, "P_PADDED": 64}
+    values |= {"ROWS": gathered.ROWS, "WIDTH": gathered.WIDTH}
+    types = dict.fromkeys(("INDEX", "COUNT"), "*i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(("LSE", "DELTA", "DLATENTS"), "*fp32")
+    launched = (
+        (latents.forward_kernel, gathered.FORWARD),
+        (latents.backward_kernel, gathered.BACKWARD),
+    )
+    for kernel, (keys, stages) in launched:
+        fixed = {
+            k: v
+            for k, v in (values | {"KEYS": keys, "STAGES": stages}).items()
+            if k in kernel.arg_names
+        }
+        given = types | dict.fromkeys(fixed, "constexpr")
+        signature = {
+            name: given.get(name, f"*{dtype}" if name.isupper() else "i32")
+            for name in kernel.arg_names
+        }
+        aligned = [x for x, kind in signature.items() if kind[0] == "*" or "rope_" in x]
+        options = {"num_warps": gathered.WARPS, "num_stages": stages}
+        built = _built(kernel, signature, fixed, aligned, 90, options)
+        code = read(built, gathered.WARPS, 90)
+        body = built.asm["ttgir"].split("scf.for")[1]
+        if stages > 1 and body.index("async_copy_global") > body.index("warp_group_dot"):
+            raise SystemExit(f"{kernel.__name__} copies its next keys behind its products")
+        spilt = max(loop.spills / loop.issued for loop in code.loops)
+        # a product of 64 rows that each warpgroup computes whole has twice the instructions
+        products = code.loops[0].products
+        if code.programs < 1 or code.overwritten or spilt > 0.02 or products > 86:
+            raise SystemExit(f"{kernel.__name__} {heads} heads: {code}")
 
 
 def _recurrent(

@@ -14,6 +14,8 @@ eight trees of a prompt with two levels of branches stand for them.
 
 --replicated does chosen keys and selection for the replicated batch too, by the same kernels and
 checks, in micro-batches of at most so many tokens, whose times are added up.
+
+--chains measures one path of so many tokens in place of all this: `lib/latents.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.lib.checks import check, results_of
+from benchmarks.lib.latents import GATHERED, MODELS, TILES, Chain
 from benchmarks.lib.replicated import chains, pairs
 from benchmarks.lib.runs import Report, Row, measure, parse, parser
 from benchmarks.lib.shapes import Shape, draw
@@ -202,8 +205,51 @@ def _times_replicated(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
+def run_chains(report: Report, options: argparse.Namespace) -> None:
+    """Rows of both sides for each length."""
+    for name in ("forward", "backward"):
+        if (steps := getattr(options, f"{name}_steps")) is not None:
+            from prefixtree.kernels.latents import launch
+
+            setattr(launch, name.upper(), tuple(steps))
+    for tokens in options.chains:
+        chain = Chain(max(1, round(tokens * options.scale)), options)
+        for side in (TILES, GATHERED):
+            case = {"side": side, "tokens": chain.mask.num_tokens, "topk": options.topk}
+            row = report.attempt(case | {"model": options.model}, partial(chain.run, side))
+            ms = f"{_milliseconds(row):.2f} ms, {row.get('errors')}"
+            print(f"{side}, {tokens}: {verdict(row) or ms}", flush=True)
+        del chain
+
+
+def chain_tables(data: Row) -> Parts:
+    """A line per length and side, and how many times as fast gathering is."""
+    rows = data["rows"]
+    yield f"{machine(data['environment'], 'triton')}; chains, {rows[0]['topk']:,} keys of a query"
+    yield Table(
+        [
+            Column("", lambda row: f"{row['model']}, {row['tokens']:,} tokens: {row['side']}"),
+            Column("forward ms", lambda row: number(row, "forward_ms", ".1f")),
+            Column("backward ms", lambda row: number(row, "backward_ms", ".1f")),
+            Column("projection frozen", lambda row: number(row, "backward_frozen_ms", ".1f")),
+            Column("TF forward", lambda row: number(row, "forward_tflops", ".0f")),
+            Column("TF backward", lambda row: number(row, "backward_tflops", ".0f")),
+            Column("error / limit", lambda row: number(row, "worst", ".2f"), is_detail=True),
+            verdict_column(),
+        ],
+        rows,
+    )
+    for tiles, found in zip(rows[::2], rows[1::2], strict=False):
+        if _milliseconds(tiles) and _milliseconds(found):
+            times = _milliseconds(tiles) / _milliseconds(found)
+            yield f"{tiles['tokens']:,} tokens: gathered latents are {times:.1f}x as fast."
+
+
 def tables(data: Row) -> Parts:
     """A line per side."""
+    if data["rows"] and "model" in data["rows"][0]:
+        yield from chain_tables(data)
+        return
     dense = next((row for row in data["rows"] if row["side"] == ALL), {})
 
     def over(key: str) -> Column:
@@ -243,6 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--replicated", type=int, metavar="TOKENS", help="also the replicated batch, so many a time"
     )
+    add("--chains", type=int, nargs="+", metavar="TOKENS", help="gathered latents, nothing else")
+    add("--model", default="deepseek-v3.2", choices=list(MODELS), help="the shape of chains")
+    for name in ("forward", "backward"):
+        add(f"--{name}-steps", type=int, nargs=2, help="keys and stages of gathered latents")
     options = parse(what, arguments)
     if options.read is not None:
         return Report.read(options).finish(tables)
@@ -250,9 +300,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # on a CPU without the interpreter the code paths are those of sdpa
         is_here = torch.device(options.device).type == "cuda" or "TRITON_INTERPRET" in os.environ
         options.backend = "triton" if is_here else "sdpa"
-    name = AIRLINE if options.rollouts else WITHOUT_ROLLOUTS
     if options.is_tiny:
         options.topk = max(1, round(options.topk * options.scale))
+    if options.chains:
+        report = Report(options, workload="chains")
+        run_chains(report, options)
+        return report.finish(tables)
+    name = AIRLINE if options.rollouts else WITHOUT_ROLLOUTS
     forest = scaled(
         workload(name, options.rollouts, tasks=options.tasks), options.scale, "heaviest"
     )

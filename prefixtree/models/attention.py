@@ -28,6 +28,8 @@ from prefixtree.models.families import (
 )
 from prefixtree.models.hybrids import check_prepared
 from prefixtree.models.indexers import BLOCKS, has_indexers
+from prefixtree.models.latents import attend as attend_to_latents
+from prefixtree.models.latents import expanded, held_by
 from prefixtree.models.paths import Entries, ForestMask, UnpreparedMask, unprepared
 from prefixtree.models.plain_batches import (
     plain_attention,
@@ -182,6 +184,12 @@ def prefixtree_attention(
     check_prepared(module)
     if shows_positions(module):
         _check_position_ids(shown_positions(kwargs), mask)
+    if (latents := held_by(module)) is not None:
+        assert isinstance(tree_mask, TreeMask)
+        found = attend_to_latents(module, _token_rows(query)[0], latents, tree_mask, **options)
+        if found is not None:
+            return found.unsqueeze(0), None
+        key, value = expanded(module, latents)
     q, k, v = _token_rows(query, key, value)
     if forest_cache is not None:
         forest_cache.keep(q, k, v, sliding_window)

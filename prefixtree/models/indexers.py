@@ -41,6 +41,7 @@ from prefixtree.models.family_table import (
     INDEXED_TYPES,
     layer_types_of,
 )
+from prefixtree.models.latents import held_back, of_expansion
 from prefixtree.models.paths import (
     CHUNK,
     ForestMask,
@@ -188,9 +189,12 @@ def _of_attention(original: Any) -> dict[str, Any]:
                 'begin where a row does, are not verified under "prefixtree": pad at the right, or '
                 'use model.set_attn_implementation("eager") for them'
             )
-        return original.forward(self, *args, **kwargs)
+        if getattr(self, _LAYER_TYPE) != INDEXED:
+            return original.forward(self, *args, **kwargs)
+        with held_back(self, mask):
+            return original.forward(self, *args, **kwargs)
 
-    return {"forward": functools.wraps(original.forward)(forward)}
+    return {"forward": functools.wraps(original.forward)(forward)} | of_expansion(original)
 
 
 def _pads_left(attention: Any, mask: Any) -> bool:

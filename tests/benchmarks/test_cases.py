@@ -37,6 +37,7 @@ from benchmarks.lib.kinds import KINDS
 from benchmarks.lib.workloads import code_agents
 from prefixtree import compile_layers, plan_micro_batches, tree_attention
 from prefixtree.kernels import index_scores
+from prefixtree.kernels.latents import gathered
 from prefixtree.models import encodings
 from prefixtree.planning.model_cost import model_cost
 from tests.benchmarks.support import ROOT, TINY, agent_rollouts, case_named
@@ -435,6 +436,30 @@ def test_sparse_selection(is_right: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
     for row in result(out)["rows"][2:]:
         assert bool(row["red"]) == (not is_right) == ("forward_ms" not in row)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_sparse_chains(
+    is_right: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Red where a projection of gathered latents has no gradient."""
+    if not is_right:
+        inner = gathered.gathered_attention
+        halved = lambda q, x, w, *rest: inner(q, x, (w + w.detach()) / 2, *rest)  # noqa: E731
+        monkeypatch.setattr(gathered, "gathered_attention", halved)
+    out = tmp_path / "chains.json"
+    some = ["--dtype", "float32", "--backend", "sdpa", "--chains", "8192"]
+    assert sparse.main([*TINY, *some, "--out", str(out)]) == (not is_right)
+    tiles, found = result(out)["rows"]
+    assert tiles["red"] == [] and tiles["backward_ms"] > 0
+    assert found["red"] == ([] if is_right else ["dw"])
+    assert ("forward_ms" in found) == is_right
+    capsys.readouterr()
+    assert sparse.main(["--read", str(out)]) == (not is_right)
+    assert ("as fast" in capsys.readouterr().out) == is_right
 
 
 @pytest.mark.full

@@ -1,0 +1,1 @@
+"""Attention to latents, gathered by what queries chose: for long paths."""

@@ -1,0 +1,112 @@
+"""Attention to gathered latents in torch's operations: the definition, on any device.
+
+Legend: T packed tokens, n queries of a chunk, H heads, R and P columns of a latent and of its key
+with positions, k keys a query may choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from prefixtree.kernels.chosen import from_bits
+from prefixtree.kernels.latents.protocol import Chunk, sums_of
+from prefixtree.packing.host_mask import HostMask
+
+# numbers that are gathered at once
+_GATHERED = 1 << 24
+
+
+def serves(q: torch.Tensor, rank: int, rope: int) -> bool:
+    """As `Kernels` says."""
+    return True
+
+
+def indices(
+    chosen: torch.Tensor, mask: HostMask, rows: slice, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Kernels` says; bool [n, T] for some queries at a time."""
+    on = mask.on(chosen.device)
+    end, position = on["subtree_end"], on["position_ids"].long()
+    tokens = torch.arange(mask.num_tokens, device=chosen.device, dtype=torch.int32)
+    parts = []
+    for own in tokens[rows].split(max(1, _GATHERED // max(1, mask.num_tokens))):
+        is_chosen = from_bits(chosen[own.long()], 0, mask.deepest)[:, position]
+        is_chosen &= (tokens <= own[:, None]) & (own[:, None] < end)
+        of_query = torch.where(is_chosen, tokens, mask.num_tokens).sort(-1).values
+        index = of_query.new_zeros(len(own), most)
+        index[:, : of_query.shape[1]] = of_query[:, :most]
+        parts.append((index, is_chosen.sum(-1, dtype=torch.int32)))
+    index, count = (torch.cat(part) for part in zip(*parts, strict=True))
+    return index, count
+
+
+class _Gather(NamedTuple):
+    """Some queries of a chunk in the sums' dtype, and the rows of their keys.
+
+    Attributes:
+        rows: of the chunk.
+        q: [H, m, R + P]. keys: [m, k, R + P]. tokens: int64 [m, k]. scores: [H, m, k].
+    """
+
+    rows: slice
+    q: torch.Tensor
+    keys: torch.Tensor
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
+def _gathers(chunk: Chunk) -> Iterator[_Gather]:
+    most, width = chunk.lists.shape[1], chunk.latents.shape[1]
+    dtype, number = sums_of(chunk.latents), max(1, _GATHERED // max(1, most * width))
+    q = torch.cat([chunk.absorbed, chunk.rope.transpose(0, 1)], -1)
+    place = torch.arange(most, device=q.device)
+    for first in range(0, q.shape[1], number):
+        rows = slice(first, first + number)
+        count = chunk.lengths[rows, None]
+        index = chunk.lists[rows].long().masked_fill(place >= count, 0)
+        keys, own = chunk.latents[index].to(dtype), q[:, rows].to(dtype)
+        scores = torch.einsum("hmw,mkw->hmk", own, keys) * chunk.scale
+        scores = scores.masked_fill(place >= count, -torch.inf)
+        scores = scores.masked_fill(count > most, torch.nan)
+        yield _Gather(rows, own, keys, index, scores)
+
+
+def forward(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Kernels` says."""
+    rank, parts = chunk.absorbed.shape[2], []
+    for some in _gathers(chunk):
+        lse = some.scores.logsumexp(-1)
+        p = torch.exp(some.scores - lse[..., None])
+        parts.append((torch.einsum("hmk,mkr->hmr", p, some.keys[..., :rank]), lse.T))
+    out, lse = (
+        torch.cat(part, dim) for part, dim in zip(zip(*parts, strict=True), (1, 0), strict=True)
+    )
+    return out.to(chunk.latents.dtype), lse
+
+
+def backward(
+    chunk: Chunk,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    drope: torch.Tensor,
+    dlatents: torch.Tensor,
+) -> torch.Tensor:
+    """As `Kernels` says."""
+    rank = chunk.absorbed.shape[2]
+    dabsorbed = torch.empty_like(chunk.absorbed)
+    for rows, q, keys, tokens, scores in _gathers(chunk):
+        p = torch.exp(scores - lse[rows].T[..., None])
+        own = dout[:, rows].to(keys.dtype)
+        dp = torch.einsum("hmr,mkr->hmk", own, keys[..., :rank])
+        ds = p * (dp - delta[rows].T[..., None]) * chunk.scale
+        dq = torch.einsum("hmk,mkw->hmw", ds, keys)
+        dabsorbed[:, rows] = dq[..., :rank].to(dabsorbed.dtype)
+        drope[rows] = dq[..., rank:].transpose(0, 1).to(drope.dtype)
+        dkeys = torch.einsum("hmk,hmw->mkw", ds, q)
+        dkeys[..., :rank] += torch.einsum("hmk,hmr->mkr", p, own)
+        dlatents.index_add_(0, tokens.flatten(), dkeys.flatten(0, 1))
+    return dabsorbed

@@ -1,0 +1,175 @@
+"""Attention to chosen keys of multi-head latent attention, gathered: for long paths.
+
+The keys and values of a token come of one latent row, by a projection of each head. Moved over to
+queries and outputs ("absorbed"), it lets all heads of a query read the rows themselves: 3.4 times
+the work a pair of DeepSeek V3.2, but only of the pairs that were chosen. Tiles of all keys
+(`tree_attention`) read every visible pair.
+
+    score = (q_nope W_k) . latent + q_rope . rope,    out = (sum of p latent) W_v
+
+Queries are worked off in chunks, so that nothing as large as heads x latents of all tokens exists.
+The gradient of a latent is summed over queries in float32, by atomics in Triton: not repeatable.
+
+Legend: T packed tokens, n queries of a chunk, H heads, R and P columns of a latent and of its key
+with positions, D = N + P and Dv head dims, k keys a query may choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from prefixtree.kernels.latents.protocol import Chunk, Kernels, sums_of
+from prefixtree.kernels.packages import installed
+from prefixtree.kernels.torch_library import as_given, uncompiled
+from prefixtree.packing.host_mask import HostMask
+
+# numbers of a chunk's absorbed queries: 128 MiB in half precision; of lists of keys, made for
+# several chunks, as it takes many queries to fill a GPU: 64 MiB
+_CHUNK, _LISTED = 1 << 26, 1 << 24
+# TFLOP/s forward and backward of tiles of all keys, and of gathered ones (predicted, H200)
+TILES, GATHERED = (350, 250), (450, 200)
+
+
+def pays(mask: HostMask, most: int, dims: tuple[int, int], latent: tuple[int, int]) -> bool:
+    """Whether gathered keys are expected to take less time than tiles of all keys.
+
+    Args:
+        mask: of the forest. most: k. dims: D and Dv. latent: R and P.
+    """
+    rank, rope = latent
+
+    def cost(pairs: int, d: int, dv: int, speed: tuple[int, int]) -> float:
+        return pairs * ((d + dv) / speed[0] + (3 * d + 2 * dv) / speed[1])
+
+    return cost(mask.visible_pairs(0), *dims, TILES) > cost(
+        # a query chooses of its path as a window of as many tokens sees of it
+        mask.visible_pairs(most),
+        rank + rope,
+        rank,
+        GATHERED,
+    )
+
+
+def kernels_for(backend: str, device: torch.device) -> Any:
+    """The Triton kernels where they are verified for a device, or None."""
+    if backend not in ("auto", "triton") or not installed("triton"):
+        return None
+    if device.type != "cuda" and backend != "triton":
+        return None
+    from prefixtree.kernels.latents import launch
+
+    return launch if launch.runs_on(device) else None
+
+
+def gathered_attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    w: torch.Tensor,
+    mask: HostMask,
+    chosen: torch.Tensor,
+    most: int,
+    scale: float,
+    kernels: Kernels,
+) -> torch.Tensor:
+    """Attention of every packed token to the keys that it chose.
+
+    Args:
+        q: [T, H, D], N columns without positions first.
+        latents: [T, R + P] in q's dtype: a row is a latent and the part of its key with positions,
+            which all heads share.
+        w: [R, H, N + Dv] in q's dtype, what makes keys without positions, and values, of latents.
+        mask: of the forest.
+        chosen: int32 [T, W], as `tree_attention` takes it.
+        most: k. A query that chose more, or none, has NaN for its row.
+        scale: the factor on scores.
+        kernels: `definition` or the Triton kernels.
+
+    Returns:
+        [T, H, Dv] in q's dtype. Differentiable once in q, latents and w.
+    """
+    with as_given(q):
+        out: torch.Tensor = _Gathered.apply(q, latents, w, chosen, (mask, most, scale, kernels))
+    return out
+
+
+def _chunks(
+    q: torch.Tensor, latents: torch.Tensor, w: torch.Tensor, chosen: torch.Tensor, call: Any
+) -> Iterator[tuple[slice, Chunk]]:
+    mask, most, scale, kernels = call
+    rope = latents.shape[1] - w.shape[0]
+    nope = q.shape[2] - rope
+    size = max(1, _CHUNK // (w.shape[0] * w.shape[1]))
+    listed = size * max(1, _LISTED // (most * size))
+    for start in range(0, len(q), listed):
+        block = slice(start, min(start + listed, len(q)))
+        lists, lengths = kernels.indices(chosen, mask, block, most)
+        for first in range(start, block.stop, size):
+            rows = slice(first, min(first + size, block.stop))
+            part, own = q[rows], slice(first - start, rows.stop - start)
+            absorbed = torch.bmm(part[..., :nope].transpose(0, 1), w[..., :nope].permute(1, 2, 0))
+            yield rows, Chunk(absorbed, part[..., nope:], latents, lists[own], lengths[own], scale)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        w: torch.Tensor,
+        chosen: torch.Tensor,
+        call: tuple[HostMask, int, float, Kernels],
+    ) -> torch.Tensor:
+        kernels = call[3]
+        nope = q.shape[2] - (latents.shape[1] - w.shape[0])
+        out = q.new_empty(*q.shape[:2], w.shape[2] - nope)
+        lse = q.new_empty(q.shape[:2], dtype=sums_of(q))
+        for rows, chunk in _chunks(q, latents, w, chosen, call):
+            found, lse[rows] = kernels.forward(chunk)
+            out[rows] = torch.bmm(found, w[..., nope:].transpose(0, 1)).transpose(0, 1)
+        ctx.save_for_backward(q, latents, w, chosen, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    @uncompiled
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        with as_given(dout):
+            return (*_gradients(ctx, dout), None, None)
+
+
+def _gradients(
+    ctx: Any, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Of q, latents and w."""
+    q, latents, w, chosen, out, lse = ctx.saved_tensors
+    kernels = ctx.call[3]
+    nope = q.shape[2] - (latents.shape[1] - w.shape[0])
+    of_keys, of_values = w[..., :nope].transpose(0, 1), w[..., nope:].permute(1, 2, 0)
+    dq = torch.empty_like(q)
+    dlatents = torch.zeros_like(latents, dtype=sums_of(q))
+    dw = torch.zeros_like(w.transpose(0, 1), dtype=sums_of(q)) if ctx.needs_input_grad[2] else None
+    for rows, chunk in _chunks(q, latents, w, chosen, ctx.call):
+        by_head = dout[rows].transpose(0, 1)
+        delta = (dout[rows].to(lse.dtype) * out[rows]).sum(-1)
+        dabsorbed = kernels.backward(
+            chunk,
+            torch.bmm(by_head, of_values),
+            lse[rows],
+            delta,
+            dq[rows, :, nope:],
+            dlatents,
+        )
+        dq[rows, :, :nope] = torch.bmm(dabsorbed, of_keys).transpose(0, 1)
+        if dw is not None:
+            # where no projection is trained, the outputs of latents need not be there again
+            found, _ = kernels.forward(chunk)
+            without_rope = q[rows, :, :nope].transpose(0, 1)
+            dw[..., :nope] += torch.bmm(dabsorbed.transpose(1, 2), without_rope)
+            dw[..., nope:] += torch.bmm(found.transpose(1, 2), by_head)
+    found = None if dw is None else dw.transpose(0, 1).to(w.dtype)
+    return dq, dlatents.to(latents.dtype), found
